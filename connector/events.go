@@ -7,8 +7,8 @@
 //
 // Invariants: a block id that reaches Events is inside its cache group. A lease ends once, by a
 // Completion or with its worker. A lease's epoch is never used again in this process. A worker's
-// memory stays mapped until WorkerGone's fenced was called. An end of file on a socket ends
-// nothing. A faulty engine harms only its own session.
+// memory stays mapped until WorkerGone's fenced was called. An end of file on a worker's socket
+// ends nothing. A faulty engine harms only its own session.
 //
 // Goroutines: see Server. While a step is open the watcher sleeps on its thread without giving its
 // P away, so Listen raises GOMAXPROCS by one, once per process.
@@ -40,9 +40,13 @@ type Events interface {
 	// carries the new epoch.
 	Preempt(w *engines.Worker, lease uint64)
 	Hold(w *engines.Worker, lease uint64)
+	// Yield: the engine needs the blocks of a source lease that is held.
+	Yield(w *engines.Worker, lease uint64)
 	// Await's answer goes to reply, once, from any goroutine.
 	Await(a engines.Await, reply func(engines.Admission))
 	Decline(d engines.Decline)
+	// SchedulerGone: the session of an Await is over, and with it what its engine waits for.
+	SchedulerGone(session uint64)
 	// Turn returns once the control layer has made progress, which proves that it does not hang.
 	Turn()
 }

@@ -1,6 +1,7 @@
 package connector_test
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
 	"net"
@@ -9,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -193,6 +195,31 @@ func TestDecline(t *testing.T) {
 		got.Peer != "p:1" || got.Reason != "aborted" ||
 		got.Boot == (transfer.Boot{}) || got.ID == 0 {
 		t.Fatalf("%+v", got)
+	}
+}
+
+// TestSchedulerGone: the end of a scheduler's session reaches the control layer with the number
+// that its queries had. No other session has that number.
+func TestSchedulerGone(t *testing.T) {
+	r := start(t, nil)
+	x, h := key()
+	var sessions []uint64
+	for i := range 2 {
+		s, err := connectortest.DialScheduler(testContext(t),
+			connectortest.SchedulerConfig{Socket: r.socket, Engine: msg.Engine{Name: "vllm", ID: "e7"}})
+		must(t, err)
+		ended, end := context.WithCancel(testContext(t))
+		var asked sync.WaitGroup
+		asked.Go(func() { _, _ = s.Await(ended, x, h, "p:1", 4, time.Second) })
+		r.rec.until(t, "await", func() bool { return len(r.rec.awaits) == i+1 })
+		sessions = append(sessions, r.rec.seen().awaits[i].Session)
+		must(t, s.Close())
+		r.rec.until(t, "the end", func() bool { return slices.Equal(r.rec.schedulersGone, sessions) })
+		end()
+		asked.Wait()
+	}
+	if sessions[0] == 0 || sessions[0] == sessions[1] {
+		t.Errorf("sessions %v", sessions)
 	}
 }
 

@@ -70,6 +70,8 @@ func TestLayerByLayer(t *testing.T) {
 
 	must(t, w.Hold(id))
 	r.rec.until(t, "hold", func() bool { return len(r.rec.holds) == 1 })
+	must(t, w.Yield(id))
+	r.rec.until(t, "yield", func() bool { return slices.Equal(r.rec.yields, []uint64{id}) })
 	must(t, r.Complete(up, engines.Completion{Lease: got.Lease, Status: board.OK, Grants: 1,
 		Bytes: 777, Reason: "done"}))
 	c, err := w.Wait(testContext(t))
@@ -94,12 +96,13 @@ func TestExpectAndRecompute(t *testing.T) {
 	w := r.worker(t, nil)
 	x, h := key()
 	id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "10.0.0.1:7", Tokens: 48,
-		Skip: []uint32{16}, Blocks: [][]uint32{{0, 1, 2}}, DeadlineMS: 1500})
+		Skip: []uint32{16}, Blocks: [][]uint32{{0, 1, 2}}, DeadlineMS: 1500, StallMS: 700})
 	must(t, err)
 	r.rec.until(t, "expect", func() bool { return len(r.rec.expects) == 1 })
 	ex := r.rec.seen().expects[0]
 	if ex.Peer != "10.0.0.1:7" || ex.Tokens != 48 || asJSON(ex.Skip) != "[16]" ||
-		ex.Deadline != 1500*time.Millisecond || ex.Partner != connector.DefaultPartner {
+		ex.Deadline != 1500*time.Millisecond || ex.Stall != 700*time.Millisecond ||
+		ex.Partner != connector.DefaultPartner {
 		t.Fatalf("expect %+v", ex)
 	}
 	must(t, w.Cancel(id, "aborted", false))

@@ -58,8 +58,11 @@ type events struct {
 	holds     []uint64
 	awaits    []engines.Await
 	declines  []engines.Decline
-	replies   []func(engines.Admission)
-	order     []string
+	yields    []uint64
+	// sessions of Await that are over
+	schedulersGone []uint64
+	replies        []func(engines.Admission)
+	order          []string
 }
 
 // seen returns the calls so far. The server may continue: slices only grow, the map is a copy.
@@ -155,6 +158,14 @@ func (r *recorder) Announced(w *engines.Worker, all []transfer.LeaseID) {
 
 func (r *recorder) Hold(w *engines.Worker, lease uint64) {
 	r.note(fmt.Sprint("hold ", lease), func() { r.holds = append(r.holds, lease) })
+}
+
+func (r *recorder) Yield(w *engines.Worker, lease uint64) {
+	r.note(fmt.Sprint("yield ", lease), func() { r.yields = append(r.yields, lease) })
+}
+
+func (r *recorder) SchedulerGone(session uint64) {
+	r.note("scheduler gone", func() { r.schedulersGone = append(r.schedulersGone, session) })
 }
 
 func (r *recorder) Await(a engines.Await, reply func(engines.Admission)) {

@@ -178,6 +178,7 @@ func (w *worker) expectLocked(rec board.Record) error {
 		Tokens: m.Tokens, Skip: m.Skip, Blocks: m.Blocks,
 		Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
 		Partner: w.s.duration(m.PartnerMS, w.s.opt.Partner), Req: m.Req,
+		Stall: w.s.duration(m.StallMS, 0),
 		Trace: placed(m.Traceparent)}
 	w.beginLocked(l, m.After, ex.Deadline, func(left time.Duration) func(Events) {
 		ex.Deadline = left
@@ -211,7 +212,7 @@ func priority(v uint32) engines.Priority {
 		uint32(engines.Background)))
 }
 
-// changeLocked applies CANCEL, PREEMPT or HOLD. The record takes effect even if its body is
+// changeLocked applies CANCEL, PREEMPT, HOLD or YIELD. The record takes effect even if its body is
 // unreadable.
 func (w *worker) changeLocked(rec board.Record) error {
 	kind := recordNames[rec.Type]
@@ -243,6 +244,13 @@ func (w *worker) changeLocked(rec board.Record) error {
 				"destination", l.id)}
 		}
 		w.eventLocked(func(e Events) { e.Hold(w.pub, l.id) })
+	case board.RecYield:
+		_, err = msg.DecodeEmpty("YIELD", rec.Body)
+		if !l.source {
+			return &msg.Error{Message: "YIELD", Field: "lease", Problem: fmt.Sprintf("lease %d is a "+
+				"destination", l.id)}
+		}
+		w.eventLocked(func(e Events) { e.Yield(w.pub, l.id) })
 	}
 	return err
 }

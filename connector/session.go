@@ -36,6 +36,7 @@ type session struct {
 	version msg.Version
 	worker  *worker
 	bad     int
+	number  uint64 // of a scheduler's session; 0: of a worker's
 	spaces  spaces
 	intake  *memory.Intake // of regions that came before REGISTER; nil: none
 
@@ -251,6 +252,9 @@ func (c *session) onHello(h *msg.Hello) error {
 			Remedy: "connect again later", Fatal: true})
 		return errFatal
 	}
+	if h.Role == msg.RoleScheduler {
+		c.number = c.s.token.Add(1)
+	}
 	if h.Role == msg.RoleWorker {
 		if err := c.s.takeOver(c, h.Boot); err != nil {
 			c.sendError(errorMessage(h.ID, msg.CodeFencing, err, false))
@@ -306,7 +310,7 @@ func (c *session) onAwait(m *msg.Await) {
 	}
 	var once sync.Once
 	id := m.ID
-	a := engines.Await{Token: c.s.token.Add(1), Engine: placeOf(c.hello).Engine,
+	a := engines.Await{Token: c.s.token.Add(1), Session: c.number, Engine: placeOf(c.hello).Engine,
 		Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Tokens: m.Tokens,
 		TTL: c.s.duration(m.TTLMS, c.s.opt.Partner)}
 	c.s.opt.Events.Await(a, func(ad engines.Admission) {
@@ -389,6 +393,9 @@ func (s *Server) sessionEnded(c *session, err error) {
 	if w := c.worker; w != nil {
 		w.socketEnded(c, reason)
 		return
+	}
+	if c.number > 0 {
+		s.opt.Events.SchedulerGone(c.number)
 	}
 	c.unstage()
 	c.peer.Close()

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/connector/internal/watch"
+	"github.com/kvspray/kvspray/connector/msg"
 )
 
 // signals is the side of a worker that the watcher reads without its lock.
@@ -78,5 +79,15 @@ func (w *worker) Follow(partners bool) {
 	w.signals.partners.Store(partners)
 	if partners && w.signals.Waiting() {
 		w.s.watch.Add(&w.watched) // its first check covers earlier changes
+	}
+}
+
+// HeldOn sends HELD. An engine whose socket is closed gets the lease's end by its own deadline.
+func (w *worker) HeldOn(lease uint64) {
+	w.mu.Lock()
+	c := w.session
+	w.mu.Unlock()
+	if c != nil {
+		c.send(&msg.Held{Lease: lease})
 	}
 }

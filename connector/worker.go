@@ -174,7 +174,7 @@ func (w *worker) breakLocked(err error) {
 
 var recordNames = map[uint16]string{board.RecStep: "step", board.RecIntent: "intent",
 	board.RecExpect: "expect", board.RecCancel: "cancel",
-	board.RecPreempt: "preempt", board.RecHold: "hold", board.RecCopy: "copy",
+	board.RecPreempt: "preempt", board.RecHold: "hold", board.RecYield: "yield", board.RecCopy: "copy",
 	board.RecGet: "get", board.RecPut: "put", board.RecLoad: "load"}
 
 func (w *worker) recordLocked(rec board.Record) {
@@ -191,7 +191,7 @@ func (w *worker) recordLocked(rec board.Record) {
 		err = w.copyLocked(rec)
 	case board.RecGet, board.RecPut:
 		err = w.pagesLocked(rec)
-	case board.RecCancel, board.RecPreempt, board.RecHold:
+	case board.RecCancel, board.RecPreempt, board.RecHold, board.RecYield:
 		err = w.changeLocked(rec)
 	default:
 		kind = "unknown"

@@ -162,7 +162,8 @@ func (n *Node) join(self transport.Peer) error {
 	n.driver = driver.New(driver.Config{
 		Exec: exec.New(exec.Config{Boot: n.boot, Planner: n.plans, Transports: n.cfg.Transports.Order,
 			Deadline:     time.Duration(n.cfg.Transfer.Deadline),
-			MatchTimeout: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
+			MatchTimeout: time.Duration(n.cfg.Transfer.Partner),
+			HoldTimeout:  time.Duration(n.cfg.Transfer.Hold), Grace: n.grace,
 			MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices, Policy: policy,
 			Distance: n.rails.near, Spans: n.observer.tracing != nil}),
 		Process: n.proc, Peers: n.conv, Engines: n.results, Memory: n.plans,

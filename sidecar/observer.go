@@ -75,7 +75,9 @@ var causes = map[exec.Cause]string{exec.ByCommit: metrics.CauseCommit,
 	exec.ByCancel: metrics.CauseCancel, exec.ByDeadline: metrics.CauseDeadline,
 	exec.ByRefusal: metrics.CauseRefused, exec.BySourceLost: metrics.CauseSourceLost,
 	exec.ByPeerLost:   metrics.CausePeerLost,
-	exec.ByEngineGone: metrics.CauseEngineGone, exec.ByDrain: metrics.CauseDrain}
+	exec.ByEngineGone: metrics.CauseEngineGone, exec.ByDrain: metrics.CauseDrain,
+	exec.ByPeerSilent: metrics.CausePeerSilent, exec.BySourceSilent: metrics.CauseSourceSilent,
+	exec.ByLanesSilent: metrics.CauseLanesSilent}
 
 // Fenced implements driver.Observer.
 func (o *observer) Fenced(cause exec.Cause, took time.Duration) {

@@ -198,6 +198,12 @@ func frameName(f *peerv1.ControlFrame) string {
 		return "source_lost"
 	case *peerv1.ControlFrame_Revoke:
 		return "revoke"
+	case *peerv1.ControlFrame_SessionOver:
+		return "session_over"
+	case *peerv1.ControlFrame_Check:
+		return "check"
+	case *peerv1.ControlFrame_Checked:
+		return "checked"
 	case *peerv1.ControlFrame_Commit:
 		return "commit"
 	case *peerv1.ControlFrame_Credit:

@@ -28,6 +28,9 @@ func (r *Receipt) Chunks() uint32 { return r.chunks.Len() }
 // Set records chunks, and returns how many of them were missing.
 func (r *Receipt) Set(chunks transfer.Range) (fresh uint32) { return r.chunks.Set(chunks) }
 
+// Landed is the number of chunks that have landed.
+func (r *Receipt) Landed() uint32 { return r.chunks.Count() }
+
 // Shares is how much of each equal part of the space has landed, in percent.
 func (r *Receipt) Shares(into []uint8) { r.chunks.Shares(into) }
 

@@ -405,6 +405,11 @@ func (w *Worker) Preempt(lease uint64) error {
 	return w.Push(board.RecPreempt, lease, (&msg.Empty{}).Append(nil), true)
 }
 
+// Yield reports that the engine needs the blocks of a held lease.
+func (w *Worker) Yield(lease uint64) error {
+	return w.Push(board.RecYield, lease, (&msg.Empty{}).Append(nil), false)
+}
+
 // Hold reports that the blocks are kept only for the transfer.
 func (w *Worker) Hold(lease uint64) error {
 	return w.Push(board.RecHold, lease, (&msg.Empty{}).Append(nil), false)

@@ -47,7 +47,7 @@ func b16(from byte) (v [16]byte) { copy(v[:], seq(16, from)); return }
 func b32(from byte) (v [32]byte) { copy(v[:], seq(32, from)); return }
 
 var recordTypes = map[string]uint16{"STEP": 1, "INTENT": 2, "EXPECT": 3, "CANCEL": 4, "PREEMPT": 5,
-	"HOLD": 6, "COPY": 7, "GET": 8, "PUT": 9, "LOAD": 10, "RECEIVED": 32, "SENT": 33}
+	"HOLD": 6, "COPY": 7, "GET": 8, "PUT": 9, "LOAD": 10, "YIELD": 11, "RECEIVED": 32, "SENT": 33}
 
 func goldenLayout(t testing.TB) []byte {
 	l := &layout.Layout{Model: "tiny-llama", DType: "bfloat16",
@@ -215,6 +215,9 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	sock("bye", &Bye{Reason: "engine shuts down"})
 	rawSock("bye-older", TypeBye, kv{})
 	rawSock("bye-newer", TypeBye, append(kv{"reason", "r"}, unknown...))
+	sock("held", &Held{Lease: 17})
+	rawSock("held-older", TypeHeld, kv{"lease", 17})
+	rawSock("held-newer", TypeHeld, append(kv{"lease", 17}, unknown...))
 	sock("stats", &Stats{Transfers: map[string]uint64{"failed": 2, "ok": 300},
 		Bytes: map[string]uint64{"shm": 1 << 33, "tcp": 70000}})
 	rawSock("stats-older", TypeStats, kv{})
@@ -270,6 +273,7 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	rec("preempt", "PREEMPT", (&Empty{}).Append(nil))
 	rec("preempt-newer", "PREEMPT", appendAny(nil, unknown))
 	rec("hold", "HOLD", (&Empty{}).Append(nil))
+	rec("yield", "YIELD", (&Empty{}).Append(nil))
 	rec("hold-newer", "HOLD", appendAny(nil, unknown))
 	rec("copy", "COPY", (&Copy{Src: 0, Dst: 27, Blocks: []CopyBlock{{0, 1 << 33, 1 << 20},
 		{1 << 40, 4096, 3}}, DeadlineMS: 30000, Req: "wake-up"}).Append(nil))
@@ -542,6 +546,8 @@ func otherVersions(t testing.TB) map[string]any {
 		"decline-older":  &Decline{ID: 4, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411"},
 		"decline-newer":  &Decline{ID: 4, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411", Reason: "w"},
 		"bye-older":      &Bye{},
+		"held-older":     &Held{Lease: 17},
+		"held-newer":     &Held{Lease: 17},
 		"bye-newer":      &Bye{Reason: "r"},
 		"stats-older":    &Stats{},
 		"stats-newer": &Stats{Transfers: map[string]uint64{"ok": 1},

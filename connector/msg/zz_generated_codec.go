@@ -50,6 +50,8 @@ func newPacket(t Type) Message {
 		return &Close{}
 	case TypeDone:
 		return &Done{}
+	case TypeHeld:
+		return &Held{}
 	}
 	return nil
 }
@@ -80,6 +82,8 @@ func DecodeRecord(typ uint16, b []byte) (any, error) {
 		return DecodePut(b)
 	case 10:
 		return DecodeLoad(b)
+	case 11:
+		return DecodeEmpty("YIELD", b)
 	case 32:
 		return DecodeReceived(b)
 	case 33:
@@ -1420,6 +1424,30 @@ func (m *Done) append(b []byte) []byte {
 	return b
 }
 
+var requiredHeld = []string{"lease"}
+
+func (m *Held) read(r *reader) {
+	*m = Held{}
+	var got uint64
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "lease":
+			m.Lease = r.u64()
+			got |= 1 << 0
+		default:
+			r.skip()
+		}
+	}
+	r.require(got, requiredHeld)
+}
+
+func (m *Held) append(b []byte) []byte {
+	b = appendMap(b, 1)
+	b = append(b, "\xa5lease"...)
+	b = appendUint(b, m.Lease)
+	return b
+}
+
 // DecodeStep decodes the body of STEP.
 func DecodeStep(b []byte) (*Step, error) {
 	m := &Step{}
@@ -1687,6 +1715,8 @@ func (m *Expect) read(r *reader) {
 			m.After = r.u64()
 		case "traceparent":
 			m.Traceparent = r.str(MaxNameBytes)
+		case "stall_ms":
+			m.StallMS = r.u64()
 		default:
 			r.skip()
 		}
@@ -1704,6 +1734,9 @@ func (m *Expect) Append(b []byte) []byte {
 		n++
 	}
 	if len(m.Traceparent) > 0 {
+		n++
+	}
+	if m.StallMS != 0 {
 		n++
 	}
 	b = appendMap(b, n)
@@ -1740,6 +1773,10 @@ func (m *Expect) Append(b []byte) []byte {
 	if len(m.Traceparent) > 0 {
 		b = append(b, "\xabtraceparent"...)
 		b = appendStr(b, m.Traceparent)
+	}
+	if m.StallMS != 0 {
+		b = append(b, "\xa8stall_ms"...)
+		b = appendUint(b, m.StallMS)
 	}
 	return b
 }

@@ -136,6 +136,7 @@ const (
 	TypeDropRegions Type = 18
 	TypeClose       Type = 20
 	TypeDone        Type = 19
+	TypeHeld        Type = 21
 )
 
 var typeNames = [...]string{
@@ -159,6 +160,7 @@ var typeNames = [...]string{
 	TypeDropRegions: "DROP_REGIONS",
 	TypeClose:       "CLOSE",
 	TypeDone:        "DONE",
+	TypeHeld:        "HELD",
 }
 
 // Engine names the engine behind a session.
@@ -495,6 +497,14 @@ type Done struct {
 // Type implements Message.
 func (*Done) Type() Type { return TypeDone }
 
+// Held a source lease is held on for an engine that lives and waits: its deadline counts anew.
+type Held struct {
+	Lease uint64
+}
+
+// Type implements Message.
+func (*Held) Type() Type { return TypeHeld }
+
 // Step is the body of STEP.
 type Step struct {
 	Step uint64 // grows by 1 per engine step that has a record; gaps are allowed
@@ -532,6 +542,7 @@ type Expect struct {
 	Req         string
 	After       uint64 // the stream mark before which the sidecar neither grants nor writes; 0: at once
 	Traceparent string // as in INTENT
+	StallMS     uint64 // longest wait without a byte or a sign of life of the other side; 0: until the deadline
 }
 
 // Cancel is the body of CANCEL.

@@ -186,6 +186,8 @@ func (d *Driver) perform(a *exec.Action) {
 	case exec.LogViolation:
 		d.log.Warn("protocol violation by a peer; logged once", "peer", a.Peer.String(),
 			"refused", a.Text)
+	case exec.HeldOn:
+		d.cfg.Engines.HeldOn(a.Worker, a.Held)
 	case exec.Complete:
 		d.cfg.Engines.Complete(a)
 	case exec.Describe:

@@ -92,6 +92,20 @@ func (e *Events) Hold(w *engines.Worker, id uint64) {
 	e.d.leave()
 }
 
+// Yield ends a hold whose blocks the engine needs.
+func (e *Events) Yield(w *engines.Worker, id uint64) {
+	now := e.d.enter()
+	e.d.ex.Yield(now, w, id)
+	e.d.leave()
+}
+
+// SchedulerGone ends what the engine behind a scheduler's session waits for.
+func (e *Events) SchedulerGone(session uint64) {
+	now := e.d.enter()
+	e.d.ex.SchedulerGone(now, session)
+	e.d.leave()
+}
+
 // Turn returns once the executor was free.
 func (e *Events) Turn() {
 	e.d.enter()

@@ -51,6 +51,8 @@ type Session interface {
 	// Follow sets whether a source lease of the worker has a matching receiver. Its layers are then
 	// checked one by one.
 	Follow(partners bool)
+	// HeldOn reports that a source lease is held on: an engine that lives waits for it.
+	HeldOn(lease uint64)
 }
 
 // Intent is a source lease: blocks that hold, or will hold, a prompt's KV.
@@ -101,6 +103,7 @@ type Expect struct {
 	Priority Priority
 	Deadline time.Duration
 	Partner  time.Duration
+	Stall    time.Duration // longest wait without a byte or a sign of life; 0: the deadline's
 	Req      string
 	Trace    Trace
 }
@@ -117,12 +120,13 @@ type Progress struct {
 
 // Await is an admission query of a scheduler: has the prefill admitted a request?
 type Await struct {
-	Token  uint64 // answer with it
-	Engine string // of the scheduler, as in Place
-	Key    transfer.Key
-	Peer   string
-	Tokens uint32
-	TTL    time.Duration
+	Token   uint64 // answer with it
+	Session uint64 // of the scheduler; no other session has its number
+	Engine  string // of the scheduler, as in Place
+	Key     transfer.Key
+	Peer    string
+	Tokens  uint32
+	TTL     time.Duration
 }
 
 // Decline is a scheduler's message that no rank of its engine will expect a prompt's KV.

@@ -51,6 +51,9 @@ const (
 	Measure
 	// LogViolation logs Text, once for each peer and kind of Violation.
 	LogViolation
+	// HeldOn reports to the engine of Worker that the source lease Held waits on for a receiver whose
+	// engine lives.
+	HeldOn
 	// Complete ends a lease towards the engine of Worker; ReceiveParts are those of its last grant.
 	Complete
 	// Describe asks Peer for the layout behind Geometry; Described follows.
@@ -81,6 +84,7 @@ type Action struct {
 	Slices       []transport.Slice // valid until the next Drain into the same Batch
 	Worker       *engines.Worker
 	On           bool // Follow
+	Held         uint64
 	Completion   engines.Completion
 	Trace        *Trace // Complete: set for leases that got as far as a partner
 	Text         string // LogViolation
@@ -194,6 +198,11 @@ func (c *actions) CloseOrigin(p *SendPart, committed bool) {
 func (c *actions) Follow(w *engines.Worker, on bool) {
 	a := c.emit(Follow)
 	a.Worker, a.On = w, on
+}
+
+func (c *actions) HeldOn(w *engines.Worker, lease uint64) {
+	a := c.emit(HeldOn)
+	a.Worker, a.Held = w, lease
 }
 
 func (c *actions) Compare(x Comparison) { c.emit(Compare).Comparison = x }

@@ -111,6 +111,7 @@ func (e *Exec) forgetPeer(now Instant, p *lanes.Peer) {
 		e.endpoints.Drop(ep)
 	}
 	e.match.Forget(p)
+	e.queries.PeerGone(p.Boot)
 }
 
 // Described reports that the planner has a layout of a peer, or why not. A peer that does not

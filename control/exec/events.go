@@ -139,6 +139,20 @@ func (e *Exec) Hold(now Instant, w *engines.Worker, id uint64) {
 	e.sources.Hold(now, w, id)
 }
 
+// Yield reports that the engine needs the blocks of a lease that is held: no receiver binds any
+// more, and bound ones finish.
+func (e *Exec) Yield(now Instant, w *engines.Worker, id uint64) {
+	e.sources.Yield(now, w, id)
+	e.assign(now)
+}
+
+// SchedulerGone reports that a scheduler's session is over. The sidecars that were asked in it hold
+// no prompt for it any more.
+func (e *Exec) SchedulerGone(now Instant, session uint64) {
+	e.queries.SessionOver(session)
+	e.assign(now)
+}
+
 // Progress reports how many tokens layers hold.
 func (e *Exec) Progress(now Instant, w *engines.Worker, all []engines.Progress) {
 	e.sources.Progress(now, w, all)

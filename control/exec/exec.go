@@ -49,7 +49,7 @@ func New(cfg Config) *Exec {
 	e.dispatch = lanes.NewDispatcher(c, e.peers, out, source.OriginOf)
 	e.rails = lanes.NewRails(c, e.peers, e.dispatch)
 	e.endpoints = endpoint.New(&c.Agenda, out.connect)
-	e.sources = source.New(c, out, e.dispatch, e.workers)
+	e.sources = source.New(c, out, e.dispatch, e.workers, e.peers)
 	e.layouts = layouts.New(c, out.describe)
 	e.queries = dest.NewQueries(c, out, e.endpoints, e.workers, e.sources.Has)
 	e.dests = dest.New(c, out, dest.Parts{Endpoints: e.endpoints, Layouts: e.layouts, Rails: e.rails,
@@ -163,6 +163,8 @@ func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) 
 	switch b := f.Body.(type) {
 	case *peerv1.ControlFrame_Await:
 		err = e.match.OnAwait(now, p, b.Await)
+	case *peerv1.ControlFrame_SessionOver:
+		e.match.OnSessionOver(now, p, b.SessionOver)
 	case *peerv1.ControlFrame_Admitted:
 		err = e.queries.OnAdmitted(p, b.Admitted)
 	case *peerv1.ControlFrame_Grant:
@@ -171,6 +173,10 @@ func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) 
 		err = e.dests.OnGrantReply(now, p, b.GrantReply)
 	case *peerv1.ControlFrame_SourceLost:
 		err = e.dests.OnSourceLost(now, p, b.SourceLost)
+	case *peerv1.ControlFrame_Check:
+		err = e.match.OnCheck(now, p, b.Check)
+	case *peerv1.ControlFrame_Checked:
+		err = e.dests.OnChecked(now, p, b.Checked)
 	case *peerv1.ControlFrame_Revoke:
 		err = e.match.OnRevoke(now, p, b.Revoke)
 	case *peerv1.ControlFrame_Commit:

@@ -102,7 +102,7 @@ func (s *sim) run(until Instant, stop func() bool) {
 		}
 		var due *simNode
 		for _, n := range s.nodes {
-			if n.dead {
+			if n.dead || n.stopped {
 				continue
 			}
 			if at := n.ex.Next(); at < 1<<62 && (next < 0 || at < next) {
@@ -194,6 +194,8 @@ type simNode struct {
 	boot    transfer.Boot
 	ex      *Exec
 	dead    bool
+	stopped bool     // by SIGSTOP
+	later   []func() // events while it is stopped
 	batch   Batch
 	busy    bool
 	lanes   map[uint64]*simLane
@@ -207,7 +209,8 @@ type simNode struct {
 	unsent  func(*peerv1.ControlFrame) error // nil, or nil from it: the frame goes out
 	hinted  int                              // lanes
 	bound   int                              // origins
-	updated int                              // tables
+	heldOn  []Instant
+	updated int // tables
 }
 
 // simLanding is the receiver's memory behind one grant.
@@ -269,6 +272,10 @@ func (n *simNode) event(fn func()) {
 	if n.dead {
 		return
 	}
+	if n.stopped {
+		n.later = append(n.later, fn)
+		return
+	}
 	fn()
 	if n.busy {
 		return
@@ -328,6 +335,7 @@ func (n *simNode) perform(a *Action) {
 				bitmap: transfer.NewBitmap(l.Plan.Space().NumChunks()),
 				claim:  map[uint32]uint32{}}
 			sl.lease.content = make([]string, l.Plan.Space().NumChunks())
+			l.Grant.Receipt.Reset(l.Plan.Space().NumChunks())
 			name := [2]any{l.Grant.Peer, l.Grant.Slot}
 			if old := n.grants[name]; old != nil {
 				s.fatalf("slot %d was given out again before its fence", l.Grant.Slot)
@@ -404,6 +412,8 @@ func (n *simNode) perform(a *Action) {
 					"dtype: a at prefill, b at decode")
 			})
 		})
+	case HeldOn:
+		n.heldOn = append(n.heldOn, s.now)
 	case Answer:
 		n.answer[a.Await] = a.Admission
 	case Follow:
@@ -451,6 +461,17 @@ func (n *simNode) sendTo(to transfer.Boot, f *peerv1.ControlFrame) {
 	})
 }
 
+// resume continues a stopped sidecar: its timers are late, and messages wait for it.
+func (n *simNode) resume() {
+	n.stopped = false
+	n.event(func() { n.ex.Tick(n.s.now) })
+	later := n.later
+	n.later = nil
+	for _, fn := range later {
+		n.event(fn)
+	}
+}
+
 // kill ends a sidecar; the others receive the proof later.
 func (n *simNode) kill() {
 	s := n.s
@@ -477,6 +498,12 @@ func testKey(x, h byte) (k transfer.Key) {
 
 func (n *simNode) expect(w *engines.Worker, id uint64, k transfer.Key, peer string, tokens,
 	skip uint32, deadline time.Duration) *simLease {
+	return n.expectFor(w, id, k, peer, tokens, skip, deadline, 0)
+}
+
+// expectFor is expect of an engine that waits so long for a byte; 0: until the deadline.
+func (n *simNode) expectFor(w *engines.Worker, id uint64, k transfer.Key, peer string, tokens,
+	skip uint32, deadline, stall time.Duration) *simLease {
 	lid := transfer.LeaseID{Boot: w.Boot, ID: id}
 	l := &simLease{id: lid, w: w, receive: true, opened: n.s.now, deadline: deadline, key: k.String(),
 		tokens: tokens}
@@ -484,7 +511,7 @@ func (n *simNode) expect(w *engines.Worker, id uint64, k transfer.Key, peer stri
 	n.event(func() {
 		n.ex.Expect(n.s.now, w, engines.Expect{Lease: lid, Key: k, Peer: peer, Tokens: tokens,
 			Skip: []uint32{skip}, Deadline: deadline,
-			Partner: deadline / 2})
+			Partner: deadline / 2, Stall: stall})
 	})
 	return l
 }

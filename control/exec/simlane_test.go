@@ -120,6 +120,10 @@ func (l *simLane) read(sl transport.Slice) {
 	if l.dead || l.hung || l.from.dead {
 		return
 	}
+	if l.from.stopped {
+		l.from.later = append(l.from.later, func() { l.read(sl) })
+		return
+	}
 	snd := sendingOf(sl)
 	from := sl.Origin.Source.(*simSource)
 	src, version := from.lease, from.version
@@ -213,6 +217,7 @@ func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
 	}
 	if valid && !bad {
 		g.bitmap.Set(sl.Range)
+		g.l.Grant.Receipt.Set(sl.Range)
 		if g.bitmap.Full() && !g.reported {
 			g.reported = true
 			l.to.event(func() { l.to.ex.Full(s.now, g.l) })

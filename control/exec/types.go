@@ -52,6 +52,10 @@ const (
 	ByPeerLost   = dest.ByPeerLost
 	ByEngineGone = dest.ByEngineGone
 	ByDrain      = dest.ByDrain
+
+	ByPeerSilent   = dest.ByPeerSilent
+	BySourceSilent = dest.BySourceSilent
+	ByLanesSilent  = dest.ByLanesSilent
 )
 
 // Defaults and bounds that others use.

@@ -31,6 +31,7 @@ const (
 	RecGet      = 8
 	RecPut      = 9
 	RecLoad     = 10
+	RecYield    = 11
 	RecReceived = 32
 	RecSent     = 33
 )

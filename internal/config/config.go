@@ -136,6 +136,7 @@ type SHM struct {
 type Transfer struct {
 	Deadline    Duration `yaml:"deadline" unit:"duration" doc:"Longest time of a transfer until its commit. After it the transfer is fenced, and the engine recomputes."`
 	Partner     Duration `yaml:"partner" unit:"duration" doc:"Match timeout: longest wait for the other side of a transfer."`
+	Hold        Duration `yaml:"hold" unit:"duration" doc:"Longest time that the blocks of a finished prefill are held while a decode engine that asked for them lives, and its request waits in its queue. At most 10m."`
 	Grace       Duration `yaml:"grace" unit:"duration" doc:"Time after the deadline that a fence or a stopped sidecar has before the next stronger measure."`
 	MaxSlices   int      `yaml:"max_slices" unit:"slices" doc:"Largest number of slices in flight over all lanes of one peer."`
 	MaxAttempts int      `yaml:"max_attempts" unit:"attempts" doc:"Attempts to move a chunk before the transfer fails with its blocks named."`
@@ -301,7 +302,7 @@ func defaults() *Config {
 		},
 		Transfer: Transfer{
 			Deadline: Duration(30 * time.Second), Partner: Duration(10 * time.Second),
-			Grace:     Duration(5 * time.Second),
+			Hold: Duration(2 * time.Minute), Grace: Duration(5 * time.Second),
 			MaxSlices: 256, MaxAttempts: 8, Policy: PolicySpray,
 		},
 		HTTP: HTTP{Listen: fmt.Sprintf("127.0.0.1:%d", DefaultHTTPPort)},

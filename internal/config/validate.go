@@ -23,6 +23,9 @@ import (
 	"github.com/kvspray/kvspray/internal/redact"
 )
 
+// maxHold bounds transfer.hold: no lease lives longer.
+const maxHold = Duration(10 * time.Minute)
+
 // Limits of a configuration.
 const (
 	adminSuffix    = ".admin"
@@ -101,6 +104,9 @@ func (c *Config) Validate() error {
 
 	v.duration("transfer.deadline", c.Transfer.Deadline, 100*time.Millisecond)
 	v.duration("transfer.partner", c.Transfer.Partner, 100*time.Millisecond)
+	v.duration("transfer.hold", c.Transfer.Hold, 100*time.Millisecond)
+	v.check(c.Transfer.Hold <= maxHold, "transfer.hold", c.Transfer.Hold.String(),
+		fmt.Sprintf("longer than %v", time.Duration(maxHold)), "make it shorter")
 	v.duration("transfer.grace", c.Transfer.Grace, 100*time.Millisecond)
 	v.check(c.Transfer.Partner <= c.Transfer.Deadline, "transfer.partner", c.Transfer.Partner.String(),
 		fmt.Sprintf("longer than transfer.deadline (%v)", c.Transfer.Deadline), "make it shorter, or "+

@@ -283,11 +283,16 @@ const (
 	CausePeerLost   = "peer_lost"
 	CauseEngineGone = "engine_gone"
 	CauseDrain      = "drain"
+	// nothing came for as long as the engine would compute: of these the silent one
+	CausePeerSilent   = "peer_silent"
+	CauseSourceSilent = "source_silent"
+	CauseLanesSilent  = "lanes_silent"
 )
 
 var causes = map[string]bool{CauseCommit: true, CauseCancel: true, CauseDeadline: true,
 	CauseRefused: true, CauseSourceLost: true, CausePeerLost: true,
-	CauseEngineGone: true, CauseDrain: true}
+	CauseEngineGone: true, CauseDrain: true, CausePeerSilent: true, CauseSourceSilent: true,
+	CauseLanesSilent: true}
 
 // Fenced counts one fence and the time that it took.
 func (s *Set) Fenced(cause string, took time.Duration) {
@@ -300,6 +305,7 @@ func (s *Set) Fenced(cause string, took time.Duration) {
 
 var controlTypes = map[string]bool{"await": true, "admitted": true, "grant": true,
 	"grant_reply": true, "source_lost": true, "revoke": true,
+	"session_over": true, "check": true, "checked": true,
 	"commit": true, "credit": true, "rails": true, "ping": true, "pong": true,
 	"page_hints": true, "page_lookup": true, "page_holders": true, "page_request": true,
 	"page_offer": true}
@@ -334,7 +340,8 @@ func (s *Set) Sessions(role string, n int) {
 }
 
 var recordTypes = map[string]bool{"step": true, "intent": true, "expect": true, "cancel": true,
-	"preempt": true, "hold": true, "copy": true, "load": true, "get": true, "put": true, "await": true}
+	"preempt": true, "hold": true, "yield": true, "copy": true, "load": true, "get": true,
+	"put": true, "await": true}
 
 // Record counts one record of an engine.
 func (s *Set) Record(typ string) {

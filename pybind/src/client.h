@@ -55,7 +55,7 @@
 /* Of packets on the socket: docs/protocol.md section 1. */
 enum message { MSG_HELLO = 1, MSG_WELCOME, MSG_REGISTER, MSG_REGISTERED, MSG_ERROR, MSG_AWAIT, MSG_ADMITTED, MSG_BYE, MSG_STATS, MSG_DECLINE,
 	       MSG_OPEN, MSG_OPENED, MSG_EXISTS, MSG_FOUND, MSG_UNPIN, MSG_REMOVE, MSG_ADD_REGIONS, MSG_DROP_REGIONS, MSG_DONE,
-	       MSG_CLOSE };
+	       MSG_CLOSE, MSG_HELD };
 
 enum session_state { IDLE, WELCOMING, REGISTERING, READY };
 
@@ -324,6 +324,7 @@ void write_register(const kvs_client *c, struct mpw *w, const struct region_pack
 void write_add_regions(struct mpw *w, uint64_t id, const struct region_packet *p);
 /* False: the body is malformed. */
 bool read_welcome(const uint8_t *body, size_t bytes, struct welcome *m);
+bool read_held(const uint8_t *body, size_t bytes, uint64_t *lease);
 bool read_id(const uint8_t *body, size_t bytes, uint64_t *id); /* of any message; 0: it has none */
 bool read_error(const uint8_t *body, size_t bytes, struct refusal *m);
 bool read_admitted(const uint8_t *body, size_t bytes, struct admitted *m);
@@ -389,6 +390,7 @@ int64_t loads_watch(kvs_client *c, int64_t now); /* returns when to look again *
 
 /* Releases all open source leases: their blocks are no longer offered. */
 void leases_disown(kvs_client *c, int64_t now);
+void lease_held_on(kvs_client *c, uint64_t id, int64_t now); /* the sidecar holds a source lease on: its deadline counts anew */
 /* Ends what is due, asks a sidecar with late leases to fence them, kills one that is silent. Returns when to look again. */
 int64_t leases_watch(kvs_client *c, int64_t now);
 

@@ -259,7 +259,7 @@ static int release_lease(kvs_client *c, struct lease *l, const void *body, uint3
 {
 	int rc = 0;
 	l->cancelled = true;
-	if (l->type == KVS_REC_INTENT && !l->since_ms)
+	if (l->type == KVS_REC_INTENT)
 		l->since_ms = now;
 	/* A destination lease that only an earlier process holds needs no record. A source lease does, because the epoch has grown. */
 	if (session_usable(c) && l->session != c->serial && l->type != KVS_REC_INTENT)
@@ -324,6 +324,28 @@ int kvs_hold(kvs_client *c, const struct kvs_snapshot *s)
 {
 	CHECK(c);
 	return restate(c, s, KVS_REC_HOLD);
+}
+
+void lease_held_on(kvs_client *c, uint64_t id, int64_t now)
+{
+	struct lease *l = open_source(c, id);
+	if (l && l->held && !l->cancelled) {
+		l->since_ms = now;
+		l->end_ms = now + l->deadline_ms;
+	}
+}
+
+int kvs_yield(kvs_client *c, uint64_t lease)
+{
+	CHECK(c);
+	int rc = KVS_E_UNKNOWN;
+	pthread_mutex_lock(&c->mu);
+	struct lease *l = open_source(c, lease);
+	/* A lease that no sidecar has waits for no receiver, and ends by its deadline. */
+	if (l && l->held && !l->cancelled)
+		rc = session_usable(c) && l->session == c->serial ? submit_or_replace(c, KVS_REC_YIELD, lease, empty_map, sizeof empty_map) : KVS_KEPT;
+	pthread_mutex_unlock(&c->mu);
+	return rc;
 }
 
 int kvs_cancel(kvs_client *c, uint64_t lease, const char *reason)

@@ -251,6 +251,13 @@ bool read_error(const uint8_t *body, size_t bytes, struct refusal *m)
 	return READ_MAP(mpr_make(body, bytes), want);
 }
 
+bool read_held(const uint8_t *body, size_t bytes, uint64_t *lease)
+{
+	const struct want want[] = {{.key = "lease", .num = lease}};
+	*lease = 0;
+	return READ_MAP(mpr_make(body, bytes), want);
+}
+
 bool read_id(const uint8_t *body, size_t bytes, uint64_t *id)
 {
 	const struct want want[] = {{.key = "id", .num = id}};

@@ -358,6 +358,12 @@ static void on_packet(kvs_client *c, int64_t now, const uint8_t *p, size_t n)
 		c->draining = true;
 		log_line(c, "info", "sidecar pid %u drains", c->proc >= 0 ? c->procs[c->proc].pid : 0);
 		return;
+	case MSG_HELD: {
+		uint64_t lease;
+		if (read_held(body, n, &lease))
+			lease_held_on(c, lease, now);
+		return;
+	}
 	case MSG_STATS:
 		if (n <= STATS_MAX_BYTES && mp_is_map(body, n)) {
 			uint8_t *copy = malloc(n);

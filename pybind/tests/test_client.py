@@ -220,6 +220,22 @@ def test_an_engine_that_waits_less_kills_sooner(sidecar: Make, worker: Make) -> 
     assert not (st.connected or st.killable or st.has_regions)
 
 
+def test_what_a_sidecar_holds_on_is_not_late(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar(grace_ms=6000)  # after half of it a new session would make the sidecar fence the lease
+    w = worker()
+    s.expect("hello")
+    src = intent(w, deadline_s=0.3)
+    assert not w.yield_hold(src), "it is not held"
+    assert w.hold(src) and w.yield_hold(src)
+    s.record("HOLD", lease=src)
+    s.record("YIELD", lease=src)
+    threading.Event().wait(1.0)  # the deadline passes
+    held = time.monotonic()
+    s.tell("send", name="HELD", body={"lease": src})
+    s.expect("hello")
+    assert time.monotonic() - held > 0.3 + 3.0, "the deadline was not counted anew"
+
+
 def test_forgetful_sidecar_is_asked_to_fence_not_killed(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar(grace_ms=3000)  # half of it is for the sidecar's answer
     w = worker()

@@ -325,12 +325,16 @@ def test_a_stopped_sidecar(c: Faulty, side: str, steps: int) -> None:
     sent = c.dispatch(("stop", side), steps)
     sidecar: rig.Sidecar = getattr(c, side)
     assert sidecar.proc is not None
+    ended = len(c.sd.lines(c.sd.transfers))
     sidecar.signal(signal.SIGSTOP)
     stopped = time.monotonic()
     c.go_on()
     try:
         c.serves_on((side, "stopped", steps), sent)
         c.hit(sent, known=side != "sd")
+        if side == "sp":  # D gave the load up for its silence, and not at its deadline
+            why = [t.get("reason", "") for t in c.sd.lines(c.sd.transfers)[ended:] if t["side"] == "destination"]
+            assert why and all("does not answer" in reason for reason in why), why
         # Its own engine may not take a block back before it is dead: the shim kills it after deadline and grace.
         assert sidecar.proc.wait(2 * c.limit) == -signal.SIGKILL
         assert time.monotonic() - stopped >= GRACE, "killed before its grace was over"

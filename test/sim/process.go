@@ -153,6 +153,8 @@ type simEngines struct{ s *sidecar }
 
 func (e simEngines) Complete(a *exec.Action)      { e.s.complete(a) }
 func (e simEngines) Follow(*engines.Worker, bool) {}
+
+func (e simEngines) HeldOn(*engines.Worker, uint64) {}
 func (e simEngines) Forget(*engines.Worker)       {}
 
 // memory is modeled: one word stands for a chunk's bytes.

@@ -77,7 +77,7 @@ func (x Admitted_State) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Admitted_State.Descriptor instead.
 func (Admitted_State) EnumDescriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{12, 0}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{13, 0}
 }
 
 type GrantReply_Code int32
@@ -147,7 +147,56 @@ func (x GrantReply_Code) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use GrantReply_Code.Descriptor instead.
 func (GrantReply_Code) EnumDescriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{17, 0}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{18, 0}
+}
+
+type Checked_State int32
+
+const (
+	Checked_UNKNOWN   Checked_State = 0 // the grant is not bound here
+	Checked_COMPUTING Checked_State = 1 // the engine has not computed all of it
+	Checked_SENDING   Checked_State = 2 // all of it can be sent
+)
+
+// Enum value maps for Checked_State.
+var (
+	Checked_State_name = map[int32]string{
+		0: "UNKNOWN",
+		1: "COMPUTING",
+		2: "SENDING",
+	}
+	Checked_State_value = map[string]int32{
+		"UNKNOWN":   0,
+		"COMPUTING": 1,
+		"SENDING":   2,
+	}
+)
+
+func (x Checked_State) Enum() *Checked_State {
+	p := new(Checked_State)
+	*p = x
+	return p
+}
+
+func (x Checked_State) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Checked_State) Descriptor() protoreflect.EnumDescriptor {
+	return file_api_peer_v1_peer_proto_enumTypes[2].Descriptor()
+}
+
+func (Checked_State) Type() protoreflect.EnumType {
+	return &file_api_peer_v1_peer_proto_enumTypes[2]
+}
+
+func (x Checked_State) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Checked_State.Descriptor instead.
+func (Checked_State) EnumDescriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{21, 0}
 }
 
 type VersionRange struct {
@@ -802,6 +851,9 @@ type ControlFrame struct {
 	//	*ControlFrame_PageOffer
 	//	*ControlFrame_PageRemovals
 	//	*ControlFrame_PageRemoved
+	//	*ControlFrame_SessionOver
+	//	*ControlFrame_Check
+	//	*ControlFrame_Checked
 	Body          isControlFrame_Body `protobuf_oneof:"body"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1029,6 +1081,33 @@ func (x *ControlFrame) GetPageRemoved() *PageRemoved {
 	return nil
 }
 
+func (x *ControlFrame) GetSessionOver() *SessionOver {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_SessionOver); ok {
+			return x.SessionOver
+		}
+	}
+	return nil
+}
+
+func (x *ControlFrame) GetCheck() *Check {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_Check); ok {
+			return x.Check
+		}
+	}
+	return nil
+}
+
+func (x *ControlFrame) GetChecked() *Checked {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_Checked); ok {
+			return x.Checked
+		}
+	}
+	return nil
+}
+
 type isControlFrame_Body interface {
 	isControlFrame_Body()
 }
@@ -1109,6 +1188,18 @@ type ControlFrame_PageRemoved struct {
 	PageRemoved *PageRemoved `protobuf:"bytes,29,opt,name=page_removed,json=pageRemoved,proto3,oneof"`
 }
 
+type ControlFrame_SessionOver struct {
+	SessionOver *SessionOver `protobuf:"bytes,30,opt,name=session_over,json=sessionOver,proto3,oneof"`
+}
+
+type ControlFrame_Check struct {
+	Check *Check `protobuf:"bytes,31,opt,name=check,proto3,oneof"`
+}
+
+type ControlFrame_Checked struct {
+	Checked *Checked `protobuf:"bytes,32,opt,name=checked,proto3,oneof"`
+}
+
 func (*ControlFrame_Await) isControlFrame_Body() {}
 
 func (*ControlFrame_Admitted) isControlFrame_Body() {}
@@ -1146,6 +1237,12 @@ func (*ControlFrame_PageOffer) isControlFrame_Body() {}
 func (*ControlFrame_PageRemovals) isControlFrame_Body() {}
 
 func (*ControlFrame_PageRemoved) isControlFrame_Body() {}
+
+func (*ControlFrame_SessionOver) isControlFrame_Body() {}
+
+func (*ControlFrame_Check) isControlFrame_Body() {}
+
+func (*ControlFrame_Checked) isControlFrame_Body() {}
 
 // Fragment is a part of a ControlFrame that exceeds the longest frame. The parts up to the one with
 // `last`, in order, are an encoded ControlFrame without seq and ack. Only for peers with the
@@ -1205,11 +1302,14 @@ func (x *Fragment) GetLast() bool {
 // Await is the admission query: the prefill's sidecar answers when it has an intent for the key.
 // Destination to source.
 type Await struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Xfer          []byte                 `protobuf:"bytes,1,opt,name=xfer,proto3" json:"xfer,omitempty"`    // 16 bytes
-	Hash          []byte                 `protobuf:"bytes,2,opt,name=hash,proto3" json:"hash,omitempty"`    // 32 bytes
-	Token         uint64                 `protobuf:"varint,3,opt,name=token,proto3" json:"token,omitempty"` // repeated in Admitted
-	TtlMs         uint32                 `protobuf:"varint,4,opt,name=ttl_ms,json=ttlMs,proto3" json:"ttl_ms,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Xfer  []byte                 `protobuf:"bytes,1,opt,name=xfer,proto3" json:"xfer,omitempty"`    // 16 bytes
+	Hash  []byte                 `protobuf:"bytes,2,opt,name=hash,proto3" json:"hash,omitempty"`    // 32 bytes
+	Token uint64                 `protobuf:"varint,3,opt,name=token,proto3" json:"token,omitempty"` // repeated in Admitted
+	TtlMs uint32                 `protobuf:"varint,4,opt,name=ttl_ms,json=ttlMs,proto3" json:"ttl_ms,omitempty"`
+	// The scheduler's session at the sender that asks. After ADMITTED its request waits in the queue
+	// of the decode engine, and the source holds the blocks until SessionOver, within its bound.
+	Session       uint64 `protobuf:"varint,5,opt,name=session,proto3" json:"session,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1272,6 +1372,59 @@ func (x *Await) GetTtlMs() uint32 {
 	return 0
 }
 
+func (x *Await) GetSession() uint64 {
+	if x != nil {
+		return x.Session
+	}
+	return 0
+}
+
+// SessionOver: the decode engine behind a session is gone, and no request of it will come.
+// Destination to source.
+type SessionOver struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Session       uint64                 `protobuf:"varint,1,opt,name=session,proto3" json:"session,omitempty"` // of Await
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SessionOver) Reset() {
+	*x = SessionOver{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SessionOver) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SessionOver) ProtoMessage() {}
+
+func (x *SessionOver) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SessionOver.ProtoReflect.Descriptor instead.
+func (*SessionOver) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *SessionOver) GetSession() uint64 {
+	if x != nil {
+		return x.Session
+	}
+	return 0
+}
+
 // Admitted answers Await, once.
 type Admitted struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1285,7 +1438,7 @@ type Admitted struct {
 
 func (x *Admitted) Reset() {
 	*x = Admitted{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[12]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1297,7 +1450,7 @@ func (x *Admitted) String() string {
 func (*Admitted) ProtoMessage() {}
 
 func (x *Admitted) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[12]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1310,7 +1463,7 @@ func (x *Admitted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Admitted.ProtoReflect.Descriptor instead.
 func (*Admitted) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{12}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Admitted) GetToken() uint64 {
@@ -1372,7 +1525,7 @@ type Grant struct {
 
 func (x *Grant) Reset() {
 	*x = Grant{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1384,7 +1537,7 @@ func (x *Grant) String() string {
 func (*Grant) ProtoMessage() {}
 
 func (x *Grant) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1397,7 +1550,7 @@ func (x *Grant) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Grant.ProtoReflect.Descriptor instead.
 func (*Grant) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{13}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Grant) GetXfer() []byte {
@@ -1531,7 +1684,7 @@ type RailTier struct {
 
 func (x *RailTier) Reset() {
 	*x = RailTier{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1543,7 +1696,7 @@ func (x *RailTier) String() string {
 func (*RailTier) ProtoMessage() {}
 
 func (x *RailTier) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1556,7 +1709,7 @@ func (x *RailTier) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RailTier.ProtoReflect.Descriptor instead.
 func (*RailTier) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{14}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *RailTier) GetTransport() string {
@@ -1600,7 +1753,7 @@ type Part struct {
 
 func (x *Part) Reset() {
 	*x = Part{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1612,7 +1765,7 @@ func (x *Part) String() string {
 func (*Part) ProtoMessage() {}
 
 func (x *Part) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1625,7 +1778,7 @@ func (x *Part) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Part.ProtoReflect.Descriptor instead.
 func (*Part) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{15}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Part) GetRank() string {
@@ -1702,7 +1855,7 @@ type Rank struct {
 
 func (x *Rank) Reset() {
 	*x = Rank{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1714,7 +1867,7 @@ func (x *Rank) String() string {
 func (*Rank) ProtoMessage() {}
 
 func (x *Rank) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1727,7 +1880,7 @@ func (x *Rank) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Rank.ProtoReflect.Descriptor instead.
 func (*Rank) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{16}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Rank) GetRank() string {
@@ -1761,7 +1914,7 @@ type GrantReply struct {
 
 func (x *GrantReply) Reset() {
 	*x = GrantReply{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1773,7 +1926,7 @@ func (x *GrantReply) String() string {
 func (*GrantReply) ProtoMessage() {}
 
 func (x *GrantReply) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1786,7 +1939,7 @@ func (x *GrantReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrantReply.ProtoReflect.Descriptor instead.
 func (*GrantReply) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{17}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *GrantReply) GetDestination() *Lease {
@@ -1854,7 +2007,7 @@ type SourceLost struct {
 
 func (x *SourceLost) Reset() {
 	*x = SourceLost{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1866,7 +2019,7 @@ func (x *SourceLost) String() string {
 func (*SourceLost) ProtoMessage() {}
 
 func (x *SourceLost) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1879,7 +2032,7 @@ func (x *SourceLost) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SourceLost.ProtoReflect.Descriptor instead.
 func (*SourceLost) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{18}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SourceLost) GetDestination() *Lease {
@@ -1917,6 +2070,129 @@ func (x *SourceLost) GetGen() uint32 {
 	return 0
 }
 
+// Check asks for a sign of life of a bound grant of which nothing has landed for a while.
+// Destination to source.
+type Check struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
+	Gen           uint32                 `protobuf:"varint,2,opt,name=gen,proto3" json:"gen,omitempty"` // of the grant
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Check) Reset() {
+	*x = Check{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Check) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Check) ProtoMessage() {}
+
+func (x *Check) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Check.ProtoReflect.Descriptor instead.
+func (*Check) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *Check) GetDestination() *Lease {
+	if x != nil {
+		return x.Destination
+	}
+	return nil
+}
+
+func (x *Check) GetGen() uint32 {
+	if x != nil {
+		return x.Gen
+	}
+	return 0
+}
+
+// Checked answers Check.
+type Checked struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
+	Gen           uint32                 `protobuf:"varint,2,opt,name=gen,proto3" json:"gen,omitempty"`
+	State         Checked_State          `protobuf:"varint,3,opt,name=state,proto3,enum=kvspray.peer.v1.Checked_State" json:"state,omitempty"`
+	QuietMs       uint32                 `protobuf:"varint,4,opt,name=quiet_ms,json=quietMs,proto3" json:"quiet_ms,omitempty"` // COMPUTING: time since the last sign of the engine for this prompt
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Checked) Reset() {
+	*x = Checked{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Checked) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Checked) ProtoMessage() {}
+
+func (x *Checked) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Checked.ProtoReflect.Descriptor instead.
+func (*Checked) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *Checked) GetDestination() *Lease {
+	if x != nil {
+		return x.Destination
+	}
+	return nil
+}
+
+func (x *Checked) GetGen() uint32 {
+	if x != nil {
+		return x.Gen
+	}
+	return 0
+}
+
+func (x *Checked) GetState() Checked_State {
+	if x != nil {
+		return x.State
+	}
+	return Checked_UNKNOWN
+}
+
+func (x *Checked) GetQuietMs() uint32 {
+	if x != nil {
+		return x.QuietMs
+	}
+	return 0
+}
+
 // Revoke closes all parts of a grant to writers. Destination to source. Without a grant it names
 // the receiver that will not send one to the source lease.
 type Revoke struct {
@@ -1934,7 +2210,7 @@ type Revoke struct {
 
 func (x *Revoke) Reset() {
 	*x = Revoke{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1946,7 +2222,7 @@ func (x *Revoke) String() string {
 func (*Revoke) ProtoMessage() {}
 
 func (x *Revoke) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1959,7 +2235,7 @@ func (x *Revoke) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Revoke.ProtoReflect.Descriptor instead.
 func (*Revoke) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{19}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Revoke) GetDestination() *Lease {
@@ -2022,7 +2298,7 @@ type Commit struct {
 
 func (x *Commit) Reset() {
 	*x = Commit{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[20]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2034,7 +2310,7 @@ func (x *Commit) String() string {
 func (*Commit) ProtoMessage() {}
 
 func (x *Commit) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[20]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2047,7 +2323,7 @@ func (x *Commit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Commit.ProtoReflect.Descriptor instead.
 func (*Commit) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{20}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Commit) GetDestination() *Lease {
@@ -2072,7 +2348,7 @@ type Credit struct {
 
 func (x *Credit) Reset() {
 	*x = Credit{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[21]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2084,7 +2360,7 @@ func (x *Credit) String() string {
 func (*Credit) ProtoMessage() {}
 
 func (x *Credit) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[21]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2097,7 +2373,7 @@ func (x *Credit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Credit.ProtoReflect.Descriptor instead.
 func (*Credit) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{21}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Credit) GetTransport() string {
@@ -2140,7 +2416,7 @@ type Rails struct {
 
 func (x *Rails) Reset() {
 	*x = Rails{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[22]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2152,7 +2428,7 @@ func (x *Rails) String() string {
 func (*Rails) ProtoMessage() {}
 
 func (x *Rails) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[22]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2165,7 +2441,7 @@ func (x *Rails) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Rails.ProtoReflect.Descriptor instead.
 func (*Rails) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{22}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Rails) GetRails() []*Rail {
@@ -2191,7 +2467,7 @@ type Ping struct {
 
 func (x *Ping) Reset() {
 	*x = Ping{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[23]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2203,7 +2479,7 @@ func (x *Ping) String() string {
 func (*Ping) ProtoMessage() {}
 
 func (x *Ping) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[23]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2216,7 +2492,7 @@ func (x *Ping) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ping.ProtoReflect.Descriptor instead.
 func (*Ping) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{23}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Ping) GetNonce() uint64 {
@@ -2235,7 +2511,7 @@ type Pong struct {
 
 func (x *Pong) Reset() {
 	*x = Pong{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[24]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2247,7 +2523,7 @@ func (x *Pong) String() string {
 func (*Pong) ProtoMessage() {}
 
 func (x *Pong) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[24]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2260,7 +2536,7 @@ func (x *Pong) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pong.ProtoReflect.Descriptor instead.
 func (*Pong) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{24}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Pong) GetNonce() uint64 {
@@ -2282,7 +2558,7 @@ type PageHints struct {
 
 func (x *PageHints) Reset() {
 	*x = PageHints{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[25]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2294,7 +2570,7 @@ func (x *PageHints) String() string {
 func (*PageHints) ProtoMessage() {}
 
 func (x *PageHints) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[25]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2307,7 +2583,7 @@ func (x *PageHints) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageHints.ProtoReflect.Descriptor instead.
 func (*PageHints) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{25}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *PageHints) GetEpoch() uint64 {
@@ -2342,7 +2618,7 @@ type PageLookup struct {
 
 func (x *PageLookup) Reset() {
 	*x = PageLookup{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[26]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2354,7 +2630,7 @@ func (x *PageLookup) String() string {
 func (*PageLookup) ProtoMessage() {}
 
 func (x *PageLookup) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[26]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2367,7 +2643,7 @@ func (x *PageLookup) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageLookup.ProtoReflect.Descriptor instead.
 func (*PageLookup) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{26}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *PageLookup) GetId() uint64 {
@@ -2395,7 +2671,7 @@ type PageHolder struct {
 
 func (x *PageHolder) Reset() {
 	*x = PageHolder{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[27]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2407,7 +2683,7 @@ func (x *PageHolder) String() string {
 func (*PageHolder) ProtoMessage() {}
 
 func (x *PageHolder) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[27]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2420,7 +2696,7 @@ func (x *PageHolder) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageHolder.ProtoReflect.Descriptor instead.
 func (*PageHolder) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{27}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *PageHolder) GetBoot() []byte {
@@ -2449,7 +2725,7 @@ type PageHolders struct {
 
 func (x *PageHolders) Reset() {
 	*x = PageHolders{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[28]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2461,7 +2737,7 @@ func (x *PageHolders) String() string {
 func (*PageHolders) ProtoMessage() {}
 
 func (x *PageHolders) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[28]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2474,7 +2750,7 @@ func (x *PageHolders) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageHolders.ProtoReflect.Descriptor instead.
 func (*PageHolders) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{28}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *PageHolders) GetId() uint64 {
@@ -2515,7 +2791,7 @@ type PageRequest struct {
 
 func (x *PageRequest) Reset() {
 	*x = PageRequest{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[29]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2527,7 +2803,7 @@ func (x *PageRequest) String() string {
 func (*PageRequest) ProtoMessage() {}
 
 func (x *PageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[29]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2540,7 +2816,7 @@ func (x *PageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageRequest.ProtoReflect.Descriptor instead.
 func (*PageRequest) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{29}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *PageRequest) GetId() uint64 {
@@ -2607,7 +2883,7 @@ type PageOffer struct {
 
 func (x *PageOffer) Reset() {
 	*x = PageOffer{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[30]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2619,7 +2895,7 @@ func (x *PageOffer) String() string {
 func (*PageOffer) ProtoMessage() {}
 
 func (x *PageOffer) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[30]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2632,7 +2908,7 @@ func (x *PageOffer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageOffer.ProtoReflect.Descriptor instead.
 func (*PageOffer) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{30}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *PageOffer) GetId() uint64 {
@@ -2709,7 +2985,7 @@ type PageRemoval struct {
 
 func (x *PageRemoval) Reset() {
 	*x = PageRemoval{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[31]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2721,7 +2997,7 @@ func (x *PageRemoval) String() string {
 func (*PageRemoval) ProtoMessage() {}
 
 func (x *PageRemoval) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[31]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2734,7 +3010,7 @@ func (x *PageRemoval) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageRemoval.ProtoReflect.Descriptor instead.
 func (*PageRemoval) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{31}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *PageRemoval) GetSpace() []byte {
@@ -2767,7 +3043,7 @@ type PageRemovals struct {
 
 func (x *PageRemovals) Reset() {
 	*x = PageRemovals{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[32]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2779,7 +3055,7 @@ func (x *PageRemovals) String() string {
 func (*PageRemovals) ProtoMessage() {}
 
 func (x *PageRemovals) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[32]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2792,7 +3068,7 @@ func (x *PageRemovals) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageRemovals.ProtoReflect.Descriptor instead.
 func (*PageRemovals) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{32}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *PageRemovals) GetRemovals() []*PageRemoval {
@@ -2830,7 +3106,7 @@ type PageRemoved struct {
 
 func (x *PageRemoved) Reset() {
 	*x = PageRemoved{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[33]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2842,7 +3118,7 @@ func (x *PageRemoved) String() string {
 func (*PageRemoved) ProtoMessage() {}
 
 func (x *PageRemoved) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[33]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2855,7 +3131,7 @@ func (x *PageRemoved) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageRemoved.ProtoReflect.Descriptor instead.
 func (*PageRemoved) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{33}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *PageRemoved) GetId() uint64 {
@@ -2935,7 +3211,8 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05Lease\x12\x12\n" +
 	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\x04R\x02id\x12\x14\n" +
-	"\x05epoch\x18\x03 \x01(\rR\x05epoch\"\xfe\b\n" +
+	"\x05epoch\x18\x03 \x01(\rR\x05epoch\"\xa7\n" +
+	"\n" +
 	"\fControlFrame\x12\x10\n" +
 	"\x03seq\x18\x01 \x01(\x04R\x03seq\x12\x10\n" +
 	"\x03ack\x18\x02 \x01(\x04R\x03ack\x12.\n" +
@@ -2963,16 +3240,22 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\n" +
 	"page_offer\x18\x1b \x01(\v2\x1a.kvspray.peer.v1.PageOfferH\x00R\tpageOffer\x12D\n" +
 	"\rpage_removals\x18\x1c \x01(\v2\x1d.kvspray.peer.v1.PageRemovalsH\x00R\fpageRemovals\x12A\n" +
-	"\fpage_removed\x18\x1d \x01(\v2\x1c.kvspray.peer.v1.PageRemovedH\x00R\vpageRemovedB\x06\n" +
+	"\fpage_removed\x18\x1d \x01(\v2\x1c.kvspray.peer.v1.PageRemovedH\x00R\vpageRemoved\x12A\n" +
+	"\fsession_over\x18\x1e \x01(\v2\x1c.kvspray.peer.v1.SessionOverH\x00R\vsessionOver\x12.\n" +
+	"\x05check\x18\x1f \x01(\v2\x16.kvspray.peer.v1.CheckH\x00R\x05check\x124\n" +
+	"\achecked\x18  \x01(\v2\x18.kvspray.peer.v1.CheckedH\x00R\acheckedB\x06\n" +
 	"\x04bodyJ\x04\b\x10\x10\x11\"4\n" +
 	"\bFragment\x12\x14\n" +
 	"\x05piece\x18\x01 \x01(\fR\x05piece\x12\x12\n" +
-	"\x04last\x18\x02 \x01(\bR\x04last\"\\\n" +
+	"\x04last\x18\x02 \x01(\bR\x04last\"v\n" +
 	"\x05Await\x12\x12\n" +
 	"\x04xfer\x18\x01 \x01(\fR\x04xfer\x12\x12\n" +
 	"\x04hash\x18\x02 \x01(\fR\x04hash\x12\x14\n" +
 	"\x05token\x18\x03 \x01(\x04R\x05token\x12\x15\n" +
-	"\x06ttl_ms\x18\x04 \x01(\rR\x05ttlMs\"\xc4\x01\n" +
+	"\x06ttl_ms\x18\x04 \x01(\rR\x05ttlMs\x12\x18\n" +
+	"\asession\x18\x05 \x01(\x04R\asession\"'\n" +
+	"\vSessionOver\x12\x18\n" +
+	"\asession\x18\x01 \x01(\x04R\asession\"\xc4\x01\n" +
 	"\bAdmitted\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\x04R\x05token\x125\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x1f.kvspray.peer.v1.Admitted.StateR\x05state\x12\x16\n" +
@@ -3051,7 +3334,19 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x06source\x18\x02 \x01(\v2\x16.kvspray.peer.v1.LeaseR\x06source\x12\x14\n" +
 	"\x05final\x18\x03 \x01(\bR\x05final\x12\x16\n" +
 	"\x06reason\x18\x04 \x01(\tR\x06reason\x12\x10\n" +
-	"\x03gen\x18\x05 \x01(\rR\x03gen\"\xd1\x01\n" +
+	"\x03gen\x18\x05 \x01(\rR\x03gen\"S\n" +
+	"\x05Check\x128\n" +
+	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12\x10\n" +
+	"\x03gen\x18\x02 \x01(\rR\x03gen\"\xd8\x01\n" +
+	"\aChecked\x128\n" +
+	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12\x10\n" +
+	"\x03gen\x18\x02 \x01(\rR\x03gen\x124\n" +
+	"\x05state\x18\x03 \x01(\x0e2\x1e.kvspray.peer.v1.Checked.StateR\x05state\x12\x19\n" +
+	"\bquiet_ms\x18\x04 \x01(\rR\aquietMs\"0\n" +
+	"\x05State\x12\v\n" +
+	"\aUNKNOWN\x10\x00\x12\r\n" +
+	"\tCOMPUTING\x10\x01\x12\v\n" +
+	"\aSENDING\x10\x02\"\xd1\x01\n" +
 	"\x06Revoke\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12\x10\n" +
 	"\x03gen\x18\x03 \x01(\rR\x03gen\x12\x16\n" +
@@ -3138,97 +3433,107 @@ func file_api_peer_v1_peer_proto_rawDescGZIP() []byte {
 	return file_api_peer_v1_peer_proto_rawDescData
 }
 
-var file_api_peer_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
+var file_api_peer_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
+var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
 var file_api_peer_v1_peer_proto_goTypes = []any{
 	(Admitted_State)(0),     // 0: kvspray.peer.v1.Admitted.State
 	(GrantReply_Code)(0),    // 1: kvspray.peer.v1.GrantReply.Code
-	(*VersionRange)(nil),    // 2: kvspray.peer.v1.VersionRange
-	(*Rail)(nil),            // 3: kvspray.peer.v1.Rail
-	(*HelloRequest)(nil),    // 4: kvspray.peer.v1.HelloRequest
-	(*HelloReply)(nil),      // 5: kvspray.peer.v1.HelloReply
-	(*DescribeRequest)(nil), // 6: kvspray.peer.v1.DescribeRequest
-	(*DescribeReply)(nil),   // 7: kvspray.peer.v1.DescribeReply
-	(*ProbeRequest)(nil),    // 8: kvspray.peer.v1.ProbeRequest
-	(*ProbeReply)(nil),      // 9: kvspray.peer.v1.ProbeReply
-	(*Lease)(nil),           // 10: kvspray.peer.v1.Lease
-	(*ControlFrame)(nil),    // 11: kvspray.peer.v1.ControlFrame
-	(*Fragment)(nil),        // 12: kvspray.peer.v1.Fragment
-	(*Await)(nil),           // 13: kvspray.peer.v1.Await
-	(*Admitted)(nil),        // 14: kvspray.peer.v1.Admitted
-	(*Grant)(nil),           // 15: kvspray.peer.v1.Grant
-	(*RailTier)(nil),        // 16: kvspray.peer.v1.RailTier
-	(*Part)(nil),            // 17: kvspray.peer.v1.Part
-	(*Rank)(nil),            // 18: kvspray.peer.v1.Rank
-	(*GrantReply)(nil),      // 19: kvspray.peer.v1.GrantReply
-	(*SourceLost)(nil),      // 20: kvspray.peer.v1.SourceLost
-	(*Revoke)(nil),          // 21: kvspray.peer.v1.Revoke
-	(*Commit)(nil),          // 22: kvspray.peer.v1.Commit
-	(*Credit)(nil),          // 23: kvspray.peer.v1.Credit
-	(*Rails)(nil),           // 24: kvspray.peer.v1.Rails
-	(*Ping)(nil),            // 25: kvspray.peer.v1.Ping
-	(*Pong)(nil),            // 26: kvspray.peer.v1.Pong
-	(*PageHints)(nil),       // 27: kvspray.peer.v1.PageHints
-	(*PageLookup)(nil),      // 28: kvspray.peer.v1.PageLookup
-	(*PageHolder)(nil),      // 29: kvspray.peer.v1.PageHolder
-	(*PageHolders)(nil),     // 30: kvspray.peer.v1.PageHolders
-	(*PageRequest)(nil),     // 31: kvspray.peer.v1.PageRequest
-	(*PageOffer)(nil),       // 32: kvspray.peer.v1.PageOffer
-	(*PageRemoval)(nil),     // 33: kvspray.peer.v1.PageRemoval
-	(*PageRemovals)(nil),    // 34: kvspray.peer.v1.PageRemovals
-	(*PageRemoved)(nil),     // 35: kvspray.peer.v1.PageRemoved
-	nil,                     // 36: kvspray.peer.v1.Part.TokensByTransportEntry
+	(Checked_State)(0),      // 2: kvspray.peer.v1.Checked.State
+	(*VersionRange)(nil),    // 3: kvspray.peer.v1.VersionRange
+	(*Rail)(nil),            // 4: kvspray.peer.v1.Rail
+	(*HelloRequest)(nil),    // 5: kvspray.peer.v1.HelloRequest
+	(*HelloReply)(nil),      // 6: kvspray.peer.v1.HelloReply
+	(*DescribeRequest)(nil), // 7: kvspray.peer.v1.DescribeRequest
+	(*DescribeReply)(nil),   // 8: kvspray.peer.v1.DescribeReply
+	(*ProbeRequest)(nil),    // 9: kvspray.peer.v1.ProbeRequest
+	(*ProbeReply)(nil),      // 10: kvspray.peer.v1.ProbeReply
+	(*Lease)(nil),           // 11: kvspray.peer.v1.Lease
+	(*ControlFrame)(nil),    // 12: kvspray.peer.v1.ControlFrame
+	(*Fragment)(nil),        // 13: kvspray.peer.v1.Fragment
+	(*Await)(nil),           // 14: kvspray.peer.v1.Await
+	(*SessionOver)(nil),     // 15: kvspray.peer.v1.SessionOver
+	(*Admitted)(nil),        // 16: kvspray.peer.v1.Admitted
+	(*Grant)(nil),           // 17: kvspray.peer.v1.Grant
+	(*RailTier)(nil),        // 18: kvspray.peer.v1.RailTier
+	(*Part)(nil),            // 19: kvspray.peer.v1.Part
+	(*Rank)(nil),            // 20: kvspray.peer.v1.Rank
+	(*GrantReply)(nil),      // 21: kvspray.peer.v1.GrantReply
+	(*SourceLost)(nil),      // 22: kvspray.peer.v1.SourceLost
+	(*Check)(nil),           // 23: kvspray.peer.v1.Check
+	(*Checked)(nil),         // 24: kvspray.peer.v1.Checked
+	(*Revoke)(nil),          // 25: kvspray.peer.v1.Revoke
+	(*Commit)(nil),          // 26: kvspray.peer.v1.Commit
+	(*Credit)(nil),          // 27: kvspray.peer.v1.Credit
+	(*Rails)(nil),           // 28: kvspray.peer.v1.Rails
+	(*Ping)(nil),            // 29: kvspray.peer.v1.Ping
+	(*Pong)(nil),            // 30: kvspray.peer.v1.Pong
+	(*PageHints)(nil),       // 31: kvspray.peer.v1.PageHints
+	(*PageLookup)(nil),      // 32: kvspray.peer.v1.PageLookup
+	(*PageHolder)(nil),      // 33: kvspray.peer.v1.PageHolder
+	(*PageHolders)(nil),     // 34: kvspray.peer.v1.PageHolders
+	(*PageRequest)(nil),     // 35: kvspray.peer.v1.PageRequest
+	(*PageOffer)(nil),       // 36: kvspray.peer.v1.PageOffer
+	(*PageRemoval)(nil),     // 37: kvspray.peer.v1.PageRemoval
+	(*PageRemovals)(nil),    // 38: kvspray.peer.v1.PageRemovals
+	(*PageRemoved)(nil),     // 39: kvspray.peer.v1.PageRemoved
+	nil,                     // 40: kvspray.peer.v1.Part.TokensByTransportEntry
 }
 var file_api_peer_v1_peer_proto_depIdxs = []int32{
-	2,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
-	3,  // 1: kvspray.peer.v1.HelloRequest.rails:type_name -> kvspray.peer.v1.Rail
-	3,  // 2: kvspray.peer.v1.HelloReply.rails:type_name -> kvspray.peer.v1.Rail
-	13, // 3: kvspray.peer.v1.ControlFrame.await:type_name -> kvspray.peer.v1.Await
-	14, // 4: kvspray.peer.v1.ControlFrame.admitted:type_name -> kvspray.peer.v1.Admitted
-	15, // 5: kvspray.peer.v1.ControlFrame.grant:type_name -> kvspray.peer.v1.Grant
-	19, // 6: kvspray.peer.v1.ControlFrame.grant_reply:type_name -> kvspray.peer.v1.GrantReply
-	20, // 7: kvspray.peer.v1.ControlFrame.source_lost:type_name -> kvspray.peer.v1.SourceLost
-	21, // 8: kvspray.peer.v1.ControlFrame.revoke:type_name -> kvspray.peer.v1.Revoke
-	22, // 9: kvspray.peer.v1.ControlFrame.commit:type_name -> kvspray.peer.v1.Commit
-	23, // 10: kvspray.peer.v1.ControlFrame.credit:type_name -> kvspray.peer.v1.Credit
-	25, // 11: kvspray.peer.v1.ControlFrame.ping:type_name -> kvspray.peer.v1.Ping
-	26, // 12: kvspray.peer.v1.ControlFrame.pong:type_name -> kvspray.peer.v1.Pong
-	24, // 13: kvspray.peer.v1.ControlFrame.rails:type_name -> kvspray.peer.v1.Rails
-	12, // 14: kvspray.peer.v1.ControlFrame.fragment:type_name -> kvspray.peer.v1.Fragment
-	27, // 15: kvspray.peer.v1.ControlFrame.page_hints:type_name -> kvspray.peer.v1.PageHints
-	28, // 16: kvspray.peer.v1.ControlFrame.page_lookup:type_name -> kvspray.peer.v1.PageLookup
-	30, // 17: kvspray.peer.v1.ControlFrame.page_holders:type_name -> kvspray.peer.v1.PageHolders
-	31, // 18: kvspray.peer.v1.ControlFrame.page_request:type_name -> kvspray.peer.v1.PageRequest
-	32, // 19: kvspray.peer.v1.ControlFrame.page_offer:type_name -> kvspray.peer.v1.PageOffer
-	34, // 20: kvspray.peer.v1.ControlFrame.page_removals:type_name -> kvspray.peer.v1.PageRemovals
-	35, // 21: kvspray.peer.v1.ControlFrame.page_removed:type_name -> kvspray.peer.v1.PageRemoved
-	0,  // 22: kvspray.peer.v1.Admitted.state:type_name -> kvspray.peer.v1.Admitted.State
-	10, // 23: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
-	17, // 24: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
-	16, // 25: kvspray.peer.v1.Grant.tiers:type_name -> kvspray.peer.v1.RailTier
-	36, // 26: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
-	10, // 27: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 28: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
-	1,  // 29: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
-	18, // 30: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
-	10, // 31: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 32: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
-	10, // 33: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 34: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
-	3,  // 35: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
-	29, // 36: kvspray.peer.v1.PageHolders.holders:type_name -> kvspray.peer.v1.PageHolder
-	33, // 37: kvspray.peer.v1.PageRemovals.removals:type_name -> kvspray.peer.v1.PageRemoval
-	4,  // 38: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
-	6,  // 39: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
-	8,  // 40: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
-	5,  // 41: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
-	7,  // 42: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
-	9,  // 43: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
-	41, // [41:44] is the sub-list for method output_type
-	38, // [38:41] is the sub-list for method input_type
-	38, // [38:38] is the sub-list for extension type_name
-	38, // [38:38] is the sub-list for extension extendee
-	0,  // [0:38] is the sub-list for field type_name
+	3,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
+	4,  // 1: kvspray.peer.v1.HelloRequest.rails:type_name -> kvspray.peer.v1.Rail
+	4,  // 2: kvspray.peer.v1.HelloReply.rails:type_name -> kvspray.peer.v1.Rail
+	14, // 3: kvspray.peer.v1.ControlFrame.await:type_name -> kvspray.peer.v1.Await
+	16, // 4: kvspray.peer.v1.ControlFrame.admitted:type_name -> kvspray.peer.v1.Admitted
+	17, // 5: kvspray.peer.v1.ControlFrame.grant:type_name -> kvspray.peer.v1.Grant
+	21, // 6: kvspray.peer.v1.ControlFrame.grant_reply:type_name -> kvspray.peer.v1.GrantReply
+	22, // 7: kvspray.peer.v1.ControlFrame.source_lost:type_name -> kvspray.peer.v1.SourceLost
+	25, // 8: kvspray.peer.v1.ControlFrame.revoke:type_name -> kvspray.peer.v1.Revoke
+	26, // 9: kvspray.peer.v1.ControlFrame.commit:type_name -> kvspray.peer.v1.Commit
+	27, // 10: kvspray.peer.v1.ControlFrame.credit:type_name -> kvspray.peer.v1.Credit
+	29, // 11: kvspray.peer.v1.ControlFrame.ping:type_name -> kvspray.peer.v1.Ping
+	30, // 12: kvspray.peer.v1.ControlFrame.pong:type_name -> kvspray.peer.v1.Pong
+	28, // 13: kvspray.peer.v1.ControlFrame.rails:type_name -> kvspray.peer.v1.Rails
+	13, // 14: kvspray.peer.v1.ControlFrame.fragment:type_name -> kvspray.peer.v1.Fragment
+	31, // 15: kvspray.peer.v1.ControlFrame.page_hints:type_name -> kvspray.peer.v1.PageHints
+	32, // 16: kvspray.peer.v1.ControlFrame.page_lookup:type_name -> kvspray.peer.v1.PageLookup
+	34, // 17: kvspray.peer.v1.ControlFrame.page_holders:type_name -> kvspray.peer.v1.PageHolders
+	35, // 18: kvspray.peer.v1.ControlFrame.page_request:type_name -> kvspray.peer.v1.PageRequest
+	36, // 19: kvspray.peer.v1.ControlFrame.page_offer:type_name -> kvspray.peer.v1.PageOffer
+	38, // 20: kvspray.peer.v1.ControlFrame.page_removals:type_name -> kvspray.peer.v1.PageRemovals
+	39, // 21: kvspray.peer.v1.ControlFrame.page_removed:type_name -> kvspray.peer.v1.PageRemoved
+	15, // 22: kvspray.peer.v1.ControlFrame.session_over:type_name -> kvspray.peer.v1.SessionOver
+	23, // 23: kvspray.peer.v1.ControlFrame.check:type_name -> kvspray.peer.v1.Check
+	24, // 24: kvspray.peer.v1.ControlFrame.checked:type_name -> kvspray.peer.v1.Checked
+	0,  // 25: kvspray.peer.v1.Admitted.state:type_name -> kvspray.peer.v1.Admitted.State
+	11, // 26: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
+	19, // 27: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
+	18, // 28: kvspray.peer.v1.Grant.tiers:type_name -> kvspray.peer.v1.RailTier
+	40, // 29: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
+	11, // 30: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
+	11, // 31: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
+	1,  // 32: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
+	20, // 33: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
+	11, // 34: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
+	11, // 35: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
+	11, // 36: kvspray.peer.v1.Check.destination:type_name -> kvspray.peer.v1.Lease
+	11, // 37: kvspray.peer.v1.Checked.destination:type_name -> kvspray.peer.v1.Lease
+	2,  // 38: kvspray.peer.v1.Checked.state:type_name -> kvspray.peer.v1.Checked.State
+	11, // 39: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
+	11, // 40: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
+	4,  // 41: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
+	33, // 42: kvspray.peer.v1.PageHolders.holders:type_name -> kvspray.peer.v1.PageHolder
+	37, // 43: kvspray.peer.v1.PageRemovals.removals:type_name -> kvspray.peer.v1.PageRemoval
+	5,  // 44: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
+	7,  // 45: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
+	9,  // 46: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
+	6,  // 47: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
+	8,  // 48: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
+	10, // 49: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
+	47, // [47:50] is the sub-list for method output_type
+	44, // [44:47] is the sub-list for method input_type
+	44, // [44:44] is the sub-list for extension type_name
+	44, // [44:44] is the sub-list for extension extendee
+	0,  // [0:44] is the sub-list for field type_name
 }
 
 func init() { file_api_peer_v1_peer_proto_init() }
@@ -3256,14 +3561,17 @@ func file_api_peer_v1_peer_proto_init() {
 		(*ControlFrame_PageOffer)(nil),
 		(*ControlFrame_PageRemovals)(nil),
 		(*ControlFrame_PageRemoved)(nil),
+		(*ControlFrame_SessionOver)(nil),
+		(*ControlFrame_Check)(nil),
+		(*ControlFrame_Checked)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_peer_v1_peer_proto_rawDesc), len(file_api_peer_v1_peer_proto_rawDesc)),
-			NumEnums:      2,
-			NumMessages:   35,
+			NumEnums:      3,
+			NumMessages:   38,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -30,6 +30,7 @@ func Limits(f *peerv1.ControlFrame) (frames, bytes int) {
 	case *peerv1.ControlFrame_PageHints:
 		return (MaxUnacked - reserved) / 2, (maxUnackedBytes - reservedBytes) / 2
 	case *peerv1.ControlFrame_Await, *peerv1.ControlFrame_Grant, *peerv1.ControlFrame_Credit,
+		*peerv1.ControlFrame_Check, *peerv1.ControlFrame_Checked,
 		*peerv1.ControlFrame_PageLookup,
 		*peerv1.ControlFrame_PageHolders, *peerv1.ControlFrame_PageRequest,
 		*peerv1.ControlFrame_PageOffer:

@@ -29,6 +29,7 @@ class FakeWorker:
     down: bool = False
     waits: list[float] = field(default_factory=list)
     traced: dict[str, str] = field(default_factory=dict)  # traceparents by request
+    stalls: dict[str, float] = field(default_factory=dict)  # by request
 
     def _lease(self, kind: str, *what: Any) -> int:
         if self.down:
@@ -42,8 +43,10 @@ class FakeWorker:
         return self._lease("intent", req, tokens, fanout)
 
     def expect(
-        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str, after: int = 0, traceparent: str = ""
-    ) -> int:
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str, after: int = 0, traceparent: str = "",
+        stall_s: float = 0.0,
+    ) -> int:  # fmt: skip
+        self.stalls[req] = stall_s
         self.traced[req] = traceparent
         return self._lease("expect", req, peer, tokens, skip, blocks, *([after] if after else []))
 
@@ -58,6 +61,9 @@ class FakeWorker:
 
     def hold(self, lease: int) -> None:
         self.calls.append(("hold", lease))
+
+    def yield_hold(self, lease: int) -> None:
+        self.calls.append(("yield", lease))
 
     def signal_layer(self, index: int, step: int) -> None:
         self.calls.append(("layer", index, step))
@@ -122,12 +128,13 @@ class Engine:
         self.worker.set_flags({"l0": 0, "l1": 1})
         self.tables: dict[str, list[int]] = {}
         self.requests: dict[str, Any] = {}
+        self.seen: set[str] = set()
 
     def add(self, req: str, n: int, kv: dict[str, Any] | None) -> Any:
         tokens = list(range(n))
         r = SimpleNamespace(
             request_id=req, prompt_token_ids=tokens, num_prompt_tokens=n, num_computed_tokens=0, kv_transfer_params=kv,
-            lora_request=None, cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
+            lora_request=None, cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"), num_output_tokens=0,
         )  # fmt: skip
         self.requests[req] = r
         self.tables[req] = list(range(1, 1 + -(-n // BLOCK)))
@@ -136,7 +143,11 @@ class Engine:
 
     def meta(self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None) -> StepMeta:
         counts = scheduled or {}
-        out = SimpleNamespace(num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), preempted_req_ids=preempted or set())
+        new = [SimpleNamespace(req_id=req, num_computed_tokens=self.requests[req].num_computed_tokens) for req in counts if req not in self.seen]
+        self.seen.update(counts)
+        out = SimpleNamespace(
+            num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), preempted_req_ids=preempted or set(), scheduled_new_reqs=new
+        )
         meta = self.scheduler.build(out, lambda req: (self.tables[req],))  # type: ignore[arg-type]
         for req, n in (scheduled or {}).items():
             self.requests[req].num_computed_tokens += n
@@ -185,6 +196,8 @@ def concurrent() -> dict[str, Any]:
 
 class FakePool:
     """Blocks 100 and up are free."""
+
+    num_gpu_blocks = 200
 
     def __init__(self) -> None:
         self.free = [SimpleNamespace(block_id=i) for i in range(100, 200)]

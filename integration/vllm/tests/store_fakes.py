@@ -329,7 +329,9 @@ class Vllm:
             counts[r.request_id] = n
             left -= n
             self.caches(r, r.num_computed_tokens + n)
-        out = SimpleNamespace(num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), preempted_req_ids=self.preempted)
+        out = SimpleNamespace(
+            num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), preempted_req_ids=self.preempted, scheduled_new_reqs=[]
+        )
         self.preempted = set()
         tables = {name: [b.block_id for b in r.table] for name, r in self.requests.items()}
         meta = self.scheduler.build(out, lambda req: (tables[req],))  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ def blocks(e: Engine, req: str) -> Any:
 def test_prefill_first_loads_what_is_missing(e: Engine) -> None:
     r = e.add("r", 40, prefill_first())
     assert e.scheduler.matched(r, 16) == (24, True)
-    assert e.scheduler_shim.asked == []
+    assert e.scheduler_shim.asked == [(bytes.fromhex(XFER), "p:1")], "the prefill engine holds the blocks on for it"
     e.scheduler.allocated(r, blocks(e, "r"), 24)
     assert e.scheduler.matched(r, 0) == (0, False)  # vLLM asks again after a prompt of one token, or a failed load
     assert not r.kv_transfer_params["do_remote_prefill"]
@@ -264,7 +264,9 @@ class Hybrid(Engine):
 
     def meta(self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None) -> StepMeta:
         counts = scheduled or {}
-        out = SimpleNamespace(num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), preempted_req_ids=preempted or set())
+        out = SimpleNamespace(
+            num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), preempted_req_ids=preempted or set(), scheduled_new_reqs=[]
+        )
         for req in counts:
             # As allocate_slots does before it takes blocks for this step's tokens: whole blocks that the next token sees no more.
             table = self.windows.setdefault(req, [i + 100 for i in range(len(self.tables[req]))])

@@ -30,7 +30,7 @@ def asked(role: str, kv: dict[str, Any]) -> tuple[bool, FakeScheduler, Scheduler
     )  # fmt: skip
     s.on_new_request(r)  # type: ignore[arg-type]
     external, later = s.matched(r, 0)  # type: ignore[arg-type]
-    out = SimpleNamespace(num_scheduled_tokens={"r": 40}, total_num_scheduled_tokens=40, preempted_req_ids=set())
+    out = SimpleNamespace(num_scheduled_tokens={"r": 40}, total_num_scheduled_tokens=40, preempted_req_ids=set(), scheduled_new_reqs=[])
     meta = s.build(out, lambda req: ([1, 2, 3],))  # type: ignore[arg-type]
     return bool(external or external is None or meta.intents), client, s, r
 

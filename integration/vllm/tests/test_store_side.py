@@ -236,7 +236,7 @@ def test_blocks_that_a_preempted_request_gets_are_saved_a_step_later(v: Vllm) ->
     assert r.num_computed_tokens == 20 and puts(v) == 2
     table = [b.block_id for b in r.table]
     for preempted, want in (({"a"}, 0), (set(), 3)):
-        out = SimpleNamespace(num_scheduled_tokens={"a": 1}, preempted_req_ids=preempted)
+        out = SimpleNamespace(num_scheduled_tokens={"a": 1}, preempted_req_ids=preempted, scheduled_new_reqs=[])
         meta = StepMeta()
         v.side.build(out, lambda _: table, meta)  # type: ignore[arg-type]
         assert sum(len(p.blocks) for p in meta.puts) == want

@@ -11,8 +11,6 @@ import pytest
 from fakes import DECODE, XFER, Engine, FakePool, e, prefill_first  # noqa: F401
 
 from kvspray_vllm import params
-from kvspray_vllm import shim as shim_module
-from kvspray_vllm.shim import Worker
 
 GIVEN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 OTHER = "00-0af7651916cd43dd8448eb211c80319c-00f067aa0ba902b7-01"
@@ -77,18 +75,3 @@ def test_without_a_router_vllms_own_counts(e: Engine) -> None:
         new(r)
     e.step({"r": 40, "s": 40})
     assert e.worker_shim.traced == {"r": OTHER, "s": GIVEN}
-
-
-def test_an_older_kvspray_package_serves_requests_without_their_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Older:
-        def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Any, *, fanout: int, req: str) -> int:
-            return 1
-
-        def expect(self, *args: Any, req: str, after: int) -> int:
-            return 2
-
-    monkeypatch.setattr(shim_module, "_TRACES", False)
-    shim = Worker.__new__(Worker)
-    shim._c = Older()  # type: ignore[assignment]
-    assert shim.intent(b"", b"", 1, (), 1, "r", GIVEN) == 1
-    assert shim.expect(b"", b"", "p:1", 1, 0, (), "r", 0, GIVEN) == 2

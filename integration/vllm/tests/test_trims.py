@@ -33,8 +33,8 @@ class Landing(FakeWorker):
         self.memory: list[list[int | None]] = [[None] * BLOCK for _ in range(BLOCKS)]
         self.sent: int | None = None  # tokens, of the one load
 
-    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str, after: int = 0, traceparent: str = "") -> int:
-        lease = super().expect(xfer, hash, peer, tokens, skip, blocks, req, after, traceparent)
+    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str, after: int = 0, *more: Any) -> int:
+        lease = super().expect(xfer, hash, peer, tokens, skip, blocks, req, after, *more)
         self.sent = tokens
         assert len(blocks[0]) * BLOCK >= tokens, "a sidecar refuses a table that does not cover what is sent"
         for i in range(skip, tokens):
@@ -96,7 +96,7 @@ def one(seed: int, sync: bool) -> str:
         worker_shim.memory[block] = list(range(at, at + BLOCK))
     before = [list(b) for b in worker_shim.memory]
     scheduler.allocated(request, SimpleNamespace(get_block_ids=lambda: (table,)), external)  # type: ignore[arg-type]
-    out = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0, preempted_req_ids=set())
+    out = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0, preempted_req_ids=set(), scheduled_new_reqs=[])
     meta = scheduler.build(out, lambda req: (table,))  # type: ignore[arg-type]
     worker.begin(meta)
     worker.finish_loads()
@@ -138,7 +138,7 @@ def test_a_trim_that_leaves_the_end_without_a_block_is_named() -> None:
     s.on_new_request(request)  # type: ignore[arg-type]
     assert s.matched(request, 0) == (100, True)  # type: ignore[arg-type]
     s.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5, 6],)), 96)  # type: ignore[arg-type]
-    out = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0, preempted_req_ids=set())
+    out = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0, preempted_req_ids=set(), scheduled_new_reqs=[])
     (expect,) = s.build(out, lambda req: ((),)).expects  # type: ignore[arg-type]
     assert "takes 96 tokens" in expect.refused and "6 blocks of 16 for the 100" in expect.refused
     client = FakeWorker()

@@ -243,6 +243,8 @@ int kvs_step(kvs_client *c, const void *body, uint32_t bytes, const struct kvs_s
  * blocks are lost. A lease whose snapshot cannot be kept is released. */
 int kvs_preempt(kvs_client *c, const struct kvs_snapshot *snapshot);
 int kvs_hold(kvs_client *c, const struct kvs_snapshot *snapshot);
+/* The engine needs the blocks of a source lease that is held: no receiver binds any more, and bound ones finish. */
+int kvs_yield(kvs_client *c, uint64_t lease);
 /* Releases a lease; it still completes through kvs_poll. For a source lease it moves the source epoch first. */
 int kvs_cancel(kvs_client *c, uint64_t lease, const char *reason);
 

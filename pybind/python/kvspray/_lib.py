@@ -134,6 +134,7 @@ _PROTOTYPES = {
     "kvs_step": (c_int, [c_void_p, c_char_p, c_uint32, POINTER(CSnapshot), c_uint32]),
     "kvs_preempt": (c_int, [c_void_p, POINTER(CSnapshot)]),
     "kvs_hold": (c_int, [c_void_p, POINTER(CSnapshot)]),
+    "kvs_yield": (c_int, [c_void_p, c_uint64]),
     "kvs_cancel": (c_int, [c_void_p, c_uint64, c_char_p]),
     "kvs_poll": (c_int64, [c_void_p, c_void_p, c_uint64]),
     "kvs_wait": (c_int, [c_void_p, c_int]),

@@ -93,6 +93,7 @@ MESSAGES: dict[int, str] = {
     18: "DROP_REGIONS",
     20: "CLOSE",
     19: "DONE",
+    21: "HELD",
 }
 
 # The names of records by type.
@@ -107,6 +108,7 @@ RECORDS: dict[int, str] = {
     8: "GET",
     9: "PUT",
     10: "LOAD",
+    11: "YIELD",
     32: "RECEIVED",
     33: "SENT",
 }
@@ -140,10 +142,11 @@ ORDER: dict[str, tuple[str, ...]] = {
     "DROP_REGIONS": ("id", "regions"),
     "CLOSE": ("open",),
     "DONE": ("id", "members", "confirmed", "missing"),
+    "HELD": ("lease",),
     "STEP": ("step", "reqs"),
     "STEP.reqs": ("lease", "end", "blocks", "attempt"),
     "INTENT": ("xfer", "hash", "tokens", "fanout", "blocks", "ready", "steps", "prio", "deadline_ms", "held", "req", "attempt", "traceparent"),
-    "EXPECT": ("xfer", "hash", "peer", "tokens", "skip", "blocks", "prio", "deadline_ms", "partner_ms", "req", "after", "traceparent"),
+    "EXPECT": ("xfer", "hash", "peer", "tokens", "skip", "blocks", "prio", "deadline_ms", "partner_ms", "req", "after", "traceparent", "stall_ms"),
     "CANCEL": ("reason",),
     "PREEMPT": (),
     "HOLD": (),
@@ -151,6 +154,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "GET": ("space", "hashes", "hash_bytes", "blocks", "deadline_ms", "req", "after"),
     "PUT": ("space", "hashes", "hash_bytes", "blocks", "parent", "deadline_ms", "req", "after"),
     "LOAD": ("parts", "pages", "flag", "value", "deadline_ms", "req", "after"),
+    "YIELD": (),
     "RECEIVED": ("bytes", "us", "transport", "reason", "recompute", "pages"),
     "SENT": ("grants", "bytes", "reason"),
 }
@@ -219,6 +223,7 @@ def expect(
     req: str = "",
     after: int = 0,
     traceparent: str = "",
+    stall_ms: int = 0,
 ) -> dict[str, Any]:
     """The body of EXPECT."""
     body: dict[str, Any] = {
@@ -237,6 +242,8 @@ def expect(
         body["after"] = after
     if traceparent:
         body["traceparent"] = traceparent
+    if stall_ms:
+        body["stall_ms"] = stall_ms
     return body
 
 

@@ -298,6 +298,14 @@ class WorkerClient(_Client):
         """The request is finished; its blocks stay only for the transfer. False: the lease is already complete."""
         return self._restate(lease, Source.hold, lib.kvs_hold)
 
+    def yield_hold(self, lease: int) -> bool:
+        """The engine needs the blocks of a lease that it holds: no receiver binds any more, and bound ones finish.
+
+        False: the lease is not held, or already complete.
+        """
+        h = self._handle()
+        return h is not None and lib.kvs_yield(h, lease) in (0, _lib.KEPT)
+
     def _restate(self, lease: int, change: Callable[[Source], None], call: Any) -> bool:
         h = self._handle()
         if h is None:
@@ -328,10 +336,13 @@ class WorkerClient(_Client):
         match_timeout_s: float | None = None,
         after: int = 0,
         traceparent: str = "",
+        stall_s: float = 0.0,
     ) -> int:
         """Requests this prompt's KV from ``peer`` for these blocks; the first ``skip`` tokens (of all groups, or per group) are present.
 
         ``traceparent``: as in intent().
+
+        ``stall_s``: longest wait without a byte or a sign of life of the other side; 0: until the deadline.
 
         ``after``: a number that ``GpuSignals.mark`` has returned; no block is written before the engine's stream has passed it.
 
@@ -361,6 +372,7 @@ class WorkerClient(_Client):
                 req=_req(req),
                 after=_after(after),
                 traceparent=_traceparent(traceparent),
+                stall_ms=_ms(stall_s or None, 0),
             )
         )
         return max(0, self._submit("expect", _lib.REC_EXPECT, body, deadline))

@@ -216,6 +216,9 @@ type session struct{}
 
 func (session) Follow(bool) {}
 
+// HeldOn implements engines.Session.
+func (session) HeldOn(uint64) {}
+
 // Owns reports whether a worker is the store's.
 func (x *Exchange) Owns(w *engines.Worker) bool { return x != nil && w == x.worker }
 

@@ -28,6 +28,7 @@ type Config struct {
 	// Zero values take the defaults below.
 	Deadline     time.Duration // of a lease that names none, and the longest
 	MatchTimeout time.Duration // for a partner to come
+	HoldTimeout  time.Duration // the same, while the partner's engine lives and waits
 	Grace        time.Duration // between tries of a fence that failed
 	MaxAttempts  int           // failures of one chunk
 	MaxRegrants  int           // of one destination lease
@@ -46,6 +47,7 @@ type Config struct {
 const (
 	DefaultDeadline       = 30 * time.Second
 	DefaultMatchTimeout   = 10 * time.Second
+	DefaultHoldTimeout    = 2 * time.Minute
 	DefaultGrace          = 5 * time.Second
 	DefaultMaxAttempts    = 8
 	DefaultMaxRegrants    = 16
@@ -68,6 +70,7 @@ func (c Config) WithDefaults() Config {
 	}
 	dur(&c.Deadline, DefaultDeadline)
 	dur(&c.MatchTimeout, DefaultMatchTimeout)
+	dur(&c.HoldTimeout, DefaultHoldTimeout)
 	dur(&c.Grace, DefaultGrace)
 	dur(&c.TombstoneAge, lease.TombstoneAge)
 	dur(&c.TombstoneGrace, DefaultTombstoneGrace)

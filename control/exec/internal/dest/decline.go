@@ -73,6 +73,7 @@ func (ds *Table) closeUnsent(now Instant, d *Lease, why string) {
 		return
 	}
 	d.decided, d.status, d.reason = true, engines.StatusFailed, why
+	ds.endStall(d)
 	fence, err := d.Close(true)
 	if err != nil {
 		return

@@ -101,6 +101,7 @@ type Lease struct {
 	last         *outboundGrant
 	matchTimeout time.Duration
 	t            *timer.Timer
+	stall        stall
 
 	decided bool // status and reason stand
 	status  uint16
@@ -213,6 +214,7 @@ func (ds *Table) Open(now Instant, w *engines.Worker, x engines.Expect) {
 	ds.byID[x.Lease] = d
 	d.ep = ds.endpoints.Get(x.Peer)
 	d.ep.Hold()
+	ds.beginStall(now, d)
 	ds.grant(now, d)
 }
 
@@ -280,6 +282,7 @@ func (ds *Table) CloseBy(now Instant, d *Lease, cause Cause, status uint16, reas
 		return
 	}
 	d.decided, d.status, d.reason = true, status, reason
+	ds.endStall(d)
 	ds.unwait(d)
 	waited := d.State == lease.DestWaiting
 	fence, err := d.Close(true)

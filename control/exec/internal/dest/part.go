@@ -23,6 +23,9 @@ const (
 	ByPeerLost   // the source's sidecar is dead, or could not be reached until the time was over
 	ByEngineGone // the receiver's
 	ByDrain
+	ByPeerSilent   // the source's sidecar answers nothing
+	BySourceSilent // the source's engine shows no sign of life, its sidecar does
+	ByLanesSilent  // the source's sidecar answers, and bytes do not come
 )
 
 // causeOf is the cause of a fence where only the status is known.

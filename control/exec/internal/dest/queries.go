@@ -1,6 +1,7 @@
 package dest
 
 import (
+	"bytes"
 	"cmp"
 	"maps"
 	"slices"
@@ -27,6 +28,7 @@ type Queries struct {
 	sourceOf  func(transfer.Key) bool // whether a source lease of this process has a key
 	byToken   map[uint64]*query
 	at        index.Sets[*endpoint.Endpoint, *query]
+	asked     index.Sets[uint64, transfer.Boot] // the peers that each session has asked
 }
 
 // NewQueries returns a table without queries. sourceOf reports whether a source lease of this
@@ -34,7 +36,8 @@ type Queries struct {
 func NewQueries(c *core.Core, out Actions, endpoints *endpoint.Table, workers *workers.Table,
 	sourceOf func(transfer.Key) bool) *Queries {
 	return &Queries{Core: c, out: out, endpoints: endpoints, workers: workers, sourceOf: sourceOf,
-		byToken: map[uint64]*query{}, at: index.Sets[*endpoint.Endpoint, *query]{}}
+		byToken: map[uint64]*query{}, at: index.Sets[*endpoint.Endpoint, *query]{},
+		asked: index.Sets[uint64, transfer.Boot]{}}
 }
 
 // Len counts the open queries.
@@ -95,8 +98,32 @@ func (qs *Queries) ask(now Instant, w *query) {
 		return
 	}
 	w.sent = w.ep.Peer().Boot
+	qs.asked.Add(w.a.Session, w.sent)
 	qs.out.Send(w.sent, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Await{Await: &peerv1.Await{
-		Xfer: w.a.Key.Xfer[:], Hash: w.a.Key.Hash[:], Token: w.id, TtlMs: frame.Millis(w.end - now)}}})
+		Xfer: w.a.Key.Xfer[:], Hash: w.a.Key.Hash[:], Token: w.id, TtlMs: frame.Millis(w.end - now),
+		Session: w.a.Session}}})
+}
+
+// SessionOver ends a scheduler's session: what it has asked for is not wanted any more.
+func (qs *Queries) SessionOver(session uint64) {
+	for _, id := range slices.Sorted(maps.Keys(qs.byToken)) {
+		if w := qs.byToken[id]; w.a.Session == session {
+			qs.answer(w, engines.Admission{State: "gone", Message: "the scheduler's session is over"})
+		}
+	}
+	for _, boot := range slices.SortedFunc(maps.Keys(qs.asked[session]),
+		func(a, b transfer.Boot) int { return bytes.Compare(a[:], b[:]) }) {
+		qs.out.Send(boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SessionOver{
+			SessionOver: &peerv1.SessionOver{Session: session}}})
+	}
+	delete(qs.asked, session)
+}
+
+// PeerGone forgets a peer: its process is over.
+func (qs *Queries) PeerGone(boot transfer.Boot) {
+	for session := range qs.asked {
+		qs.asked.Remove(session, boot)
+	}
 }
 
 // alone reports whether a peer is this process and serves no other engine. Two engines may share a

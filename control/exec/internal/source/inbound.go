@@ -71,6 +71,7 @@ type inboundGrant struct {
 	engine   string         // whose ranks the parts are; set with bindings
 	bindings []*partBinding // nil while no intent of the key has come
 	wait     *pending       // for it
+	came     Instant
 
 	differs bool         // its fingerprint differs: the refusal waits for the difference
 	absent  *timer.Timer // ends the absence of its sidecar
@@ -131,7 +132,7 @@ func (mt *Matcher) OnGrant(now Instant, p *lanes.Peer, m *peerv1.Grant) error {
 			return nil // a replay
 		}
 	}
-	in := &inboundGrant{id: g, peer: p, key: k, msg: m, team: lease.TeamID(m.Team)}
+	in := &inboundGrant{id: g, peer: p, key: k, msg: m, team: lease.TeamID(m.Team), came: now}
 	mt.grants[g] = in
 	mt.grantsOf.Add(p.Boot, in)
 	if !mt.settle(now, in) {

@@ -17,6 +17,10 @@ func bindingsInOrder(all iter.Seq[*partBinding]) []*partBinding {
 	})
 }
 
+func compareKeys(a, b transfer.Key) int {
+	return cmp.Or(bytes.Compare(a.Xfer[:], b.Xfer[:]), bytes.Compare(a.Hash[:], b.Hash[:]))
+}
+
 // keysInOrder are the keys of one transfer.
 func keysInOrder(all iter.Seq[transfer.Key], x transfer.XferID) (out []transfer.Key) {
 	for k := range all {

@@ -22,6 +22,7 @@ func (mt *Matcher) PeerDown(now Instant, p *lanes.Peer, over bool) {
 			mt.absent(now, in, over)
 		}
 	}
+	mt.sources.peerDown(now, p.Boot, over)
 }
 
 // Forget drops what of a peer waits for an intent.
@@ -29,5 +30,5 @@ func (mt *Matcher) Forget(p *lanes.Peer) { mt.pending.dropOf(p) }
 
 // Shares reports whether any grant or query involves a peer.
 func (mt *Matcher) Shares(boot transfer.Boot) bool {
-	return len(mt.grantsOf[boot])+len(mt.pending.byPeer[boot]) > 0
+	return len(mt.grantsOf[boot])+len(mt.pending.byPeer[boot])+len(mt.sources.waits.sessions[boot]) > 0
 }

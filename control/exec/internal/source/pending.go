@@ -158,7 +158,7 @@ func (mt *Matcher) OnAwait(now Instant, p *lanes.Peer, m *peerv1.Await) error {
 	if err != nil {
 		return fmt.Errorf("await: %w", err)
 	}
-	q := &pending{peer: p, key: k, token: m.Token}
+	q := &pending{peer: p, key: k, token: m.Token, session: m.Session}
 	if l := mt.sources.byKey[k]; len(l) > 0 {
 		mt.admit(q, l[0])
 		return nil
@@ -168,6 +168,7 @@ func (mt *Matcher) OnAwait(now Instant, p *lanes.Peer, m *peerv1.Await) error {
 }
 
 func (mt *Matcher) admit(q *pending, s *Lease) {
+	mt.sources.waits.add(waiter{q.peer.Boot, q.session}, q.key)
 	mt.out.Send(q.peer.Boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{
 		Admitted: &peerv1.Admitted{
 			Token: q.token, State: peerv1.Admitted_ADMITTED, Tokens: s.in.Tokens}}})

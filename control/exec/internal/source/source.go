@@ -41,6 +41,7 @@ type Actions interface {
 	Update(p *Part, blocks [][]uint32)
 	CloseOrigin(p *Part, committed bool)
 	Follow(w *engines.Worker, on bool)
+	HeldOn(w *engines.Worker, lease uint64)
 	Compare(c Comparison)
 	Sent(w *engines.Worker, c engines.Completion, trace *core.Trace)
 }
@@ -51,12 +52,14 @@ type Table struct {
 	out      Actions
 	dispatch *lanes.Dispatcher
 	workers  *workers.Table
+	peers    *lanes.Peers
 	observer sourceObserver
 
 	count  int
 	byKey  map[transfer.Key][]*Lease        // open ones
 	byXfer map[transfer.XferID]requestCount // of open ones
 	tombs  *lease.Tombstones
+	waits  waits
 }
 
 // sourceObserver is the part that brings grants and source leases together.
@@ -76,8 +79,10 @@ type sourceObserver interface {
 type requestCount struct{ open, held int }
 
 // New returns a table without leases.
-func New(c *core.Core, out Actions, dp *lanes.Dispatcher, wk *workers.Table) *Table {
-	return &Table{Core: c, out: out, dispatch: dp, workers: wk, byKey: map[transfer.Key][]*Lease{},
+func New(c *core.Core, out Actions, dp *lanes.Dispatcher, wk *workers.Table,
+	ps *lanes.Peers) *Table {
+	return &Table{Core: c, out: out, dispatch: dp, workers: wk, peers: ps, waits: newWaits(),
+		byKey:  map[transfer.Key][]*Lease{},
 		byXfer: map[transfer.XferID]requestCount{},
 		tombs:  lease.NewTombstones(lease.MaxTombstones, c.Cfg.TombstoneAge)}
 }
@@ -117,10 +122,14 @@ type Lease struct {
 	reason  string
 	trouble string // of the last refused grant
 
+	holdEnd Instant // the latest end of MatchBy
+	yielded string  // why no further receiver is waited for; empty: it may be
+
 	began     Instant
 	span      time.Duration // from the last record of the engine to the deadline
 	firstBind Instant
 	flagged   Instant // the last progress
+	seen      Instant // the last sign of the engine for this prompt
 	prefill   prefillState
 	bytes     uint64 // committed
 	last      core.Trace
@@ -162,7 +171,7 @@ func (ss *Table) Open(now Instant, w *engines.Worker, in engines.Intent) {
 		return
 	}
 	s := &Lease{ws: ws, in: in, blocks: in.Blocks, layers: make([]layerState, w.Layout.NumLayers()),
-		began: now}
+		began: now, seen: now}
 	s.ID, s.Key, s.Attempt = in.Lease, in.Key, in.Attempt
 	s.Fanout = min(max(in.Fanout, 1), lease.MaxFanout)
 	s.span = ss.Span(in.Deadline)
@@ -179,7 +188,7 @@ func (ss *Table) Open(now Instant, w *engines.Worker, in engines.Intent) {
 	ss.byXfer[s.Key.Xfer] = n
 	ss.tombs.Remove(s.Key)
 	if in.Held {
-		s.Held, s.MatchBy = true, now+ss.Cfg.MatchTimeout
+		ss.hold(now, s)
 	}
 	ss.Agenda.Arm(s.t, min(s.Deadline, s.MatchBy))
 	ss.observer.sourceOpened(now, s.Key)
@@ -191,7 +200,7 @@ func (ss *Table) Hold(now Instant, w *engines.Worker, id uint64) {
 	if s == nil || s.Held || s.decided {
 		return
 	}
-	s.Held, s.MatchBy = true, now+ss.Cfg.MatchTimeout
+	ss.hold(now, s)
 	s.extend(now)
 	ss.Agenda.Arm(s.t, min(s.Deadline, s.MatchBy))
 	n := ss.byXfer[s.Key.Xfer]
@@ -218,8 +227,12 @@ func (ss *Table) get(w *engines.Worker, id uint64) *Lease {
 
 func (ss *Table) due(now Instant, s *Lease) {
 	switch {
-	case now >= s.Deadline:
-		ss.Close(now, s, engines.StatusExpired, core.WithTrouble("the deadline passed", s.trouble), true)
+	case ss.waited(now, s):
+		// The engine, too, counts the deadline anew.
+		s.MatchBy = min(now+min(ss.Cfg.MatchTimeout, s.span), s.holdEnd)
+		s.Deadline = max(s.Deadline, s.MatchBy)
+		ss.out.HeldOn(s.ws.Worker, s.ID.ID)
+		ss.Agenda.Arm(s.t, min(s.Deadline, s.MatchBy))
 	case now >= s.MatchBy:
 		// No new receiver may bind; bound ones finish.
 		s.MatchBy = lease.Never
@@ -228,13 +241,13 @@ func (ss *Table) due(now Instant, s *Lease) {
 				ss.Close(now, s, engines.StatusOK, fmt.Sprintf("%d of %d partners came", s.Served, s.in.Fanout),
 					true)
 			} else {
-				ss.Close(now, s, engines.StatusExpired,
-					core.WithTrouble(fmt.Sprintf("no partner came within %v",
-						ss.Cfg.MatchTimeout), s.trouble), true)
+				ss.Close(now, s, engines.StatusExpired, core.WithTrouble(ss.unmatched(now, s), s.trouble), true)
 			}
 			return
 		}
 		ss.Agenda.Arm(s.t, s.Deadline)
+	case now >= s.Deadline:
+		ss.Close(now, s, engines.StatusExpired, core.WithTrouble("the deadline passed", s.trouble), true)
 	default:
 		ss.Agenda.Arm(s.t, min(s.Deadline, s.MatchBy))
 	}
@@ -249,7 +262,7 @@ func (ss *Table) Progress(now Instant, w *engines.Worker, all []engines.Progress
 			continue
 		}
 		s.ID.Epoch = p.Lease.Epoch
-		s.flagged = now
+		s.flagged, s.seen = now, now
 		s.extend(now)
 		if p.Blocks != nil && !sameTables(p.Blocks, s.blocks) {
 			s.blocks = p.Blocks
@@ -274,7 +287,7 @@ func (ss *Table) Announced(now Instant, w *engines.Worker, all []transfer.LeaseI
 		if s == nil || s.State != lease.SourceOpen {
 			continue
 		}
-		s.ID.Epoch = id.Epoch
+		s.ID.Epoch, s.seen = id.Epoch, now
 		if s.prefill == prefillIdle {
 			s.prefill = prefillAnnounced
 		}
@@ -294,7 +307,7 @@ func (ss *Table) Preempt(now Instant, w *engines.Worker, id uint64) {
 		ss.lose(now, snd, false, "preempted")
 	}
 	s.Attempt++
-	s.blocks, s.prefill = nil, prefillIdle
+	s.blocks, s.prefill, s.seen = nil, prefillIdle, now
 	clear(s.layers)
 }
 
@@ -313,6 +326,7 @@ func (ss *Table) Close(now Instant, s *Lease, status uint16, reason string, fina
 		ss.byKey[s.Key] = l
 	} else {
 		delete(ss.byKey, s.Key)
+		ss.waits.dropKey(s.Key)
 		if final {
 			ss.tombs.Add(now, s.Key, status == engines.StatusOK)
 		}

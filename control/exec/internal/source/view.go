@@ -89,5 +89,8 @@ func (mt *Matcher) Sending() (all []*Part) {
 	return all
 }
 
+// Waits counts the keys that engines wait for.
+func (ss *Table) Waits() int { return len(ss.waits.byKey) }
+
 // Keys counts the keys of open leases, and their transfers.
 func (ss *Table) Keys() (keys, transfers int) { return len(ss.byKey), len(ss.byXfer) }

@@ -16,6 +16,7 @@ type pending struct {
 	binding *partBinding  // nil: the grant waits for any intent of its key
 	decline *decline
 	token   uint64
+	session uint64       // of the scheduler that asks
 	gone    bool         // the key has a tombstone: the answer when the time is over
 	t       *timer.Timer // nil: it does not wait
 }

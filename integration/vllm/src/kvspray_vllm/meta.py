@@ -59,6 +59,7 @@ class Expect:
     into: tuple[int, ...] = ()
     adapter: Adapter | None = None
     refused: str = ""  # why nothing can be loaded: it ends at once, as a load that failed
+    stall_s: float = 0.0  # longest wait without a byte, or a sign of life of the other side
     pages: tuple[bytes, ...] = ()  # it comes from the node's store: hashes of the blocks from `skip` on
     traceparent: str = ""
 
@@ -133,6 +134,7 @@ class StepMeta(KVConnectorMetadata):
     lost: list[tuple[str, str]] = field(default_factory=list)  # (request, reason): its blocks went, and do not come back
     cancels: list[tuple[str, str]] = field(default_factory=list)  # (request, reason)
     holds: list[str] = field(default_factory=list)
+    yields: list[str] = field(default_factory=list)  # of those held: their blocks are needed
     released: list[str] = field(default_factory=list)  # requests whose end the worker has to report, once nothing is read any more
     intents: list[Intent] = field(default_factory=list)
     step: int = 0  # 0: this step computes nothing for another engine and has no record
@@ -146,5 +148,5 @@ class StepMeta(KVConnectorMetadata):
     epochs: dict[int, int] = field(default_factory=dict)  # of each rank's weights, that `puts` were decided for
 
     def empty(self) -> bool:
-        lists = (self.preempts, self.gone, self.lost, self.cancels, self.holds, self.released, self.intents)
+        lists = (self.preempts, self.gone, self.lost, self.cancels, self.holds, self.yields, self.released, self.intents)
         return not (self.step or self.expects or self.puts or self.adapters_question or any(lists))

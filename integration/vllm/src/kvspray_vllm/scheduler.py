@@ -18,6 +18,7 @@ from kvspray_vllm import params as spray
 from kvspray_vllm.adapters import CHECK_WAIT_S, Adapters, Reading
 from kvspray_vllm.layout import backoff_of
 from kvspray_vllm.meta import Adapter, Blocks, Expect, Gain, Intent, Landed, StepMeta
+from kvspray_vllm.patience import Patience
 from kvspray_vllm.prefix_cache import PrefixCache
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.shim import SchedulerShim, ShimError
@@ -47,6 +48,12 @@ SYNC_REST_S = 10.0
 READ_WAIT_S = 2.0
 # How long it waits for the worker's answer which adapters it has read.
 WORKER_WAIT_S = 10.0
+
+# How long the other side may take to note that a request waits here for a prefill that is done.
+REGISTER_S = 10.0
+# Below this free share of the pool, holds end that are older than the match timeout, the longest one first: a decode engine that lives may
+# have a long queue, and new prompts need the blocks.
+LOW_POOL = 0.1
 
 EVERY_PROMPT = bytes(32)  # in place of a prompt's hash
 
@@ -109,7 +116,9 @@ class SchedulerSide:
         self._loading: set[str] = set()
         self._ending: set[str] = set()  # of these, whose request is over
         self._stats = KVSprayStats()
-        self._live: set[str] = set()
+        self._live: dict[str, Request] = {}
+        self._patience = Patience()
+        self._held: dict[str, Source] = {}  # finished, for receivers; the longest one first
         self._disabled = ""  # why the worker takes part in no transfer
         self._sync_block = sync_block
         self._sync_from = 0.0
@@ -127,7 +136,8 @@ class SchedulerSide:
 
     def set_pool(self, pool: BlockPool | None) -> None:
         """What spare blocks come from. It is no part of vLLM's interface for connectors: of one that is made otherwise nothing is taken."""
-        if all(callable(getattr(pool, name, None)) for name in ("get_num_free_blocks", "get_new_blocks", "free_blocks", "evict_blocks")):
+        calls = ("get_num_free_blocks", "get_new_blocks", "free_blocks", "evict_blocks")
+        if all(callable(getattr(pool, name, None)) for name in calls) and isinstance(getattr(pool, "num_gpu_blocks", None), int):
             self._pool = pool
         if hasattr(pool, "num_gpu_blocks"):
             self._cache.set_pool(pool)
@@ -143,7 +153,7 @@ class SchedulerSide:
             self._store.arrived(request, asks=req not in self._destinations and req not in self._reading)
 
     def _on_new_request(self, request: Request) -> None:
-        self._live.add(request.request_id)
+        self._live[request.request_id] = request
         given = request.kv_transfer_params
         if not given:
             if request.lora_request:
@@ -300,10 +310,11 @@ class SchedulerSide:
         ready = bool(given.get("remote_request_id"))
         wait = 0.0 if ready else self._settings.admission_s or self._client.match_timeout_s
         dest = Destination(asked.xfer, key, asked.peer, self._moved(tokens), ready, self._now(), wait, ready, traceparent=_traceparent(asked, request))
-        if not ready:
-            try:
-                self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, wait)
-            except ShimError as err:
+        # Of a prefill that is done no answer is needed, but its engine holds the blocks on while this session lives.
+        try:
+            self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, wait or REGISTER_S)
+        except ShimError as err:
+            if not ready:
                 self._decline(dest, "the prefill cannot be asked")
                 raise spray.ParamsError("not_asked", f"the prefill cannot be asked: {err}") from err
         self._destinations[request.request_id] = dest
@@ -502,7 +513,7 @@ class SchedulerSide:
         self._meta.expects.append(
             Expect(
                 request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, table, (), adapter, refused,
-                traceparent=dest.traceparent,
+                traceparent=dest.traceparent, stall_s=self._patience.stall_s(dest.tokens - dest.computed),
             )
         )  # fmt: skip
         self._loading.add(request.request_id)
@@ -533,7 +544,10 @@ class SchedulerSide:
         meta = self._meta
         self._cache.step += 1
         meta.number, meta.weights = self._cache.step, self._cache.changed
+        self._measure(out)
+        self._yield_holds(meta)
         for req in out.preempted_req_ids or ():
+            self._patience.forget(req)
             if req in self._adapter:
                 meta.gone.append(req)
             source = self._sources.get(req)
@@ -584,6 +598,30 @@ class SchedulerSide:
         self._meta = StepMeta()
         return meta
 
+    def _measure(self, out: SchedulerOutput) -> None:
+        now = self._now()
+        self._patience.look(now)
+        for new in out.scheduled_new_reqs:
+            request = self._live.get(new.req_id)
+            if request is not None:
+                self._patience.begins(new.req_id, request, request.num_prompt_tokens - new.num_computed_tokens, now)
+
+    def _yield_holds(self, meta: StepMeta) -> None:
+        if self._pool is None or not self._held:
+            return
+        least = LOW_POOL * self._pool.num_gpu_blocks
+        free = self._pool.get_num_free_blocks()
+        if free >= least:
+            return
+        old = self._now() - self._client.match_timeout_s
+        for req, source in self._held.items():
+            if source.held > old or free >= least:
+                return
+            free += source.blocks
+            if not source.yielded:
+                source.yielded = True
+                meta.yields.append(req)
+
     def _oldest(self, source: Source, table: Sequence[Sequence[int]]) -> tuple[int, ...]:
         return tuple(table[g][max(source.tokens - w + 1, 0) // self._block_sizes[g]] for g, w in self._windows)
 
@@ -608,6 +646,7 @@ class SchedulerSide:
     def worker_reported(self, sent: Iterable[str], received: Iterable[str], landed: Landed | None = None) -> None:
         for req in sent:
             self._sources.pop(req, None)
+            self._held.pop(req, None)
         for req in received:
             self._loading.discard(req)
             self._ending.discard(req)
@@ -645,7 +684,8 @@ class SchedulerSide:
             self._decline(dest, "request finished: " + request.status.name)
         self._pending.pop(req, None)
         self._reading.pop(req, None)
-        self._live.discard(req)
+        self._live.pop(req, None)
+        self._patience.ended(req, self._now())
         if self._adapter.pop(req, None):
             self._meta.gone.append(req)
         if self._store is not None:
@@ -669,6 +709,8 @@ class SchedulerSide:
             self._meta.cancels.append((req, "request finished: " + request.status.name))
             return True, None
         self._meta.holds.append(req)
+        source.held, source.blocks = self._now(), sum(len(group) for group in table)
+        self._held[req] = source
         peer = self._client.endpoint
         if not spray.is_endpoint(peer):
             return True, None

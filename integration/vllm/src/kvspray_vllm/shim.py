@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import builtins
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,12 +78,14 @@ class WorkerShim(Protocol):
 
     def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str, traceparent: str = "") -> int: ...
     def expect(
-        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0, traceparent: str = ""
-    ) -> int: ...
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0, traceparent: str = "",
+        stall_s: float = 0.0,
+    ) -> int: ...  # fmt: skip
     def step(self, step: int, gains: Sequence[tuple[int, int, Blocks]]) -> None: ...
     def preempt(self, lease: int) -> None: ...
     def cancel(self, lease: int, reason: str) -> None: ...
     def hold(self, lease: int) -> None: ...
+    def yield_hold(self, lease: int) -> None: ...
     def signal_layer(self, index: int, step: int) -> None: ...
     def signal_step(self, step: int) -> None: ...
     def poll(self) -> list[Ended]: ...
@@ -242,15 +243,16 @@ class Worker:
     def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str, traceparent: str = "") -> int:
         # A record too big for its ring is an argument error there; here the request is prefilled locally.
         try:
-            return _lease(self._c.intent(xfer, hash, tokens, blocks, fanout=fanout, req=req, **_traced(traceparent)), self._c)
+            return _lease(self._c.intent(xfer, hash, tokens, blocks, fanout=fanout, req=req, traceparent=traceparent), self._c)
         except ValueError as err:
             raise ShimError(str(err)) from err
 
     def expect(
-        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0, traceparent: str = ""
-    ) -> int:
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0, traceparent: str = "",
+        stall_s: float = 0.0,
+    ) -> int:  # fmt: skip
         try:
-            return _lease(self._c.expect(xfer, hash, peer, tokens, skip, blocks, req=req, after=after, **_traced(traceparent)), self._c)
+            return _lease(self._c.expect(xfer, hash, peer, tokens, skip, blocks, req=req, after=after, stall_s=stall_s, traceparent=traceparent), self._c)
         except ValueError as err:
             raise ShimError(str(err)) from err
 
@@ -266,6 +268,9 @@ class Worker:
 
     def hold(self, lease: int) -> None:
         self._c.hold(lease)
+
+    def yield_hold(self, lease: int) -> None:
+        self._c.yield_hold(lease)
 
     def pages(self, namespace: Namespace, pieces: Sequence[tuple[Memory, int, int, int]], blocks: int) -> WorkerPages:
         """pieces: (memory, base, stride, length) of each part of a block. After register."""
@@ -283,14 +288,6 @@ class Worker:
 
     def close(self) -> None:
         self._c.close()
-
-
-# An older kvspray package serves requests without their traces.
-_TRACES = "traceparent" in inspect.signature(kvspray.WorkerClient.intent).parameters
-
-
-def _traced(traceparent: str) -> dict[str, Any]:
-    return {"traceparent": traceparent} if traceparent and _TRACES else {}
 
 
 def _lease(lease: int, client: kvspray.WorkerClient) -> int:

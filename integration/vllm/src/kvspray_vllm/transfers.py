@@ -21,6 +21,9 @@ class Source:
     adapter: str | None = None  # content of its LoRA adapter
     end: int = 0  # tokens that the steps so far have announced, in this attempt
     finished: bool = False
+    held: float = 0.0  # since when only receivers need the blocks
+    blocks: int = 0  # how many it then has
+    yielded: bool = False  # no receiver is waited for any more: the pool is nearly full
     lost: bool = False  # its blocks went, or mean nothing any more
     traceparent: str = ""
     oldest: tuple[int, ...] = ()  # once all of it is announced: the first block that is sent, of each group with a window

@@ -163,6 +163,10 @@ class WorkerSide:
             source = self._sources.get(req)
             if source is not None and source.lease is not None:
                 self._client.hold(source.lease)
+        for req in meta.yields:
+            source = self._sources.get(req)
+            if source is not None and source.lease is not None:
+                self._client.yield_hold(source.lease)
         self._released.update(meta.released)
         for intent in meta.intents:
             lease: int | None = None
@@ -224,7 +228,7 @@ class WorkerSide:
                 lease = self._saving.get(expect, after)
             else:
                 lease = self._client.expect(
-                    expect.xfer, expect.hash, expect.peer, expect.tokens, expect.skip, expect.blocks, expect.req, after, expect.traceparent
+                    expect.xfer, expect.hash, expect.peer, expect.tokens, expect.skip, expect.blocks, expect.req, after, expect.traceparent, expect.stall_s
                 )
         except shim.ShimError as err:
             # Nothing was handed out, so there is nothing to fence.

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package exec
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/core"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+const decodeSession = 7 // of the decode engine's scheduler
+
+// ask sends an admission query of a session.
+func (n *simNode) ask(id, session uint64, k transfer.Key, peer string) {
+	n.event(func() {
+		n.ex.Await(n.s.now, id, engines.Await{Session: session, Key: k, Peer: peer, TTL: 10 * sec})
+	})
+}
+
+func (n *simNode) hold(w *engines.Worker, id uint64) {
+	n.event(func() { n.ex.Hold(n.s.now, w, id) })
+}
+
+// waiting is a finished prefill that is held for a request in the queue of a decode engine.
+func waiting(t *testing.T) (s *sim, p, d *simNode, pw, dw *engines.Worker, src *simLease) {
+	s, p, d, pw, dw = pair(t, 21, 0)
+	d.ask(1, decodeSession, testKey(1, 1), "p:1")
+	s.rest(100 * time.Millisecond)
+	src = p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+	p.steps(src)
+	p.hold(pw, 1)
+	s.rest(100 * time.Millisecond)
+	if d.answer[1].State != "admitted" {
+		t.Fatalf("answer %+v", d.answer[1])
+	}
+	return s, p, d, pw, dw, src
+}
+
+// The queue of a decode engine may be longer than the match timeout, and than the deadline of a
+// lease: while the engine lives, nothing that was computed for it is given up.
+func TestHeldForALongQueue(t *testing.T) {
+	for _, queue := range []time.Duration{5 * sec, 12 * sec, 30 * sec} {
+		for _, concurrent := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%v, concurrent %v", queue, concurrent), func(t *testing.T) {
+				const requests = 200
+				s, p, d, pw, dw := pair(t, 21, 0)
+				var src, dst []*simLease
+				for i := range uint64(requests) {
+					k := testKey(byte(i), 1)
+					if concurrent {
+						d.ask(i+1, decodeSession, k, "p:1")
+					}
+					s.rest(5 * time.Millisecond)
+					l := p.intent(pw, i+1, k, 64, 1, 30*sec)
+					p.steps(l)
+					p.hold(pw, i+1)
+					src = append(src, l)
+					if !concurrent {
+						d.ask(i+1, decodeSession, k, "p:1")
+					}
+					s.after(queue, func() { dst = append(dst, d.expect(dw, i+1, k, "p:1", 64, 0, 30*sec)) })
+				}
+				s.rest(queue + sec)
+				if len(d.answer) != requests || len(dst) != requests {
+					t.Fatalf("%d answers, %d loads", len(d.answer), len(dst))
+				}
+				for _, l := range append(dst, src...) {
+					wantStatus(t, l, engines.StatusOK)
+				}
+				if n := p.ex.sources.Waits(); n != 0 {
+					t.Errorf("%d waits are left", n)
+				}
+			})
+		}
+	}
+}
+
+// An engine that lives and does not come costs the hold timeout, and no more.
+func TestHoldIsBounded(t *testing.T) {
+	s, p, _, _, _, src := waiting(t)
+	s.rest(core.DefaultHoldTimeout - 500*time.Millisecond)
+	if src.done != nil {
+		t.Fatalf("gave up early: %s", src.done.Reason)
+	}
+	s.until("the end of the hold", sec, func() bool { return src.done != nil })
+	wantStatus(t, src, engines.StatusExpired)
+	if !strings.Contains(src.done.Reason, "transfer.hold") {
+		t.Errorf("reason %q", src.done.Reason)
+	}
+	// Its engine would end the session of a sidecar that holds it past its deadline without a sign.
+	last := src.opened
+	for _, at := range append(p.heldOn, s.now) {
+		if at-last > 11*sec {
+			t.Errorf("no sign to the engine from %v to %v", last, at)
+		}
+		last = at
+	}
+}
+
+// A decode engine that dies in its queue frees the source as soon as its sidecar, or the source's,
+// notices it: before and after the match timeout, before and after the end of the prefill.
+func TestDeadDecodeEngineFreesTheSource(t *testing.T) {
+	const soon = 100 * time.Millisecond
+	for _, after := range []time.Duration{sec, 25 * sec} {
+		s, _, d, _, _, src := waiting(t)
+		s.rest(after)
+		d.event(func() { d.ex.SchedulerGone(s.now, decodeSession+1) }) // of another engine
+		s.rest(soon)
+		if src.done != nil {
+			t.Fatalf("after %v: ended with another engine's session: %s", after, src.done.Reason)
+		}
+		d.event(func() { d.ex.SchedulerGone(s.now, decodeSession) })
+		s.until("the end after the engine's death", soon, func() bool { return src.done != nil })
+		wantStatus(t, src, engines.StatusExpired)
+
+		s, p, d, _, _, src := waiting(t)
+		s.rest(after)
+		d.dead = true
+		p.event(func() { p.ex.PeerDown(s.now, d.boot, true) })
+		s.until("the end after the sidecar's death", soon, func() bool { return src.done != nil })
+		wantStatus(t, src, engines.StatusExpired)
+	}
+
+	// It dies before its prompt is computed, and before the prefill has the request at all.
+	s, p, d, pw, _ := pair(t, 21, 0)
+	d.ask(1, decodeSession, testKey(1, 1), "p:1")
+	d.ask(2, decodeSession, testKey(2, 1), "p:1")
+	s.rest(100 * time.Millisecond)
+	early := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+	s.rest(100 * time.Millisecond)
+	d.event(func() { d.ex.SchedulerGone(s.now, decodeSession) })
+	s.until("the end in mid prefill", soon, func() bool { return early.done != nil })
+	late := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
+	s.until("the end of a late prefill", soon, func() bool { return late.done != nil })
+	if l := p.ex.Load(); l.Pending != 0 || l.Sources != 0 || p.ex.sources.Waits() != 0 {
+		t.Errorf("left: %+v, %d waits", l, p.ex.sources.Waits())
+	}
+}
+
+// A sidecar that is only out of reach has the match timeout, and a dead engine of two frees
+// nothing that the other waits for.
+func TestHoldOutOfReach(t *testing.T) {
+	s, p, d, _, _, src := waiting(t)
+	s.rest(25 * sec)
+	p.event(func() { p.ex.PeerDown(s.now, d.boot, false) })
+	s.rest(9 * sec)
+	p.event(func() { p.ex.PeerUp(s.now, "d:1", d.boot) })
+	s.rest(12 * sec)
+	if src.done != nil {
+		t.Fatalf("ended although the sidecar is back: %s", src.done.Reason)
+	}
+	p.event(func() { p.ex.PeerDown(s.now, d.boot, false) })
+	s.until("the end", core.DefaultMatchTimeout+100*time.Millisecond, func() bool {
+		return src.done != nil
+	})
+	if !strings.Contains(src.done.Reason, "unreachable") {
+		t.Errorf("reason %q", src.done.Reason)
+	}
+
+	s, _, d, _, dw, src := waiting(t)
+	d.ask(2, decodeSession+1, testKey(1, 1), "p:1")
+	s.rest(sec)
+	d.event(func() { d.ex.SchedulerGone(s.now, decodeSession) })
+	s.rest(20 * sec)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
+	s.until("the other's load", sec, func() bool { return src.done != nil && dst.done != nil })
+	wantStatus(t, dst, engines.StatusOK)
+}
+
+// The engine of the source takes the blocks of a hold back: at once if nothing reads them, else
+// after the receiver.
+func TestYield(t *testing.T) {
+	s, p, _, pw, _, src := waiting(t)
+	s.rest(15 * sec)
+	p.event(func() { p.ex.Yield(s.now, pw, 1) })
+	s.until("the end", 100*time.Millisecond, func() bool { return src.done != nil })
+	wantStatus(t, src, engines.StatusExpired)
+	if !strings.Contains(src.done.Reason, "needs the blocks") {
+		t.Errorf("reason %q", src.done.Reason)
+	}
+
+	s, p, d, pw, dw := pair(t, 21, 0)
+	src = p.intent(pw, 1, testKey(1, 1), 512, 2, 30*sec)
+	p.event(func() { p.ex.Yield(s.now, pw, 1) }) // it is not held
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
+	s.until("the binding", sec, func() bool {
+		return src.done == nil && p.ex.match.Counts().Grants == 1
+	})
+	p.hold(pw, 1)
+	p.event(func() { p.ex.Yield(s.now, pw, 1) })
+	p.steps(src)
+	s.until("the receiver's end", sec, func() bool { return src.done != nil && dst.done != nil })
+	wantStatus(t, dst, engines.StatusOK)
+	wantStatus(t, src, engines.StatusOK)
+}
