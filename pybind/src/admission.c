@@ -189,6 +189,7 @@ int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], con
 			memcpy(a->key + 16, hash, 32);
 			strcpy(a->peer, peer);
 			a->tokens = tokens;
+			a->askers = 1;
 			a->end_ms = now + clamp_ms(ttl_ms, DEFAULT_DEADLINE_MS);
 			a->answer.state = KVS_ADMISSION_PENDING;
 			*at = a;
@@ -196,6 +197,8 @@ int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], con
 			c->await_unsent = true;
 			kvs_wake(c->ctl_fd);
 		}
+	} else if ((*at)->askers < UINT32_MAX) {
+		(*at)->askers++;
 	}
 	pthread_mutex_unlock(&c->mu);
 	return rc;
@@ -223,7 +226,7 @@ int kvs_await_forget(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[3
 		return KVS_E_ARG;
 	pthread_mutex_lock(&c->mu);
 	struct await **at = await_slot(c, xfer, hash);
-	if (*at)
+	if (*at && --(*at)->askers == 0)
 		await_drop(c, at);
 	pthread_mutex_unlock(&c->mu);
 	return 0;

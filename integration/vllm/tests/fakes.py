@@ -181,24 +181,3 @@ def prefill_first(**kw: Any) -> dict[str, Any]:
 
 def concurrent() -> dict[str, Any]:
     return {"do_remote_prefill": True, "kvspray": {"v": 1, "xfer": XFER, "peer": "p:1"}}
-
-
-class FakePool:
-    """Blocks 100 and up are free."""
-
-    def __init__(self) -> None:
-        self.free = [SimpleNamespace(block_id=i) for i in range(100, 200)]
-        self.evicted: set[int] = set()
-
-    def get_num_free_blocks(self) -> int:
-        return len(self.free)
-
-    def get_new_blocks(self, n: int) -> list[Any]:
-        out, self.free = self.free[:n], self.free[n:]
-        return out
-
-    def free_blocks(self, blocks: list[Any]) -> None:
-        self.free += blocks
-
-    def evict_blocks(self, ids: set[int]) -> None:
-        self.evicted |= ids

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import BLOCK, DECODE, LOG, XFER, Engine, FakePool, FakeScheduler, FakeWorker, concurrent, e, fake_hash, prefill_first  # noqa: F401
+from fakes import BLOCK, DECODE, LOG, XFER, Engine, FakeScheduler, FakeWorker, concurrent, e, fake_hash, prefill_first  # noqa: F401
 
 import kvspray
 from kvspray_vllm import shim

@@ -77,10 +77,8 @@ class Stage:
         )  # fmt: skip
         self.flags: dict[str, int] = {}
         self.registered: list[tuple[Any, dict[str, Any]]] = []
-        self.copy: Callable[[Sequence[int], Sequence[int]], None] = lambda src, dst: None
         c._worker = SimpleNamespace(  # type: ignore[assignment]
             set_flags=lambda flags, _: self.flags.update(flags), adapter_loaded=None,
-            set_copy=lambda f: setattr(self, "copy", f),
         )  # fmt: skip
         c._worker_client = SimpleNamespace(  # type: ignore[assignment]
             process_memory=lambda addr, nbytes: SimpleNamespace(kind="process", addr=addr, nbytes=nbytes),

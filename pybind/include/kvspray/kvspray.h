@@ -9,9 +9,9 @@
  *   - a pidfd of every sidecar process that may still access blocks of an open lease,
  *   - one background thread, which needs no interpreter lock and calls nothing outside this library,
  *   - with regions of a GPU, another such thread: it packs and unpacks blocks there for the sidecar, on a stream of its own in the context
- *     that the regions belong to. kvs_close waits for what it has launched.
+ *     that the regions belong to. kvs_end waits for what it has launched.
  *
- * Threads. Every function may be called from any thread. None blocks but kvs_wait, kvs_wait_connected and kvs_close; the
+ * Threads. Every function may be called from any thread. None blocks but kvs_wait, kvs_wait_connected, kvs_end and kvs_close; the
  * others take one mutex that is held for copies only. kvs_signal_* take no lock: one store each.
  *
  * Fork. A forked child's client is inert: every call returns KVS_E_FORKED (kvs_close only unmaps and closes).
@@ -180,8 +180,11 @@ int64_t kvs_regions_drop(kvs_client *c, const uint32_t *numbers, uint32_t n);
  * released, and the session is replaced by one that presents this layout; running loads fail. KVS_E_ARG before kvs_start. */
 int kvs_describe(kvs_client *c, const void *layout, uint32_t layout_bytes);
 
-/* Sends BYE, joins the thread, unmaps the board, frees the client. Open leases are forgotten: the sidecar fences them when
- * this process ends. No other call may run, or follow. */
+/* Sends BYE and joins the background thread. Waits of other threads return, and from now on every call behaves as without a sidecar. Open leases
+ * are forgotten: the sidecar fences them when this process ends. One thread calls it, once or more often. */
+void kvs_end(kvs_client *c);
+
+/* kvs_end; then it unmaps the board and frees the client. No other call may run, or follow. */
 void kvs_close(kvs_client *c);
 
 /* 1: there is a registered session, 0: none. */
@@ -229,7 +232,7 @@ struct kvs_landing {
 /* As kvs_submit of a LOAD, of which a stream waits for flag >= value + parts. If the lease ends before all parts are there, the library writes
  * the number of those that are to *arrived, and then raises the flag to value + parts: the stream itself has to copy the others. It does so after
  * the loads before this one have ended, in a thread of its own, within some 10 ms, whatever the engine's threads do. A sidecar that answers but
- * does not end the lease is killed KVS_LOAD_GRACES further graces after deadline and grace, and kvs_close waits until then. Loads are submitted in
+ * does not end the lease is killed KVS_LOAD_GRACES further graces after deadline and grace, and kvs_end waits until then. Loads are submitted in
  * the order of their values, of all flags together; kvs_load_watch must not watch their flags. */
 int64_t kvs_submit_load(kvs_client *c, const void *body, uint32_t bytes, uint32_t deadline_ms, const struct kvs_landing *landing);
 
@@ -314,13 +317,14 @@ struct kvs_admission {
 	char message[232];
 };
 
-/* Asks once per (xfer, hash); repeated calls change nothing. Asked again after a reconnection. Forgotten at ttl_ms + 60 s. */
+/* Asks once per (xfer, hash): further calls add an asker to the same query. Asked again after a reconnection. Forgotten at ttl_ms + 60 s. */
 int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, uint32_t tokens,
               uint32_t ttl_ms);
 int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], struct kvs_admission *out);
+/* Withdraws one asker; the query is dropped with the last one. */
 int kvs_await_forget(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32]);
 
-/* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. Drops the query, too. The background thread
+/* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. Withdraws one asker, too. The background thread
  * sends it, if necessary after a reconnection. If it cannot be sent within the match timeout, it is dropped, and the source waits for that time.
  * The ranks of the config give the number of leases that it stands for. KVS_E_UNSUPPORTED: the sidecar is older. */
 int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason);

@@ -4,17 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvspray_vllm.shim import Namespace
-
-if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata as _WorkerMetadata
-else:
-    _WorkerMetadata = getattr(base, "KVConnectorWorkerMetadata", object)  # older engines carry nothing of that kind, and are not waited in
 
 Blocks = tuple[tuple[int, ...], ...]  # per cache group
 Adapter = tuple[int, str]  # the engine's id of a LoRA adapter, and the digest of its files that the prompt's hash has
@@ -54,8 +47,6 @@ class Expect:
     tokens: int
     skip: int
     blocks: Blocks
-    # The engine computes on the load in this very step: the blocks from `skip` on are spare, and are copied to these, of which there may be fewer.
-    into: tuple[int, ...] = ()
     adapter: Adapter | None = None
     refused: str = ""  # why nothing can be loaded: it ends at once, as a load that failed
     pages: tuple[bytes, ...] = ()  # it comes from the node's store: hashes of the blocks from `skip` on
@@ -84,12 +75,9 @@ class Rank:
 
 
 @dataclass
-class Landed(_WorkerMetadata):
-    """What the worker's side reports to the scheduler's: loads into spare blocks, and whether there can be any transfer at all."""
+class Landed(KVConnectorWorkerMetadata):
+    """What the worker's side reports to the scheduler's: whether there can be any transfer, and what the store has."""
 
-    answered: set[str] = field(default_factory=set)  # their step is over
-    failed: set[str] = field(default_factory=set)  # of those: what the step computed on was not there
-    over: set[str] = field(default_factory=set)  # their spare blocks are not written any more
     disabled: str = ""  # why this worker can neither send nor receive any more
     adapters: dict[int, str] | None = None  # content, by id, of what vLLM has read; None: not asked
     adapters_question: int = 0  # the question that `adapters` answers
@@ -97,16 +85,13 @@ class Landed(_WorkerMetadata):
     saved: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by Put: how many ranks have ended it, and all of its pages are there
     lacked: set[str] = field(default_factory=set)  # loads from the store that did not find all of their pages
 
-    def aggregate(self, other: _WorkerMetadata) -> Landed:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Landed:
         assert isinstance(other, Landed)
         mine, theirs = self.adapters, other.adapters
         # An adapter counts as read once all ranks have read the same content.
         same = self.adapters_question == other.adapters_question
         both = dict(mine.items() & theirs.items()) if same and mine is not None and theirs is not None else None
         return Landed(
-            self.answered | other.answered,
-            self.failed | other.failed,
-            self.over & other.over,
             self.disabled or other.disabled,
             both,
             self.adapters_question,
