@@ -144,7 +144,7 @@ class Status:
 
 _COUNTERS = (
     "connects", "refusals", "submitted", "kept", "full", "completed", "synthesised", "represented", "dropped",
-    "protocol_errors", "kills", "poisoned", "sidecar_exits",
+    "protocol_errors", "kills", "sidecar_exits",
 )  # fmt: skip
 
 

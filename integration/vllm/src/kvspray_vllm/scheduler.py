@@ -36,8 +36,6 @@ HashFn = Callable[[Sequence[int], str, str, Sequence[tuple[str, int, int]]], byt
 
 # How long a request waits for its adapter's files to be read: less than the other side waits.
 READ_WAIT_S = 2.0
-# How long it waits for the worker's answer which adapters it has read.
-WORKER_WAIT_S = 10.0
 
 EVERY_PROMPT = bytes(32)  # in place of a prompt's hash
 
@@ -86,9 +84,6 @@ class SchedulerSide:
         self._adapters = Adapters()
         # By request: what reads its adapter, its params, the end of its wait.
         self._reading: dict[str, tuple[Reading, dict[str, Any], float]] = {}
-        self._in_worker: dict[int, str] = {}  # adapters that the worker has read, by its last answer
-        self._question = 0  # number of the last question about them
-        self._answered = 0  # number of the last question that was answered
         self._adapter: dict[str, Adapter] = {}  # of requests that take part in a transfer
         self._step = 0
         self._meta = StepMeta()
@@ -363,12 +358,6 @@ class SchedulerSide:
         if not self._client.connected:
             self._compute_here(request, "no_sidecar", "the sidecar went away")
             return 0, False
-        try:
-            if not self._worker_has(request, dest):
-                return None, False
-        except spray.ParamsError as err:
-            self._compute_here(request, err.label, str(err))
-            return 0, False
         if dest.ready:
             return missing, True
         answer = self._client.admission(dest.xfer, dest.hash)
@@ -386,35 +375,6 @@ class SchedulerSide:
         # Blocks only once the prefill has admitted the request, or two full engines could wait for each other for ever.
         return None, False
 
-    def _worker_has(self, request: Request, dest: Destination) -> bool:
-        """Whether the worker has read the adapter that the KV is of; False: its answer is not
-        there yet. vLLM reads an adapter in the first step that computes with it, which is after
-        the load, and would compute on it whatever the files are by then."""
-        adapter = self._adapter.get(request.request_id)
-        if adapter is None:
-            return True
-        id, content = adapter
-        known = self._in_worker
-        if known.get(id) == content:
-            return True
-        if not dest.question:
-            # The last answer may be old. Requests of one step share a question.
-            if not self._meta.adapters_question:
-                self._question += 1
-                self._meta.adapters_question = self._question
-            dest.question = self._meta.adapters_question
-            dest.worker_until = self._now() + WORKER_WAIT_S
-        if self._answered < dest.question and self._now() <= dest.worker_until:
-            return False
-        lora = request.lora_request
-        name = lora.lora_name if lora is not None else id
-        raise spray.ParamsError(
-            "lora_not_loaded",
-            f"adapter {name!r} is not loaded in this engine yet ({known.get(id, 'unknown')}, the "
-            f"prompt's is {content}): its first prompt is computed here; load adapters before "
-            "requests name them (--lora-modules, /v1/load_lora_adapter)",
-        )
-
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         dest = self._destinations.pop(request.request_id, None)
         if dest is None:
@@ -427,6 +387,11 @@ class SchedulerSide:
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
         if external <= 0:
+            self._stats.local("not_taken")
+            self._log.info(
+                "kvspray: request %s is prefilled without a transfer: the engine takes none of the %d tokens that were offered behind its own %d",
+                request.request_id, dest.tokens - dest.computed, dest.computed,
+            )  # fmt: skip
             self._decline(dest, "the engine takes none of it")
             return
         # vLLM may take fewer tokens than it was offered, from the end (down to a block's boundary, say). They begin behind what it
@@ -532,29 +497,33 @@ class SchedulerSide:
         if landed is None:
             return
         self._disabled = self._disabled or landed.disabled
-        if landed.adapters is not None:
-            self._in_worker = landed.adapters
-            self._answered = max(self._answered, landed.adapters_question)
 
     # ---- requests end
 
     def finished(self, request: Request, table: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        req = request.request_id
+        """Ends what the request has: a destination, a load, a source."""
+        req, why = request.request_id, "request finished: " + request.status.name
         dest = self._destinations.pop(req, None)
         if dest is not None:
-            self._decline(dest, "request finished: " + request.status.name)
+            self._decline(dest, why)
         self._pending.pop(req, None)
-        self._reading.pop(req, None)
+        reading = self._reading.pop(req, None)
+        if reading is not None:
+            self._decline_adapter(request, reading[1], why)
         if self._adapter.pop(req, None):
             self._meta.gone.append(req)
         if self._store is not None:
             self._store.finished(request, table[0] if table else (), req not in self._loading)
+        source = self._sources.get(req)
         if req in self._loading:
             # vLLM keeps the blocks until the worker reports the end of the load; ask for that end now.
-            self._meta.cancels.append((req, "request finished: " + request.status.name))
+            self._meta.load_cancels.append((req, why))
             self._ending.add(req)
+            if source is not None:
+                # It was preempted, so no other engine reads its blocks: the end of the load frees them.
+                del self._sources[req]
+                self._meta.dropped.append((req, why))
             return False, None
-        source = self._sources.get(req)
         if source is None:
             return False, None
         source.finished = True
@@ -562,7 +531,7 @@ class SchedulerSide:
         if source.lost:
             return True, None
         if request.status.name not in DELIVERED or source.end < source.tokens:
-            self._meta.cancels.append((req, "request finished: " + request.status.name))
+            self._meta.source_cancels.append((req, why))
             return True, None
         self._meta.holds.append(req)
         peer = self._client.endpoint

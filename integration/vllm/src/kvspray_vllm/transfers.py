@@ -36,6 +36,4 @@ class Destination:
     asked: float  # when admission was asked for
     wait: float  # how long for, seconds
     computed: int = 0  # what the engine has itself: a load begins behind it, wherever it ends
-    question: int = 0  # number of the question which adapters the worker has read; 0: not asked
-    worker_until: float = 0.0  # how long the request waits for the answer
     traceparent: str = ""

@@ -46,7 +46,7 @@ class _Source:
 class _Load:
     expect: Expect
     cancelled: bool = False
-    outdated: bool = False  # what has come means nothing to the engine any more
+    outdated: str = ""  # why what comes means nothing to the engine
 
     def usable(self, lacks: int, block: int) -> int:
         """How many tokens the engine can go on from, in whole blocks, given that one of them lacks."""
@@ -57,7 +57,7 @@ class _Load:
 
     def why(self, end: shim.Ended) -> str:
         """Why what came is not used."""
-        return "the weights or the adapter have changed" if self.outdated else f"{shim.status_name(end.status)} ({end.reason})"
+        return self.outdated or f"{shim.status_name(end.status)} ({end.reason})"
 
 
 class WorkerSide:
@@ -121,9 +121,7 @@ class WorkerSide:
             if source is not None and source.lease is not None:
                 self._client.preempt(source.lease)
         for req, reason in meta.lost:
-            source = self._sources.get(req)
-            if source is not None and source.lease is not None:
-                self._client.cancel(source.lease, reason)
+            self._cancel_source(self._sources.get(req), reason)
 
     def begin(self, meta: StepMeta) -> None:
         """Before the forward pass, once or more often. A destination may be written as soon as its record is there and the engine's stream has passed
@@ -135,11 +133,12 @@ class WorkerSide:
             self.step_failed()  # its end would have come before this
         self.preempts(meta)
         self._idle = meta.idle
-        if meta.adapters_question:
-            self._landed.adapters = dict(self._loaded_adapters)
-            self._landed.adapters_question = meta.adapters_question
-        for req, reason in meta.cancels:
-            self._cancel(req, reason)
+        for req, reason in meta.load_cancels:
+            self._cancel_load(req, reason)
+        for req, reason in meta.source_cancels:
+            self._cancel_source(self._sources.get(req), reason)
+        for req, reason in meta.dropped:
+            self._cancel_source(self._sources.pop(req, None), reason)
         for req in meta.holds:
             source = self._sources.get(req)
             if source is not None and source.lease is not None:
@@ -192,8 +191,8 @@ class WorkerSide:
             self._client.cancel(lease, reason)
 
     def _expect(self, expect: Expect, after: int | None) -> None:
-        self._loads[expect.req] = _Load(expect)
-        if refused := expect.refused or self._disabled or self._other_adapter(expect.adapter):
+        load = self._loads[expect.req] = _Load(expect)
+        if refused := expect.refused or self._disabled:
             self._loaded(expect.req, shim.Ended(0, True, shim.REFUSED, 0, 0, "", refused))
             return
         try:
@@ -212,6 +211,20 @@ class WorkerSide:
             return
         self._by_lease[lease] = expect.req
         self._load_leases[expect.req] = lease
+        if unread := self._unread(expect.adapter):
+            # Cancelled once it is there, so that the other engine is informed at once.
+            load.outdated = unread
+            self._client.cancel(lease, unread)
+
+    def _unread(self, adapter: Adapter | None) -> str:
+        """Why nothing is loaded for a prompt with this adapter; empty: vLLM has read it. vLLM reads an adapter in the first step that computes with
+        it, which is after the load, and would compute on the load whatever the files are by then."""
+        if adapter is None or adapter[0] in self._loaded_adapters:
+            return self._other_adapter(adapter)
+        return (
+            f"adapter {adapter[0]} is not loaded in this engine yet: its first prompt is computed here; load adapters before requests name them "
+            "(--lora-modules, /v1/load_lora_adapter)"
+        )
 
     def _other_adapter(self, adapter: Adapter | None) -> str:
         """Why KV of a prompt with this adapter does not match its hash; empty: it does."""
@@ -227,7 +240,7 @@ class WorkerSide:
             if source.lease is not None and (other := self._other_adapter(source.adapter)):
                 self._client.cancel(source.lease, other)
         for load in self._loads.values():
-            load.outdated |= bool(self._other_adapter(load.expect.adapter))
+            load.outdated = load.outdated or self._other_adapter(load.expect.adapter)
         for req, expect in list(self._ended.items()):
             if other := self._other_adapter(expect.adapter):
                 # The engine reads an adapter again that it had given up: the step that begins
@@ -258,13 +271,13 @@ class WorkerSide:
         for req in gone if self._ended else ():
             self._ended.pop(req, None)
 
-    def _cancel(self, req: str, reason: str) -> None:
+    def _cancel_load(self, req: str, reason: str) -> None:
         load = self._loads.get(req)
         if load is not None:
             load.cancelled = True
             self._client.cancel(self._load_leases[req], reason)
-            return
-        source = self._sources.get(req)
+
+    def _cancel_source(self, source: _Source | None, reason: str) -> None:
         if source is not None and source.lease is not None:
             self._client.cancel(source.lease, reason)
 
@@ -332,7 +345,7 @@ class WorkerSide:
             else:
                 self._stats.ended(False, shim.status_name(end.status), end.bytes, end.us, end.transport, 0)
                 source = self._sources.get(req)
-                if source is not None:
+                if source is not None and source.lease == end.lease:  # else the engine has used the request's name again
                     source.lease = None
                 if end.status != shim.OK:
                     adapter = source.adapter if source is not None else None
@@ -347,7 +360,7 @@ class WorkerSide:
 
     def take_landed(self) -> Landed | None:
         landed = self._landed
-        if not (landed.disabled or landed.ranks or landed.saved or landed.lacked) and landed.adapters is None:
+        if not (landed.disabled or landed.ranks or landed.saved or landed.lacked):
             return None
         out, self._landed = self._landed, Landed()
         return out
@@ -396,7 +409,7 @@ class WorkerSide:
     def outdate(self) -> None:
         """The engine's weights change: what has come of the loads under way was computed with others."""
         for load in self._loads.values():
-            load.outdated = True
+            load.outdated = load.outdated or "the weights have changed"
 
     def leave(self, why: str) -> None:
         """Takes part in no transfer from now on. Open leases are released, and end like cancelled
