@@ -28,7 +28,7 @@ if not MUST and importlib.util.find_spec("sglang") is None:
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType  # noqa: E402
 
 import kvspray  # noqa: E402
-from kvspray_sglang import pd, pd_cache, pd_checks, pd_wire, plugin  # noqa: E402
+from kvspray_sglang import pd, pd_cache, pd_checks, pd_session, pd_wire, plugin  # noqa: E402
 
 ROWS = [16, 8]  # bytes of a metadata row in each buffer
 ROW = 3
@@ -64,8 +64,9 @@ class Session:
         self.named.append((tokens, name))
         return self._lease(end)
 
-    def progress(self, lease: int, tokens: int, pages: list[int]) -> None:
+    def progress(self, lease: int, tokens: int, pages: list[int]) -> bool:
         self.steps.append((lease, tokens, list(pages)))
+        return self.takes
 
     def cancel(self, lease: int, reason: str) -> None:
         self.cancelled.append(lease)
@@ -353,6 +354,25 @@ def test_chunks_then_rows() -> None:
     assert m.request_status[7] == KVPoll.Success
     m.close_source(7, None, "ended")
     assert not m._session.cancelled
+
+
+def test_pages_that_the_sidecar_does_not_take() -> None:
+    m = manager()
+    m.update_status(7, KVPoll.Bootstrapping)
+    asked(m)
+    m.open_source(7, 3)
+    m._session.takes, m._session.problem = False, "record exceeds 1 MiB"
+    chunk(m, [4, 9], False)
+    assert m.request_status[7] == KVPoll.Failed and "record exceeds" in m.failure_records[7]
+
+
+def test_a_prompt_of_more_pages_than_a_record_names() -> None:
+    m = manager()
+    pages = pd_session.MAX_PAGES + 1
+    m.update_status(7, KVPoll.Bootstrapping)
+    asked(m, pages=pages)
+    m.open_source(7, pages)
+    assert not m._session.open and "raise the page size" in m.failure_records[7]
 
 
 def test_states_follow_the_last_chunk() -> None:
