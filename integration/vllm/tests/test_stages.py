@@ -122,16 +122,6 @@ def test_a_stage_registers_groups_of_which_it_has_no_layer() -> None:
         assert {layer["name"]: layer["index"] for g in s.layout["groups"] for layer in g["layers"]} == s.flags
 
 
-def test_blocks_of_such_a_stage_are_copied() -> None:
-    last = Stage(NAMES[5:], layout.Ranks(1, 2))
-    (cache,) = last.caches.values()
-    cache.view(torch.uint8).random_()
-    before = cache.clone()
-    last.copy([1, 2], [4, 5])
-    assert torch.equal(cache[4].view(torch.uint8), before[1].view(torch.uint8)) and torch.equal(cache[5].view(torch.uint8), before[2].view(torch.uint8))
-    assert torch.equal(cache[:4].view(torch.uint8), before[:4].view(torch.uint8))
-
-
 def test_what_cannot_be_served_is_refused_by_stages_without_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("layers.0", "layers.1", "layers.3", "layers.4"):
         monkeypatch.setitem(MODEL, name, SlidingWindowSpec(**SIZES, sliding_window=WINDOW, extra_retained_tokens=1))

@@ -65,7 +65,7 @@ def test_every_override_has_the_signature_of_its_base() -> None:
 def test_blocks_that_lack_are_reported_with_the_request_that_ends() -> None:
     c = object.__new__(KVSprayConnector)
     c._bad_blocks = set()
-    done = Results(sent={"s"}, received={"r", "f"}, failed={"f"}, failed_blocks={3}, bad_blocks={4})
+    done = Results(sent={"s"}, received={"r", "f"}, failed={"f"}, bad_blocks={4})
     c._worker = SimpleNamespace(collect=lambda: done)  # type: ignore[assignment]
     got = c.get_transfer_results({"x"})
     assert (got.finished_sending, got.finished_recving, got.failed_recving) == ({"s"}, {"r", "f"}, {"f"})
