@@ -15,7 +15,7 @@ import threading
 import time
 
 import pytest
-from conftest import ENGINE, LAYERS, TIMEOUT_S, Sidecar, layout, until
+from conftest import ENGINE, TIMEOUT_S, Sidecar, layout, until
 from leases import HASH, XFER, Make, canonical, expect, intent, poll_one
 
 import kvspray

@@ -12,7 +12,6 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from fakes import BLOCK, FakeScheduler, FakeWorker, fake_hash, prefill_first
 
 from kvspray_vllm import shim

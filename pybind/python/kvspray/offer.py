@@ -255,7 +255,12 @@ def main() -> None:
     except OSError as err:
         sys.exit(f"kvspray: --listen {args.listen}: {err.strerror}")
     ends = threading.Thread(target=web.shutdown, name="kvspray-offer-stops")
-    signal.signal(signal.SIGTERM, lambda *_: ends.ident is None and ends.start())
+
+    def stop(*_: object) -> None:
+        if ends.ident is None:
+            ends.start()
+
+    signal.signal(signal.SIGTERM, stop)
     print(f"kvspray: {offer.manifest.digest} is offered at http://{host}:{web.server_address[1]}", flush=True)
     try:
         web.serve_forever()

@@ -9,6 +9,7 @@ plug-ins, add ``kv_connector_module_path="kvspray_vllm"``. The class is imported
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -29,7 +30,7 @@ def register() -> None:
     _attempt("the connector", _register)
     for variable, feature in (("KVSPRAY_LOAD", "load"), ("KVSPRAY_SLEEP", "sleep")):
         if os.environ.get(variable, "0") not in ("", "0"):
-            _attempt(variable, lambda feature=feature: importlib.import_module(f"kvspray_vllm.{feature}").install())
+            _attempt(variable, functools.partial(_install, f"kvspray_vllm.{feature}"))
 
 
 def _register() -> None:
@@ -38,6 +39,10 @@ def _register() -> None:
     # ValueError: the name is registered.
     with contextlib.suppress(ValueError):
         KVConnectorFactory.register_connector("KVSprayConnector", "kvspray_vllm.connector", "KVSprayConnector")
+
+
+def _install(module: str) -> None:
+    importlib.import_module(module).install()
 
 
 def _attempt(what: str, install: Callable[[], None]) -> None:

@@ -7,7 +7,6 @@ Everything runs on the worker's one thread. The leases themselves are owned by t
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
