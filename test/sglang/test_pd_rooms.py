@@ -863,3 +863,23 @@ def test_the_plug_in_adds_a_backend() -> None:
     assert plugin._class_of(get_kv_class, ours, KVClassType.SENDER) is pd.KVSpraySender
     mooncake = plugin._class_of(get_kv_class, TransferBackend.FAKE, KVClassType.SENDER)
     assert mooncake is not None and mooncake is not pd.KVSpraySender
+
+
+def test_a_send_to_a_decode_rank_that_is_gone_returns_soon() -> None:
+    """SGLang's sockets do not connect again, and wait for room: prefill's thread sends to all ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    m = manager()
+    del m._send
+    m._socket_cache, m._monitor_cache, m._socket_locks, m._socket_lock = {}, {}, {}, threading.Lock()
+    done = threading.Event()
+
+    def send() -> None:
+        for _ in range(3):
+            with contextlib.suppress(Exception):  # SGLang reports what it cannot send
+                m._send(("127.0.0.1", port), [b"PEER", b"x" * 100])
+        done.set()
+
+    threading.Thread(target=send, daemon=True).start()
+    assert done.wait(20), "a third of the time that a full queue may take"
