@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -516,3 +517,15 @@ def test_keys() -> None:
         and len({page_hash(k) for k in (KEYS[9 - 2], "x", "X", "A" * 64, "a" * 64)}) == 5
     )
     assert Settings.parse(EXTRA).secret() == b""
+
+
+def test_hooks_leave_another_release_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An SGLang that does not use kvspray, and has its settings elsewhere."""
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", None)  # imports of it fail
+    assert plugin._choose(lambda kind: kind, "shm") == "shm"
+    queue, request = SimpleNamespace(), SimpleNamespace()
+    plugin._hold(lambda q: None, queue)
+    assert plugin._received(lambda q, r: "receiver", queue, request) == "receiver"
+    assert plugin._sent(lambda q, r: True, queue, request) is True
+    assert plugin._added(lambda q, r: "added", queue, request) == "added"
+    assert not vars(queue) and not vars(request)
