@@ -475,7 +475,7 @@ def test_scheduler(sidecar: Make, socket_path: pathlib.Path) -> None:
         assert got.message == "fingerprint: dtype"
         assert c.await_admission(b"y" * 16, other, "127.0.0.1:9", 1, 0.05)
         until(lambda: (x := c.admission(b"y" * 16, other)) is not None and x.state == AdmissionState.GONE, "its ttl passes")
-        c.forget(XFER, other)
+        assert c.decline(XFER, other, "127.0.0.1:9", "not wanted")
         assert c.admission(XFER, other) is None
         for _ in range(3):
             with pytest.raises(ValueError):

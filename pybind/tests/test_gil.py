@@ -169,7 +169,6 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "await_admission": lambda: asks.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30),
             "decline": lambda: asks.decline(XFER, HASH, "127.0.0.1:9", "not wanted"),
             "admission": lambda: asks.admission(XFER, HASH),
-            "forget": lambda: asks.forget(XFER, HASH),
             "store request": lambda: _lib.lib.kvs_request(w._h, 13, b"\x80", 1),
             "store answer": lambda: _lib.lib.kvs_answer(w._h, 1, 10, ctypes.byref(ctypes.c_uint32()), None, 0),
             "store request forgotten": lambda: _lib.lib.kvs_request_forget(w._h, 1),

@@ -304,10 +304,8 @@ struct kvs_admission {
 int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, uint32_t tokens,
               uint32_t ttl_ms);
 int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], struct kvs_admission *out);
-/* Withdraws one asker; the query is dropped with the last one. */
-int kvs_await_forget(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32]);
 
-/* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. Withdraws one asker, too. The background thread
+/* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. Withdraws one asker of its query, which is dropped with the last. The background thread
  * sends it, if necessary after a reconnection. If it cannot be sent within the match timeout, it is dropped, and the source waits for that time.
  * The ranks of the config give the number of leases that it stands for. KVS_E_UNSUPPORTED: the sidecar is older. */
 int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason);

@@ -76,12 +76,6 @@ class SchedulerClient(_Client):
             return None
         return Admission(AdmissionState(out.state), out.tokens, _text(out.message))
 
-    def forget(self, xfer: bytes, hash: bytes) -> None:
-        """Withdraws one asker of a query; it is dropped with the last one."""
-        h = self._handle()
-        if h is not None:
-            lib.kvs_await_forget(h, _bin("xfer", xfer, 16), _bin("hash", hash, 32))
-
     def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str = "") -> bool:
         """No rank of this engine will expect that prompt's KV: the prefill's engine at ``peer`` need not keep it any longer. Withdraws one asker, too.
 
