@@ -509,7 +509,10 @@ class SchedulerSide:
         self._pending.pop(req, None)
         reading = self._reading.pop(req, None)
         if reading is not None:
-            self._decline_adapter(request, reading[1], why)
+            try:
+                self._decline_adapter(request, reading[1], why)
+            except Exception as err:  # params that were not looked at yet: no request may end the engine core
+                self._log.info("kvspray: request %s is not declined: %s", req, err)
         if self._adapter.pop(req, None):
             self._meta.gone.append(req)
         if self._store is not None:
