@@ -33,8 +33,8 @@ func (mt *Matcher) absent(now Instant, in *inboundGrant, over bool) {
 	switch old := mt.absents[in.lease()]; {
 	case held && in.absent == nil:
 		if old != nil {
-			mt.endInbound(now, old, engines.StatusFailed, "its lease was granted again by another sidecar, which is "+
-				"gone, too")
+			mt.endInbound(now, old, engines.StatusFailed,
+				"its lease was granted again by another sidecar, which is gone, too")
 		}
 		in.absent = timer.New(func(now Instant) { mt.absentDue(now, in) })
 		mt.Agenda.Arm(in.absent, now+mt.Cfg.MatchTimeout)
