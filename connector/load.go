@@ -14,8 +14,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// maxLoadValue keeps every value of a load below [board.Poison].
-const maxLoadValue = board.Poison - msg.MaxLoadParts - 1
+// maxLoadValue keeps every value of a load below [board.FlagLimit].
+const maxLoadValue = board.FlagLimit - msg.MaxLoadParts - 1
 
 // loadFlag is the load flag of a LOAD: value+n once the first n of its parts have arrived.
 type loadFlag struct {

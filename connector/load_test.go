@@ -122,8 +122,8 @@ func TestLoadRefused(t *testing.T) {
 	}{
 		{"flag", func(m *msg.Load) { m.Flag = uint32(w.Flags().Layers()) }, "LOAD.flag: "},
 		{"flag", func(m *msg.Load) { m.Flag = 1<<32 - 1 }, "LOAD.flag: "},
-		{"value", func(m *msg.Load) { m.Value = board.Poison }, "LOAD.value: "},
-		{"value", func(m *msg.Load) { m.Value = board.Poison - msg.MaxLoadParts }, "LOAD.value: "},
+		{"value", func(m *msg.Load) { m.Value = board.FlagLimit }, "LOAD.value: "},
+		{"value", func(m *msg.Load) { m.Value = board.FlagLimit - msg.MaxLoadParts }, "LOAD.value: "},
 		{"no parts", func(m *msg.Load) { m.Parts = nil }, "LOAD.parts: "},
 		{"no pages", func(m *msg.Load) { m.Pages = nil }, "LOAD.pages: "},
 		{"blocks", func(m *msg.Load) {

@@ -146,7 +146,7 @@ func TestCancel(t *testing.T) {
 			if side == "source" && (sc.Status != engines.StatusCancelled ||
 				dc.Status != engines.StatusFailed) ||
 				side == "destination" && (dc.Status != engines.StatusCancelled ||
-					sc.Status != engines.StatusFailed) {
+					sc.Status != engines.StatusCancelled) {
 				t.Errorf("cancelled by the %s: source %d, destination %d", side, sc.Status, dc.Status)
 			}
 			// The blocks are the engine's again: nothing of that transfer may touch them.

@@ -194,7 +194,7 @@ func TestSessionTakenOver(t *testing.T) {
 			d.event(func() { d.ex.WorkerGone(s.now, dw, false, "superseded") })
 			s.until("the fence", sec, func() bool { return d.fenced[dw] })
 			s.until("the source's end", sec, func() bool { return src.done != nil })
-			if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason,
+			if wantStatus(t, src, engines.StatusCancelled); !strings.Contains(src.done.Reason,
 				"the receiver gave up: ") ||
 				p.ex.match.Counts().Grants+p.ex.match.Counts().Absent != 0 {
 				t.Errorf("%q; %d grants and %d absent ones are left", src.done.Reason,

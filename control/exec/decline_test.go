@@ -37,7 +37,7 @@ func TestReceiverCannotPlan(t *testing.T) {
 		dst := n.expect(w, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
 		wantStatus(t, dst, engines.StatusRefused)
 		s.until("the source's end", sec, func() bool { return src.done != nil })
-		if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason,
+		if wantStatus(t, src, engines.StatusCancelled); !strings.Contains(src.done.Reason,
 			"64 tokens need 4") {
 			t.Errorf("known %v: reason %q", known, src.done.Reason)
 		}
@@ -46,7 +46,7 @@ func TestReceiverCannotPlan(t *testing.T) {
 		s.rest(sec)
 		late := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
 		s.until("the late source's end", sec, func() bool { return late.done != nil })
-		wantStatus(t, late, engines.StatusFailed)
+		wantStatus(t, late, engines.StatusCancelled)
 		if p.ex.match.Counts().WaitingKeys != 0 {
 			t.Errorf("%d entries wait for nothing", p.ex.match.Counts().WaitingKeys)
 		}
@@ -96,7 +96,7 @@ func TestCanceledWithoutAGrant(t *testing.T) {
 	d.event(func() { d.ex.Cancel(s.now, dw, 1, "") })
 	wantStatus(t, dst, engines.StatusCancelled)
 	s.until("the source's end", sec, func() bool { return src.done != nil })
-	wantStatus(t, src, engines.StatusFailed)
+	wantStatus(t, src, engines.StatusCancelled)
 }
 
 // asking is a planner without any layout of a peer.
@@ -175,7 +175,7 @@ func TestTeamsDecline(t *testing.T) {
 	if err := tg.ex.Message(4, tg.peer, decline(2)); err != nil {
 		t.Fatal(err)
 	}
-	if done := tg.completed(); len(done) != 2 || done[0].Status != engines.StatusFailed ||
+	if done := tg.completed(); len(done) != 2 || done[0].Status != engines.StatusCancelled ||
 		!strings.Contains(done[1].Reason, "plan") || tg.ex.match.Counts().WaitingKeys != 0 {
 		t.Errorf("%+v, %d wait", done, tg.ex.match.Counts().WaitingKeys)
 	}
@@ -293,7 +293,7 @@ func TestSchedulerDeclines(t *testing.T) {
 				give()
 			}
 			s.until("the source's end", sec/10, func() bool { return src.done != nil })
-			if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason, "aborted") {
+			if wantStatus(t, src, engines.StatusCancelled); !strings.Contains(src.done.Reason, "aborted") {
 				t.Errorf("world %d, first %v: reason %q", world, first, src.done.Reason)
 			}
 			if p.ex.match.Counts().WaitingKeys != 0 {

@@ -407,7 +407,7 @@ func TestCancelBothSides(t *testing.T) {
 	wantStatus(t, a, engines.StatusCancelled)
 	wantStatus(t, x, engines.StatusFailed)
 	wantStatus(t, y, engines.StatusCancelled)
-	wantStatus(t, b, engines.StatusFailed)
+	wantStatus(t, b, engines.StatusCancelled)
 }
 
 func TestAwait(t *testing.T) {

@@ -85,7 +85,7 @@ func TestSuccessorAtAnAddress(t *testing.T) {
 					lost.done != nil
 			})
 			wantStatus(t, dst, engines.StatusOK)
-			wantStatus(t, lost, engines.StatusFailed)
+			wantStatus(t, lost, engines.StatusCancelled)
 			if d.ex.peers.Find(p.boot) == nil {
 				t.Error("the first peer is forgotten, and no event ended it")
 			}

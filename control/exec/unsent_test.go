@@ -28,8 +28,10 @@ func TestGrantThatCannotBeSent(t *testing.T) {
 	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
 	s.until("both ends", sec/4, func() bool { return dst.done != nil && src.done != nil })
-	for _, l := range []*simLease{dst, src} {
-		if wantStatus(t, l, engines.StatusFailed); !strings.Contains(l.done.Reason, errFull.Error()) {
+	for l, status := range map[*simLease]uint16{
+		dst: engines.StatusFailed, src: engines.StatusCancelled,
+	} {
+		if wantStatus(t, l, status); !strings.Contains(l.done.Reason, errFull.Error()) {
 			t.Errorf("reason %q", l.done.Reason)
 		}
 	}

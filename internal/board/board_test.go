@@ -53,10 +53,6 @@ func TestFlags(t *testing.T) {
 	if f.SetLoad(2, 8) || f.SetLoad(2, 9) || f.Load(2) != 9 {
 		t.Error("load flag fell")
 	}
-	f.PoisonLoad(2)
-	if f.SetLoad(2, 10) || f.Load(2) != board.Poison {
-		t.Error("poison did not stick")
-	}
 }
 
 func TestReplayFlags(t *testing.T) {

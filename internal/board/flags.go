@@ -169,8 +169,8 @@ func (f *Flags) replayWord(i int) *atomic.Uint64 {
 // Load returns load flag i.
 func (f *Flags) Load(i int) uint64 { return f.loadWord(i).Load() }
 
-// SetLoad stores the step whose data has landed for layer i. A value that does not grow is ignored;
-// poison is the largest. It reports whether it did.
+// SetLoad stores the step whose data has landed for layer i. A value that does not grow is ignored.
+// It reports whether it did.
 func (f *Flags) SetLoad(i int, step uint64) bool {
 	w := f.loadWord(i)
 	for old := w.Load(); old < step; old = w.Load() {
@@ -180,9 +180,6 @@ func (f *Flags) SetLoad(i int, step uint64) bool {
 	}
 	return false
 }
-
-// PoisonLoad records that layer i's data will never come.
-func (f *Flags) PoisonLoad(i int) { f.loadWord(i).Store(Poison) }
 
 func (f *Flags) loadWord(i int) *atomic.Uint64 {
 	if uint(i) >= uint(f.layers) {

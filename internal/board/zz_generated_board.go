@@ -10,7 +10,7 @@ const (
 	BoardMinor     = 2
 	CacheLine      = 64
 	MaxLayers      = 1024
-	Poison         = 9223372036854775807
+	FlagLimit      = 9223372036854775807
 	RingMinBytes   = 65536
 	RingMaxBytes   = 16777216
 	RecordMaxBytes = 1048576

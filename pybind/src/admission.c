@@ -189,6 +189,7 @@ int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], con
 			memcpy(a->key + 16, hash, 32);
 			strcpy(a->peer, peer);
 			a->tokens = tokens;
+			a->askers = 1;
 			a->end_ms = now + clamp_ms(ttl_ms, DEFAULT_DEADLINE_MS);
 			a->answer.state = KVS_ADMISSION_PENDING;
 			*at = a;
@@ -196,6 +197,8 @@ int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], con
 			c->await_unsent = true;
 			kvs_wake(c->ctl_fd);
 		}
+	} else if ((*at)->askers < UINT32_MAX) {
+		(*at)->askers++;
 	}
 	pthread_mutex_unlock(&c->mu);
 	return rc;
@@ -216,25 +219,11 @@ int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32],
 	return 0;
 }
 
-int kvs_await_forget(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32])
-{
-	CHECK(c);
-	if (!xfer || !hash)
-		return KVS_E_ARG;
-	pthread_mutex_lock(&c->mu);
-	struct await **at = await_slot(c, xfer, hash);
-	if (*at)
-		await_drop(c, at);
-	pthread_mutex_unlock(&c->mu);
-	return 0;
-}
-
 int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason)
 {
 	CHECK(c);
 	if (c->role != KVS_SCHEDULER || !xfer || !hash || !peer || !*peer || strlen(peer) >= sizeof((struct decline *)0)->peer)
 		return KVS_E_ARG;
-	kvs_await_forget(c, xfer, hash);
 	struct decline *d = calloc(1, sizeof *d);
 	if (!d)
 		return KVS_E_LIMIT;
@@ -244,6 +233,9 @@ int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], c
 	copy_text(d->reason, sizeof d->reason, reason ? reason : "", reason ? strlen(reason) : 0);
 	int rc = 0;
 	pthread_mutex_lock(&c->mu);
+	struct await **at = await_slot(c, xfer, hash);
+	if (*at && --(*at)->askers == 0)
+		await_drop(c, at);
 	d->end_ms = kvs_now_ms() + c->info.match_timeout_ms;
 	if (session_usable(c) && !c->can_decline) {
 		rc = KVS_E_UNSUPPORTED;

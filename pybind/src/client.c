@@ -143,6 +143,8 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 
 static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes)
 {
+	if (c->closing)
+		return KVS_E_CLOSED;
 	if (c->started) {
 		log_error(c, "start: the client has been started already");
 		return KVS_E_ARG;
@@ -225,31 +227,40 @@ int kvs_describe(kvs_client *c, const void *layout, uint32_t layout_bytes)
 	return rc;
 }
 
-void kvs_close(kvs_client *c)
+void kvs_end(kvs_client *c)
 {
-	if (!c)
-		return;
-	if (c->fork_gen != kvs_fork_gen) {
-		client_put(c); /* the thread, and perhaps a held mutex, stayed in the parent */
-		return;
-	}
+	if (!c || c->fork_gen != kvs_fork_gen)
+		return; /* the thread, and perhaps a held mutex, stayed in the parent */
 	pthread_mutex_lock(&c->mu);
+	bool join = c->started && !c->closing;
 	c->closing = true;
-	bool started = c->started;
 	kvs_wake(c->ctl_fd);
 	kvs_wake(c->cq_eventfd);
+	pthread_cond_broadcast(&c->changed);
 	pthread_mutex_unlock(&c->mu);
-	if (started)
+	if (join)
 		pthread_join(c->thread, NULL);
+	pthread_mutex_lock(&c->mu);
 	if (c->sock >= 0 && c->state == READY) {
 		struct mpw w = {0};
 		mpw_reason(&w, "closed", SIZE_MAX);
 		message_send(c, MSG_BYE, &w, NULL, 0);
 		mpw_free(&w);
 	}
-	pthread_mutex_destroy(&c->mu);
-	pthread_cond_destroy(&c->changed);
-	pthread_cond_destroy(&c->logged);
+	session_end(c, kvs_now_ms(), 0);
+	pthread_mutex_unlock(&c->mu);
+}
+
+void kvs_close(kvs_client *c)
+{
+	if (!c)
+		return;
+	kvs_end(c);
+	if (c->fork_gen == kvs_fork_gen) {
+		pthread_mutex_destroy(&c->mu);
+		pthread_cond_destroy(&c->changed);
+		pthread_cond_destroy(&c->logged);
+	}
 	/* A GPU may have the flags registered: they stay mapped until its kvs_gpu is closed, too. */
 	client_put(c);
 }

@@ -8,7 +8,7 @@
  *   message.c    messages on the socket: bodies and packets
  *   table.c      open leases and their ends
  *   record.c     records of leases in the two rings
- *   flags.c      the flags memory of the board, and the watchdog of load flags
+ *   flags.c      the flags memory of the board
  *   proc.c       sidecar processes, and the proof that they have ended
  *   lease.c      the release rule, and the engine's calls on leases
  *   wait.c       waiting for completions
@@ -106,6 +106,7 @@ struct await {
 	uint8_t key[48]; /* xfer, hash */
 	char peer[256];
 	uint32_t tokens;
+	uint32_t askers; /* requests that asked and have not withdrawn: samples of one prompt */
 	uint64_t msg; /* id of the message that asked; 0: to be asked */
 	int64_t end_ms;
 	struct kvs_admission answer;
@@ -132,15 +133,6 @@ struct region {
 	uint32_t number;
 	uint64_t addr, bytes, offset;
 	uint8_t handle[KVS_HANDLE_BYTES];
-};
-
-struct load {
-	int64_t handle; /* 0: free */
-	uint32_t first, count;
-	uint64_t step;
-	int64_t end_ms;
-	uint32_t bound; /* the sidecar that was to fill it */
-	bool poisoned;
 };
 
 struct kvs_client {
@@ -209,9 +201,7 @@ struct kvs_client {
 	int64_t due_ms; /* when the background thread wakes by itself */
 	uint64_t nudged; /* serial of the session that was replaced because of a late lease */
 	int64_t nudge_ms; /* when that was */
-	struct load loads[KVS_MAX_LOADS];
 	struct landing *landing, *last_landing; /* in the order of their values */
-	int64_t next_load;
 	struct await *await_buckets[BUCKETS];
 	uint32_t await_count;
 	bool await_unsent;
@@ -383,8 +373,7 @@ void landings_settle(kvs_client *c);
 void landings_free(kvs_client *c);
 
 int flags_make(kvs_client *c); /* -1: errno */
-void loads_poison(kvs_client *c, uint32_t gone); /* those of sidecars whose exit is proved */
-int64_t loads_watch(kvs_client *c, int64_t now); /* returns when to look again */
+void epoch_bump(kvs_client *c); /* reads of source blocks that are running do not count */
 
 /* ---- lease.c ---- */
 

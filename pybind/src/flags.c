@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The flags memory of the board: layer flags, which the engine writes, and load flags, which the sidecar writes. A watchdog ends
- * waits for load flags, because a GPU stream waits without a time-out.
+ * The flags memory of the board: layer flags, which the engine writes, and load flags, which the sidecar writes.
  */
 #include <stdlib.h>
 #include <unistd.h>
@@ -79,49 +78,9 @@ void *kvs_flags(kvs_client *c, uint64_t *bytes)
 	return c->flags;
 }
 
-uint64_t kvs_bump_source_epoch(kvs_client *c)
+void epoch_bump(kvs_client *c)
 {
-	if (!c || c->fork_gen != kvs_fork_gen)
-		return 0;
-	return __atomic_add_fetch(c->source_epoch, 1, __ATOMIC_SEQ_CST);
-}
-
-/* ---- the watchdog ---- */
-
-static void poison(kvs_client *c, struct load *w)
-{
-	for (uint32_t i = w->first; i < w->first + w->count; i++) {
-		uint64_t *flag = &c->load_flags[i].value, old = __atomic_load_n(flag, __ATOMIC_ACQUIRE);
-		while (old < w->step) { /* poison is the largest value */
-			if (__atomic_compare_exchange_n(flag, &old, KVS_POISON, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
-				c->info.poisoned++;
-				break;
-			}
-		}
-	}
-	w->poisoned = true;
-}
-
-void loads_poison(kvs_client *c, uint32_t gone)
-{
-	for (int i = 0; i < KVS_MAX_LOADS; i++)
-		if (c->loads[i].handle && !c->loads[i].poisoned && (c->loads[i].bound & gone))
-			poison(c, &c->loads[i]);
-}
-
-int64_t loads_watch(kvs_client *c, int64_t now)
-{
-	int64_t due = INT64_MAX;
-	for (int i = 0; i < KVS_MAX_LOADS; i++) {
-		struct load *w = &c->loads[i];
-		if (!w->handle || w->poisoned)
-			continue;
-		if (now >= w->end_ms)
-			poison(c, w);
-		else
-			due = earlier(due, w->end_ms);
-	}
-	return due;
+	__atomic_add_fetch(c->source_epoch, 1, __ATOMIC_SEQ_CST);
 }
 
 /* ---- what streams wait for ---- */
@@ -175,68 +134,9 @@ void landings_free(kvs_client *c)
 
 /* ---- public: load flags ---- */
 
-int64_t kvs_load_watch(kvs_client *c, uint32_t first, uint32_t count, uint64_t step, uint32_t timeout_ms)
-{
-	CHECK(c);
-	if (c->role != KVS_WORKER || !count || first >= c->layers || count > c->layers - first || !step || step >= KVS_POISON)
-		return KVS_E_ARG;
-	int64_t rc = KVS_E_LIMIT, now = kvs_now_ms();
-	pthread_mutex_lock(&c->mu);
-	for (int i = 0; i < KVS_MAX_LOADS; i++) {
-		struct load *w = &c->loads[i];
-		if (w->handle)
-			continue;
-		*w = (struct load){++c->next_load, first, count, step, now + clamp_ms(timeout_ms, DEFAULT_DEADLINE_MS), proc_bit(c->proc), false};
-		wake_by(c, w->end_ms);
-		rc = w->handle;
-		break;
-	}
-	pthread_mutex_unlock(&c->mu);
-	return rc;
-}
-
-int kvs_load_done(kvs_client *c, int64_t handle)
-{
-	CHECK(c);
-	int rc = KVS_E_UNKNOWN;
-	pthread_mutex_lock(&c->mu);
-	for (int i = 0; i < KVS_MAX_LOADS && handle > 0; i++) {
-		struct load *w = &c->loads[i];
-		if (w->handle != handle)
-			continue;
-		rc = 0;
-		for (uint32_t f = w->first; f < w->first + w->count; f++)
-			if (__atomic_load_n(&c->load_flags[f].value, __ATOMIC_ACQUIRE) == KVS_POISON)
-				rc = 1;
-		w->handle = 0;
-		break;
-	}
-	pthread_mutex_unlock(&c->mu);
-	return rc;
-}
-
-int kvs_load_ready(kvs_client *c, uint32_t flag, uint64_t step)
-{
-	CHECK(c);
-	if (c->role != KVS_WORKER || flag >= c->layers || step >= KVS_POISON)
-		return KVS_E_ARG;
-	raise_load(c, flag, step);
-	return 0;
-}
-
 uint64_t kvs_load_value(kvs_client *c, uint32_t flag)
 {
 	if (!c || c->fork_gen != kvs_fork_gen || flag >= c->layers)
 		return 0;
 	return __atomic_load_n(&c->load_flags[flag].value, __ATOMIC_ACQUIRE);
-}
-
-int kvs_load_reset(kvs_client *c, uint32_t first, uint32_t count)
-{
-	CHECK(c);
-	if (c->role != KVS_WORKER || first > c->layers || count > c->layers - first)
-		return KVS_E_ARG;
-	for (uint32_t i = first; i < first + count; i++)
-		__atomic_store_n(&c->load_flags[i].value, 0, __ATOMIC_RELEASE);
-	return 0;
 }

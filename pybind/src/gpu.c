@@ -24,7 +24,7 @@
 #include "flag_ptx.h"
 
 enum {
-	WAIT_GEQ = 0, /* cyclic: (int64)(flag - value) >= 0, which is why KVS_POISON is the greatest positive number */
+	WAIT_GEQ = 0, /* cyclic: (int64)(flag - value) >= 0, which is why values are below KVS_FLAG_LIMIT */
 	CAPTURE_NONE = 0,
 	CAPTURE_ACTIVE = 1,
 	WORD_BYTES = 256,
@@ -174,7 +174,7 @@ static devptr replay_flag(const struct kvs_gpu *g, uint32_t i)
 
 int kvs_gpu_step(kvs_gpu *g, uint64_t step, void *stream)
 {
-	if (!g || step < g->step || step >= KVS_POISON)
+	if (!g || step < g->step || step >= KVS_FLAG_LIMIT)
 		return KVS_E_ARG; /* flags only grow */
 	devptr replay = replay_flag(g, 0);
 	void *args[] = {&step, &g->word, &replay, &g->layers};
@@ -281,7 +281,7 @@ int kvs_gpu_signal_step(kvs_gpu *g, void *stream)
 
 int kvs_gpu_wait_layer(kvs_gpu *g, uint32_t layer, uint64_t value, void *stream)
 {
-	if (!g || layer >= g->layers || value == 0 || value >= KVS_POISON)
+	if (!g || layer >= g->layers || value == 0 || value >= KVS_FLAG_LIMIT)
 		return KVS_E_ARG;
 	TRY(g, StreamWaitValue64, stream, g->flags + g->load_flags + (devptr)layer * sizeof(struct kvs_flag), value, WAIT_GEQ);
 	return 0;

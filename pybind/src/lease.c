@@ -171,7 +171,7 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 int64_t kvs_submit_load(kvs_client *c, const void *body, uint32_t bytes, uint32_t deadline_ms, const struct kvs_landing *at)
 {
 	CHECK(c);
-	if (!at || !at->arrived || at->flag >= c->layers || at->value >= KVS_POISON || at->parts >= KVS_POISON - at->value || !body || !mp_is_map(body, bytes))
+	if (!at || !at->arrived || at->flag >= c->layers || at->value >= KVS_FLAG_LIMIT || at->parts >= KVS_FLAG_LIMIT - at->value || !body || !mp_is_map(body, bytes))
 		return KVS_E_ARG;
 	int64_t now = kvs_now_ms();
 	uint64_t id = 0;
@@ -290,7 +290,7 @@ static int restate(kvs_client *c, const struct kvs_snapshot *s, uint16_t type)
 	bool end = rc < 0 && open;
 	/* The blocks are lost in any case, and each growth of the epoch has a record. */
 	if (type == KVS_REC_PREEMPT || end)
-		kvs_bump_source_epoch(c);
+		epoch_bump(c);
 	if (end)
 		release_lease(c, l, empty_map, sizeof empty_map, now);
 	else if (rc < 0 && type == KVS_REC_PREEMPT)
@@ -365,7 +365,7 @@ int kvs_cancel(kvs_client *c, uint64_t lease, const char *reason)
 		rc = KVS_E_UNKNOWN;
 	} else if (!l->cancelled) {
 		if (l->type == KVS_REC_INTENT)
-			kvs_bump_source_epoch(c);
+			epoch_bump(c);
 		rc = release_lease(c, l, w.buf, (uint32_t)w.len, now);
 	}
 	pthread_mutex_unlock(&c->mu);
@@ -379,7 +379,7 @@ void leases_disown(kvs_client *c, int64_t now)
 		next = l->next;
 		if (l->type != KVS_REC_INTENT || l->done || l->cancelled)
 			continue;
-		kvs_bump_source_epoch(c);
+		epoch_bump(c);
 		release_lease(c, l, empty_map, sizeof empty_map, now);
 	}
 }

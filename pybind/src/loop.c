@@ -39,7 +39,7 @@ void *client_loop(void *arg)
 		awaits_ask(c, now);
 		declines_send(c, now);
 		/* Last, because they also look at leases that were just presented. */
-		int64_t due = earlier(leases_watch(c, now), earlier(loads_watch(c, now), awaits_watch(c, now)));
+		int64_t due = earlier(leases_watch(c, now), awaits_watch(c, now));
 		if (c->closing && !c->landing)
 			break;
 		if (c->state == IDLE)

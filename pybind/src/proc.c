@@ -21,7 +21,6 @@ void proc_exited(kvs_client *c, int i)
 			completions_drain_and_wake(c); /* completions that it wrote before its exit count */
 		c->info.sidecar_exits++;
 		log_line(c, "warn", "sidecar pid %u has exited", p->pid);
-		loads_poison(c, proc_bit(i));
 		c->backoff_ms = BACKOFF_MIN_MS; /* the next sidecar is another process */
 		if (c->proc == i)
 			session_break(c, "the sidecar has exited"); /* another process may hold its end of the socket open */

@@ -107,6 +107,8 @@ int kvs_pidfd_of_peer(int sock, uint32_t *pid)
 		errno = EREMOTE;
 		return -1;
 	}
+	/* Before Linux 6.5. The pid may name another process only if its own has ended by now, and with it the other end of sock, which no other process
+	 * has: then WELCOME, which answers what is sent after this call, never comes, and nothing is done to the process before WELCOME. */
 	return (int)syscall(SYS_pidfd_open, *pid, 0);
 }
 

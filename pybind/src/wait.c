@@ -51,6 +51,8 @@ int kvs_wait(kvs_client *c, int timeout_ms)
 		pthread_mutex_unlock(&c->mu);
 		if (there)
 			return 1;
+		if (closing)
+			kvs_wake(c->cq_eventfd); /* another thread may wait, too */
 		if (closing || now >= end)
 			return 0;
 		if (look) {

@@ -264,10 +264,6 @@ static void *watcher(void *arg)
 		while (kvs_next_log(client, line, sizeof line) == 1)
 			;
 		kvs_connected(client);
-		kvs_bump_source_epoch(client);
-		int64_t load = kvs_load_watch(client, 0, 2, 1, 10);
-		if (load > 0)
-			kvs_load_done(client, load);
 		poll(NULL, 0, 1);
 	}
 	return NULL;

@@ -15,7 +15,7 @@ import threading
 import time
 
 import pytest
-from conftest import ENGINE, LAYERS, TIMEOUT_S, Sidecar, layout, until
+from conftest import ENGINE, TIMEOUT_S, Sidecar, layout, until
 from leases import HASH, XFER, Make, canonical, expect, intent, poll_one
 
 import kvspray
@@ -273,27 +273,6 @@ def test_describe_without_a_sidecar_and_with_nonsense(worker: Make, sidecar: Mak
     assert _lib.lib.kvs_describe(w._h, None, 0) == _lib.E_ARG
 
 
-def test_load_watchdog(sidecar: Make, worker: Make) -> None:
-    s: Sidecar = sidecar()
-    w = worker()
-    s.expect("register")
-    ok = w.load_watch(0, 1, 4, 60)
-    s.tell("load", layer=0, value=4)
-    s.tell("load", layer=1, value=4)
-    s.expect("done")
-    s.expect("done")
-    late = w.load_watch(1, 2, 4, 0.05)
-    until(lambda: w.status().counters["poisoned"] == 1, "layer 2 is poisoned, layer 1 had landed")
-    assert w.load_done(ok) and not w.load_done(late) and not w.load_done(late)
-    w.load_reset(2, 1)
-    dead = w.load_watch(0, 3, 9, 60)
-    s.kill()
-    until(lambda: w.status().counters["poisoned"] == 4, "all are poisoned when the sidecar's exit is proved")
-    assert not w.load_done(dead)
-    with pytest.raises(kvspray.KvsprayError):
-        w.load_watch(0, LAYERS + 1, 1, 1)
-
-
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_forked_child_is_inert(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar()
@@ -496,7 +475,7 @@ def test_scheduler(sidecar: Make, socket_path: pathlib.Path) -> None:
         assert got.message == "fingerprint: dtype"
         assert c.await_admission(b"y" * 16, other, "127.0.0.1:9", 1, 0.05)
         until(lambda: (x := c.admission(b"y" * 16, other)) is not None and x.state == AdmissionState.GONE, "its ttl passes")
-        c.forget(XFER, other)
+        assert c.decline(XFER, other, "127.0.0.1:9", "not wanted")
         assert c.admission(XFER, other) is None
         for _ in range(3):
             with pytest.raises(ValueError):

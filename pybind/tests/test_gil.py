@@ -27,8 +27,7 @@ ADOPTED_BYTES = 1 << 20
 END = 1 << 32
 # Neither locks nor calls the system: a constant, an address, some stores. None of them may come to a gate.
 AT_ONCE = {
-    "kvs_flags", "kvs_signal_layer", "kvs_signal_step", "kvs_bump_source_epoch", "kvs_deadlines", "kvs_load_ready", "kvs_load_reset", "kvs_load_value",
-    "kvs_strerror",
+    "kvs_flags", "kvs_signal_layer", "kvs_signal_step", "kvs_deadlines", "kvs_load_value", "kvs_strerror",
 }  # fmt: skip
 
 
@@ -128,8 +127,7 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
         private = mmap.mmap(-1, ADOPTED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(ctypes.c_char.from_buffer(private))
         src = [w.intent(XFER, HASH, 40, [[1]]) for _ in range(4)]
-        watch = w.load_watch(0, 1, 4, 30)
-        assert all(src) and watch
+        assert all(src)
 
         def no_gpu() -> None:
             with contextlib.suppress(kvspray.KvsprayError):
@@ -167,13 +165,10 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "cancel": lambda: w.cancel(src[2]),
             "poll": w.poll,
             "wait": lambda: w.wait(0.01),
-            "load_watch": lambda: w.load_watch(1, 1, 4, 30),
-            "load_done": lambda: w.load_done(watch),
             "endpoint": lambda: asks.endpoint,
             "await_admission": lambda: asks.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30),
             "decline": lambda: asks.decline(XFER, HASH, "127.0.0.1:9", "not wanted"),
             "admission": lambda: asks.admission(XFER, HASH),
-            "forget": lambda: asks.forget(XFER, HASH),
             "store request": lambda: _lib.lib.kvs_request(w._h, 13, b"\x80", 1),
             "store answer": lambda: _lib.lib.kvs_answer(w._h, 1, 10, ctypes.byref(ctypes.c_uint32()), None, 0),
             "store request forgotten": lambda: _lib.lib.kvs_request_forget(w._h, 1),
@@ -192,10 +187,7 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
         at_once = {
             "signal_layer": lambda: w.signal_layer(0, 1),
             "signal_step": lambda: w.signal_step(1),
-            "bump_source_epoch": w.bump_source_epoch,
-            "load_ready": lambda: w.load_ready(0, 1),
             "load_value": lambda: w.load_value(0),
-            "load_reset": lambda: w.load_reset(0, 1),
             "kvs_flags": lambda: _lib.lib.kvs_flags(w._h, ctypes.byref(ctypes.c_uint64())),
             "kvs_deadlines": lambda: _lib.fast.kvs_deadlines(w._h),
             "kvs_strerror": lambda: _lib.strerror(-1),

@@ -84,6 +84,12 @@ def test_msgpack(tmp_path: pathlib.Path) -> None:
     assert run(binary).strip() == "ok"
 
 
+def test_a_hostile_sidecar(tmp_path: pathlib.Path) -> None:
+    sources = [f"src/{p.name}" for p in sorted((ROOT / "src").glob("*.c"))]
+    binary = compile_c(tmp_path / "hostile", "tests/hostile_test.c", *sources, flags="-fsanitize=address,undefined -fno-sanitize-recover=all -ldl")
+    assert run(binary, os.environ.get("KVSPRAY_HOSTILE_ROUNDS", "20000")).strip() == "ok"
+
+
 @pytest.mark.parametrize("kernel", ["old", "full", "single"])
 def test_regions_where_the_kernel_refuses(tmp_path: pathlib.Path, kernel: str) -> None:
     binary = compile_c(tmp_path / "region", "tests/region_test.c", "src/region.c", "src/system.c", flags="-O2")

@@ -222,10 +222,6 @@ class Engine:
         ends or takes nothing; "released", the worker reported that nobody reads its blocks."""
         return self._call("transfer_ends")
 
-    def end_sync_rest(self) -> None:
-        """Has the scheduler wait for small loads again, which it leaves for a while after one that did not come."""
-        self._call("end_sync_rest")
-
     def kill(self) -> None:
         if self._proc.is_alive():
             os.kill(self.pid, signal.SIGKILL)
@@ -552,9 +548,6 @@ class _Loop:
     def do_landed_by_step(self) -> list[int]:
         return self.slow.landed if self.slow is not None else []
 
-    def do_end_sync_rest(self) -> None:
-        self.core.scheduler.connector._scheduler._sync_from = 0.0
-
     def do_status(self) -> dict[str, Any]:
         s = self.core.scheduler
         c = s.connector
@@ -566,7 +559,5 @@ class _Loop:
             out["sources"] = len(c._scheduler._sources)
             out["loading"] = len(c._scheduler._loading)
             out["loads"] = list(c._scheduler._loading)
-            out["waited_for"] = c._scheduler.waited_for
-            out["spare"] = list(c._scheduler._spare)
             out["putting"] = len(c._scheduler._store._puts) if c._scheduler._store is not None else 0
         return out

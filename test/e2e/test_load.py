@@ -24,6 +24,8 @@ from prompts import fresh
 from test_offer import Offer
 from test_tokens import Moved
 
+SERVES = {"KVSPRAY_LOAD": "1"}
+
 PIECE = 64 << 10  # the model's largest tensors take several
 PROMPT = fresh(200, "load")
 
@@ -123,8 +125,8 @@ def c(zygote: None, workdir: pathlib.Path, b: pathlib.Path) -> Iterator[Cluster]
     """P and D have A, and R has B from its start."""
     out = Cluster(workdir, {"transports": {"order": ["shm"]}, "transfer": {"partner": "2s"}})
     try:
-        out.spawn("P")
-        out.spawn("D")
+        out.spawn("P", env=SERVES)
+        out.spawn("D", env=SERVES)
         out.spawn("R", model=b)
         yield out.up()
         for s in (out.sp, out.sd):
@@ -427,7 +429,7 @@ def test_the_directory_is_another_one_now(c: Cluster, workdir: pathlib.Path) -> 
     """What counts is what the engine started with."""
     model, name = workdir / "model-of-s", "model.layers.0.self_attn.k_proj.weight"
     shutil.copytree(MODEL, model)
-    e = c.spawn("S", model=model)
+    e = c.spawn("S", model=model, env=SERVES)
     try:
         e.wait_up()
         old = e.run(PROMPT, 12).tokens
@@ -508,7 +510,7 @@ def test_the_prefix_cache_is_emptied(c: Cluster, b: pathlib.Path) -> None:
 
 
 def test_two_ranks(c: Cluster, b: pathlib.Path) -> None:
-    e = c.spawn("T", tensor_parallel_size=2)
+    e = c.spawn("T", env=SERVES, tensor_parallel_size=2)
     e.wait_up()
     old = e.run(PROMPT, 12).tokens
     assert old == c.p.run(PROMPT, 12).tokens
@@ -558,7 +560,7 @@ def server(zygote: None, workdir: pathlib.Path) -> Iterator[str]:
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager",
         "--max-model-len", "1024", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(16 << 20), "--dtype", "float32", "--served-model-name", "m",
     ]  # fmt: skip
-    env = {**os.environ, **ENV, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    env = {**os.environ, **ENV, **SERVES, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     log = workdir / "server.log"
     with open(log, "wb") as f:
         proc = subprocess.Popen(command, env=env, stdout=f, stderr=f)

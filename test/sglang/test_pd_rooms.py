@@ -11,15 +11,17 @@ import os
 import queue
 import random
 import re
+import socket
 import sys
 import threading
 import unittest.mock
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
+import zmq
 
 MUST = "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
 if not MUST and importlib.util.find_spec("sglang") is None:
@@ -28,7 +30,7 @@ if not MUST and importlib.util.find_spec("sglang") is None:
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType  # noqa: E402
 
 import kvspray  # noqa: E402
-from kvspray_sglang import pd, pd_cache, pd_checks, pd_wire, plugin  # noqa: E402
+from kvspray_sglang import pd, pd_cache, pd_checks, pd_session, pd_wire, plugin  # noqa: E402
 
 ROWS = [16, 8]  # bytes of a metadata row in each buffer
 ROW = 3
@@ -64,8 +66,9 @@ class Session:
         self.named.append((tokens, name))
         return self._lease(end)
 
-    def progress(self, lease: int, tokens: int, pages: list[int]) -> None:
+    def progress(self, lease: int, tokens: int, pages: list[int]) -> bool:
         self.steps.append((lease, tokens, list(pages)))
+        return self.takes
 
     def cancel(self, lease: int, reason: str) -> None:
         self.cancelled.append(lease)
@@ -353,6 +356,25 @@ def test_chunks_then_rows() -> None:
     assert m.request_status[7] == KVPoll.Success
     m.close_source(7, None, "ended")
     assert not m._session.cancelled
+
+
+def test_pages_that_the_sidecar_does_not_take() -> None:
+    m = manager()
+    m.update_status(7, KVPoll.Bootstrapping)
+    asked(m)
+    m.open_source(7, 3)
+    m._session.takes, m._session.problem = False, "record exceeds 1 MiB"
+    chunk(m, [4, 9], False)
+    assert m.request_status[7] == KVPoll.Failed and "record exceeds" in m.failure_records[7]
+
+
+def test_a_prompt_of_more_pages_than_a_record_names() -> None:
+    m = manager()
+    pages = pd_session.MAX_PAGES + 1
+    m.update_status(7, KVPoll.Bootstrapping)
+    asked(m, pages=pages)
+    m.open_source(7, pages)
+    assert not m._session.open and "raise the page size" in m.failure_records[7]
 
 
 def test_states_follow_the_last_chunk() -> None:
@@ -843,3 +865,28 @@ def test_the_plug_in_adds_a_backend() -> None:
     assert plugin._class_of(get_kv_class, ours, KVClassType.SENDER) is pd.KVSpraySender
     mooncake = plugin._class_of(get_kv_class, TransferBackend.FAKE, KVClassType.SENDER)
     assert mooncake is not None and mooncake is not pd.KVSpraySender
+
+
+def test_a_send_to_a_decode_rank_that_is_gone_does_not_wait() -> None:
+    """SGLang's sockets do not connect again, and a send without room waits for 30 s in the thread
+    that serves all ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    m = manager()
+    del m._send
+    m._socket_cache, m._monitor_cache, m._socket_lock = {}, {}, threading.Lock()
+    m._socket_send_locks = defaultdict(threading.Lock)
+    m._zmq_ctx, m.defer_decode_allocation = zmq.Context(), False
+    sent = threading.Semaphore(0)
+
+    def send() -> None:
+        for _ in range(3):
+            m._send(("127.0.0.1", port), [b"PEER", b"x" * 100])
+            sent.release()
+
+    try:
+        threading.Thread(target=send, daemon=True).start()
+        assert all(sent.acquire(timeout=25) for _ in range(3))
+    finally:
+        m._zmq_ctx.destroy(0)

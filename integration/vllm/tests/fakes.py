@@ -201,17 +201,6 @@ class FakePool:
 
     def __init__(self) -> None:
         self.free = [SimpleNamespace(block_id=i) for i in range(100, 200)]
-        self.evicted: set[int] = set()
 
     def get_num_free_blocks(self) -> int:
         return len(self.free)
-
-    def get_new_blocks(self, n: int) -> list[Any]:
-        out, self.free = self.free[:n], self.free[n:]
-        return out
-
-    def free_blocks(self, blocks: list[Any]) -> None:
-        self.free += blocks
-
-    def evict_blocks(self, ids: set[int]) -> None:
-        self.evicted |= ids

@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from kvspray.weights import CheckpointError, digest
 from kvspray_vllm import adapters, shim
 from kvspray_vllm.adapters import Adapters, LoadWatch
-from kvspray_vllm.meta import Landed
 from kvspray_vllm.params import ParamsError
 
 
@@ -153,14 +152,6 @@ def worker_read(e: Engine, id: int, content: str) -> None:  # noqa: F811
     e.worker.adapter_loaded(id, content)
 
 
-def asked(e: Engine, r: Any) -> None:  # noqa: F811
-    """The worker's answer to what it has read."""
-    assert e.scheduler.matched(r, 0) == (None, False)
-    meta = e.meta()
-    assert meta.adapters_question and not meta.empty()
-    e.run(meta, forward=False)
-
-
 def test_a_prompt_s_hash_has_the_content(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
     _, hashed = add(e, "r", 40, dict(DECODE), lora(one))
     assert hashed == [digest(one)]
@@ -228,7 +219,6 @@ def test_a_load_whose_adapter_was_loaded_from_other_files(e: Engine, one: pathli
         id = int(before) + 1
         worker_read(e, id, digest(one))
         r, _ = add(e, req, 40, prefill_first(), lora(one, id=id))
-        asked(e, r)
         assert e.scheduler.matched(r, 0) == (40, True)
         blocks = SimpleNamespace(get_block_ids=lambda req=req: (e.tables[req],))
         e.scheduler.allocated(r, blocks, 40)  # type: ignore[arg-type]
@@ -237,24 +227,27 @@ def test_a_load_whose_adapter_was_loaded_from_other_files(e: Engine, one: pathli
         e.step()
         if not before:
             e.worker.adapter_loaded(1, "other")
-            e.worker_shim.end(e.worker_shim.leases, received=True, status=shim.OK)
-            done = e.worker.collect()
-            assert done.received == done.failed == {req}
-    assert e.worker_shim.leases == 1, "nothing was expected where it was known before"
+        assert (("cancel", e.worker_shim.leases) in e.worker_shim.take()) == before
+        e.worker_shim.end(e.worker_shim.leases, received=True, status=shim.OK)
+        done = e.worker.collect()
+        assert done.received == done.failed == {req}
 
 
-def loaded(e: Engine, one: pathlib.Path, under_way: bool = False) -> Any:  # noqa: F811
+def expect(e: Engine, req: str, one: pathlib.Path) -> None:  # noqa: F811
+    """A load begins."""
+    r, _ = add(e, req, 40, prefill_first(), lora(one))
+    assert e.scheduler.matched(r, 0) == (40, True)
+    e.scheduler.allocated(r, SimpleNamespace(get_block_ids=lambda: (e.tables[req],)), 40)  # type: ignore[arg-type]
+    e.step()
+
+
+def loaded(e: Engine, one: pathlib.Path, under_way: bool = False) -> None:  # noqa: F811
     """A request whose load has ended well, or is under way, and which has computed nothing yet."""
     worker_read(e, 1, digest(one))
-    r, _ = add(e, "r", 40, prefill_first(), lora(one))
-    asked(e, r)
-    assert e.scheduler.matched(r, 0) == (40, True)
-    e.scheduler.allocated(r, SimpleNamespace(get_block_ids=lambda: (e.tables["r"],)), 40)  # type: ignore[arg-type]
-    e.step()
+    expect(e, "r", one)
     if not under_way:
         e.worker_shim.end(1, received=True, status=shim.OK)
         assert e.step().received == {"r"}
-    return r
 
 
 def test_an_adapter_that_is_read_again_after_the_load_ended(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
@@ -298,60 +291,24 @@ def test_loads_that_are_remembered_are_bounded(e: Engine, one: pathlib.Path, mon
 
 @pytest.mark.parametrize("has", ["", "other"])
 def test_nothing_is_loaded_for_an_adapter_that_the_worker_has_not_read(e: Engine, one: pathlib.Path, has: str) -> None:  # noqa: F811
-    """It would be read after the load, and could be another by then."""
+    """It would be read after the load, and could be another by then. The other engine is informed at once."""
     if has:
         worker_read(e, 1, has)
-    r, _ = add(e, "r", 40, prefill_first(), lora(one))
-    asked(e, r)
-    assert e.scheduler.matched(r, 0) == (0, False)
-    assert "is not loaded in this engine yet" in e.scheduler_shim.declined[0][3]
-    stats = e.scheduler.take_stats()
-    assert stats is not None and stats.data["local"] == {"lora_not_loaded": 1}
-    assert not e.meta({"r": 40}).expects
+    expect(e, "r", one)
+    assert [c[0] for c in e.worker_shim.take()] == ["expect", "cancel"]
+    e.worker_shim.end(1, received=True, status=shim.CANCELLED)
+    done = e.step()
+    assert done.received == done.failed == {"r"}
     worker_read(e, 1, digest(one))
-    r, _ = add(e, "later", 40, prefill_first(), lora(one))
-    asked(e, r)
-    assert e.scheduler.matched(r, 0) == (40, True)
-    r, _ = add(e, "known", 40, prefill_first(), lora(one))
-    assert e.scheduler.matched(r, 0) == (40, True), "it was said already"
+    expect(e, "later", one)
+    assert [c[0] for c in e.worker_shim.take()] == ["expect"]
 
 
-def test_a_worker_that_does_not_answer_is_waited_for_within_a_bound(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
-    r, _ = add(e, "r", 40, prefill_first(), lora(one))
-    for _ in range(3):
-        assert e.scheduler.matched(r, 0) == (None, False)
-    e.clock += 10.1
-    assert e.scheduler.matched(r, 0) == (0, False)
-
-
-def test_ranks_that_have_not_read_the_same(one: pathlib.Path) -> None:
-    a, b = Landed(adapters={1: "a", 2: "b"}), Landed(adapters={1: "a", 2: "c", 3: "d"})
-    assert a.aggregate(b).adapters == {1: "a"}
-    assert a.aggregate(Landed()).adapters is None
-
-
-def test_ranks_that_answer_different_questions(one: pathlib.Path) -> None:
-    a, b = Landed(adapters={1: "a"}, adapters_question=1), Landed(adapters={1: "a"}, adapters_question=2)
-    assert a.aggregate(b).adapters is None
-
-
-def test_a_question_leaves_the_last_answer_in_place(e: Engine, one: pathlib.Path, tmp_path: pathlib.Path) -> None:  # noqa: F811
-    """A request whose adapter is in the last answer does not wait for the answer to another's."""
-    two = saved(tmp_path / "two", 2.0)
-    worker_read(e, 1, digest(one))
-    r, _ = add(e, "r", 40, prefill_first(), lora(one))
-    asked(e, r)
-    other, _ = add(e, "other", 40, prefill_first(), lora(two, "two", 2))
-    assert e.scheduler.matched(other, 0) == (None, False)
-    known, _ = add(e, "known", 40, prefill_first(), lora(one))
-    assert e.scheduler.matched(known, 0) == (40, True)
-    # An answer to the question before is not one to this.
-    e.scheduler.worker_reported((), (), Landed(adapters={1: digest(one)}, adapters_question=1))
-    assert e.scheduler.matched(other, 0) == (None, False)
-    worker_read(e, 2, digest(two))
-    late, _ = add(e, "late", 40, prefill_first(), lora(two, "two", 2))
-    asked(e, late)
-    assert e.scheduler.matched(late, 0) == e.scheduler.matched(other, 0) == (40, True)
+def test_what_came_before_the_cancel_is_not_used(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
+    expect(e, "r", one)
+    e.worker_shim.end(1, received=True, status=shim.OK)
+    done = e.step()
+    assert done.received == done.failed == {"r"}
 
 
 # ---- files are read beside the engine
@@ -409,7 +366,6 @@ def test_files_that_were_read_are_only_checked_by_the_reader(e: Engine, one: pat
     assert e.scheduler.matched(r, 0) == (None, False) and not e.scheduler_shim.declined
     gate.open.set()
     read(e, r)
-    asked(e, r)
     assert e.scheduler.matched(r, 0) == (40, True)
 
 
@@ -459,6 +415,7 @@ def test_an_adapter_that_is_not_read_in_time(e: Engine, one: pathlib.Path, gate:
     assert e.scheduler.matched(r, 0) == (None, False)
     if how == "it ends":
         assert e.finish("r", "FINISHED_ABORTED") == (False, None)
+        assert len(e.scheduler_shim.declined) == (side == "destination"), "the prefill engine need not keep its blocks"
     else:
         e.clock += 2.1
         assert e.scheduler.matched(r, 0) == (0, False)
@@ -466,6 +423,16 @@ def test_an_adapter_that_is_not_read_in_time(e: Engine, one: pathlib.Path, gate:
         assert stats is not None and stats.data["local"] == {"lora_reading": 1}
         assert len(e.scheduler_shim.declined) == (side == "destination")
     assert not e.scheduler._reading and not e.scheduler._destinations
+
+
+def test_bad_params_of_a_request_that_ends_first_end_no_engine(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+    gate.closed.clear()
+    add(e, "first", 40, dict(DECODE), lora(one))
+    gate.closed.add("*")
+    new(e, request(prefill_first(v="what"), lora(one)))
+    assert "r" in e.scheduler._reading
+    assert e.finish("r", "FINISHED_ABORTED") == (False, None)
+    assert not e.scheduler_shim.declined and not e.scheduler._reading
 
 
 def test_a_slow_adapter_delays_no_other(tmp_path: pathlib.Path, gate: Gate) -> None:

@@ -74,7 +74,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, client: Client, policy: str) -> Any:
     """A worker's connector with a cache on a GPU that this host does not have."""
     nothing = SimpleNamespace(watch=lambda *a: None, close=lambda: None)
     storage = caches.Storage(1 << 20, 4096, torch.device("cuda", 0))
-    described = caches.Description([], (storage,), ())
+    described = caches.Description([], (storage,))
     monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *a: {})
     monkeypatch.setattr("vllm.model_executor.model_loader.utils.get_model_cls", lambda *a: object)
     monkeypatch.setattr(connector, "name_of", lambda *a: "w")

@@ -450,13 +450,3 @@ def test_a_layer_that_the_connector_does_not_follow_is_left_out() -> None:
         flags={"a": 0},
     ).groups
     assert [layer["name"] for layer in group["layers"]] == ["a"]
-
-
-def test_blocks_are_copied_once() -> None:
-    kv = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["a"], FULL)])
-    cache = torch.randn(2 * BLOCKS, 2, 16, 64).to(torch.bfloat16)
-    before = cache.clone()
-    caches.describe(
-        kv, {"a": cache}, {"a": "FLASH_ATTN"}, kv_heads=[2], ranks=ALONE, packing=""
-    ).copy_blocks([1, 2], [4, 5])
-    assert torch.equal(cache[8:12], before[2:6]) and torch.equal(cache[:8], before[:8])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -81,10 +81,8 @@ class Stage:
         )  # fmt: skip
         self.flags: dict[str, int] = {}
         self.registered: list[tuple[Any, dict[str, Any]]] = []
-        self.copy: Callable[[Sequence[int], Sequence[int]], None] = lambda src, dst: None
         c._worker = SimpleNamespace(  # type: ignore[assignment]
             set_flags=lambda flags, _: self.flags.update(flags), adapter_loaded=None,
-            set_copy=lambda f: setattr(self, "copy", f),
         )  # fmt: skip
         c._worker_client = SimpleNamespace(  # type: ignore[assignment]
             process_memory=lambda addr, nbytes: SimpleNamespace(kind="process", addr=addr, nbytes=nbytes),
@@ -126,16 +124,6 @@ def test_a_stage_registers_groups_of_which_it_has_no_layer() -> None:
     assert first.flags == {name: i for i, name in enumerate(n for g in of(first) for n in g)}
     for s in (whole, first, last):
         assert {layer["name"]: layer["index"] for g in s.layout["groups"] for layer in g["layers"]} == s.flags
-
-
-def test_blocks_of_such_a_stage_are_copied() -> None:
-    last = Stage(NAMES[5:], layout.Ranks(1, 2))
-    (cache,) = last.caches.values()
-    cache.view(torch.uint8).random_()
-    before = cache.clone()
-    last.copy([1, 2], [4, 5])
-    assert torch.equal(cache[4].view(torch.uint8), before[1].view(torch.uint8)) and torch.equal(cache[5].view(torch.uint8), before[2].view(torch.uint8))
-    assert torch.equal(cache[:4].view(torch.uint8), before[:4].view(torch.uint8))
 
 
 def test_what_cannot_be_served_is_refused_by_stages_without_it_too(monkeypatch: pytest.MonkeyPatch) -> None:

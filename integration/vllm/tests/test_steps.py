@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from fakes import BLOCK, DECODE, LOG, XFER, Engine, FakePool, FakeScheduler, FakeWorker, concurrent, e, fake_hash, prefill_first  # noqa: F401
+from fakes import BLOCK, DECODE, LOG, XFER, Engine, FakeScheduler, FakeWorker, concurrent, e, fake_hash, prefill_first  # noqa: F401
 
 from kvspray_vllm import shim
 from kvspray_vllm.worker import LOAD_WAIT_S, WorkerSide

@@ -337,11 +337,9 @@ def one_group(n: int = 1) -> Any:
 )
 def test_what_the_store_does_not_serve_is_refused_by_name(change: Any, groups: int, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    pages.check_store(config(), one_group(), {"it": True})
+    pages.check_store(config(), one_group())
     with pytest.raises(Unsupported, match=want):
-        pages.check_store(config(**change), one_group(groups), {"it": True})
-    with pytest.raises(Unsupported, match="this vLLM has no report"):
-        pages.check_store(config(), one_group(), {"report": False})
+        pages.check_store(config(**change), one_group(groups))
 
 
 def test_seeds_tell_hashes_apart(monkeypatch: pytest.MonkeyPatch) -> None:

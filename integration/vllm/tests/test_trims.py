@@ -12,8 +12,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from fakes import BLOCK, FakePool, FakeScheduler, FakeWorker, fake_hash, prefill_first
+from fakes import BLOCK, FakeScheduler, FakeWorker, fake_hash, prefill_first
 
 from kvspray_vllm import shim
 from kvspray_vllm.scheduler import SchedulerSide
@@ -21,7 +20,7 @@ from kvspray_vllm.settings import Settings
 from kvspray_vllm.worker import WorkerSide
 
 LOG = logging.getLogger("test")
-BLOCKS = 200
+BLOCKS = 100
 RUNS = 1000
 
 
@@ -59,20 +58,13 @@ def trimmed(rng: random.Random, computed: int, external: int) -> int:
     return rng.randint(0, external)
 
 
-def one(seed: int, sync: bool) -> str:
+def one(seed: int) -> str:
     rng = random.Random(seed)
     prompt = rng.randint(2, 12 * BLOCK)
     computed = rng.randint(0, (prompt - 1) // BLOCK) * BLOCK
-    worker_shim, pool = Landing(), FakePool()
-    scheduler = SchedulerSide(Settings(), FakeScheduler(), [BLOCK], "engine", fake_hash, LOG, sync_block=4096 if sync else 0)
-    scheduler.set_pool(pool)  # type: ignore[arg-type]
+    worker_shim = Landing()
+    scheduler = SchedulerSide(Settings(), FakeScheduler(), [BLOCK], "engine", fake_hash, LOG)
     worker = WorkerSide(worker_shim, LOG, resume_block=BLOCK, load_wait_s=0)
-
-    def copy(src: Any, dst: Any) -> None:
-        for a, b in zip(src, dst, strict=True):
-            worker_shim.memory[b] = list(worker_shim.memory[a])
-
-    worker.set_copy(copy)
     request = SimpleNamespace(
         request_id="d", prompt_token_ids=list(range(prompt)), num_prompt_tokens=prompt, num_computed_tokens=0, kv_transfer_params=prefill_first(),
         lora_request=None, cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
@@ -99,17 +91,15 @@ def one(seed: int, sync: bool) -> str:
     out = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0, preempted_req_ids=set(), scheduled_new_reqs=[])
     meta = scheduler.build(out, lambda req: (table,))  # type: ignore[arg-type]
     worker.begin(meta)
-    worker.finish_loads()
     done = worker.collect()
     scheduler.worker_reported(done.sent, done.received, worker.take_landed())
-    assert len(pool.free) == 100, "spare blocks are gone"
     touched = {b for b in range(BLOCKS) if worker_shim.memory[b] != before[b]}
-    assert touched <= set(table[computed // BLOCK :]) | set(range(100, BLOCKS)), "a block of somebody else was written"
+    assert touched <= set(table[computed // BLOCK :]), "a block of somebody else was written"
     if not external:
         assert worker_shim.sent is None and not done.received and not done.failed, "a load of which the engine expects nothing"
         return "none"
     if done.failed or done.bad_blocks:
-        assert not later or "d" in done.received
+        assert "d" in done.received
         assert worker_shim.sent is None and (done.failed == {"d"} or set(table[computed // BLOCK :]) <= done.bad_blocks)
         return "refused"
     holds = [worker_shim.memory[table[i // BLOCK]][i % BLOCK] for i in range(believed)]
@@ -117,16 +107,15 @@ def one(seed: int, sync: bool) -> str:
     return "loaded"
 
 
-@pytest.mark.parametrize("sync", [False, True])
-def test_what_the_engine_believes_loaded_was_loaded(sync: bool) -> None:
+def test_what_the_engine_believes_loaded_was_loaded() -> None:
     seen: dict[str, int] = {}
     for seed in range(RUNS):
         try:
-            end = one(seed, sync)
+            end = one(seed)
         except AssertionError as err:
             raise AssertionError(f"seed {seed}: {err}") from err
         seen[end] = seen.get(end, 0) + 1
-    assert min(seen.get(k, 0) for k in (("none", "loaded") if sync else ("none", "loaded", "refused"))) > RUNS // 20, seen
+    assert min(seen.get(k, 0) for k in ("none", "loaded", "refused")) > RUNS // 20, seen
 
 
 def test_a_trim_that_leaves_the_end_without_a_block_is_named() -> None:
@@ -146,6 +135,6 @@ def test_a_trim_that_leaves_the_end_without_a_block_is_named() -> None:
     worker.begin(s.build(out, lambda req: ((),)))  # type: ignore[arg-type]
     worker._expect(expect, 0)
     done = worker.collect()
-    assert client.take() == [] and done.received == done.failed == {"d"} and done.failed_blocks == {1, 2, 3, 4, 5, 6}
+    assert client.take() == [] and done.received == done.failed == {"d"} and not done.bad_blocks
     stats = worker.take_stats()
     assert stats is not None and stats.data["transfers"] == {f"received/{shim.status_name(shim.REFUSED)}": 1}

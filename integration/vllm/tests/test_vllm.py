@@ -3,11 +3,20 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
+import importlib.util
 import inspect
+import io
+import logging
+import pathlib
 import pickle
+import re
+import sys
+from collections.abc import Iterator
 from importlib.metadata import entry_points
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +26,10 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
 from vllm.plugins import DEFAULT_PLUGINS_GROUP
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.worker_base import WorkerBase
 
-from kvspray_vllm import KVSprayConnector, layout, speculation
+import kvspray_vllm
+from kvspray_vllm import KVSprayConnector, layout, register, speculation
 from kvspray_vllm.meta import Expect, Gain, Intent, StepMeta
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
@@ -31,7 +42,7 @@ def test_engines_that_clear_blocks_say_so() -> None:
 
 def test_vllm_finds_the_connector_by_its_name_alone() -> None:
     (plugin,) = entry_points(group=DEFAULT_PLUGINS_GROUP, name="kvspray")
-    register = plugin.load()
+    assert plugin.load() is register
     register()
     register()  # vLLM may load a plug-in several times
     named = KVTransferConfig(kv_connector="KVSprayConnector", kv_role="kv_both")
@@ -54,7 +65,7 @@ def test_every_override_has_the_signature_of_its_base() -> None:
 def test_blocks_that_lack_are_reported_with_the_request_that_ends() -> None:
     c = object.__new__(KVSprayConnector)
     c._bad_blocks = set()
-    done = Results(sent={"s"}, received={"r", "f"}, failed={"f"}, failed_blocks={3}, bad_blocks={4})
+    done = Results(sent={"s"}, received={"r", "f"}, failed={"f"}, bad_blocks={4})
     c._worker = SimpleNamespace(collect=lambda: done)  # type: ignore[assignment]
     got = c.get_transfer_results({"x"})
     assert (got.finished_sending, got.finished_recving, got.failed_recving) == ({"s"}, {"r", "f"}, {"f"})
@@ -222,3 +233,63 @@ def test_windows_of_cache_groups() -> None:
 
     assert windows(full) == (0,) and layout.backoff_of((0,)) == 0
     assert windows(kept, window, many) == (0, 64, 64) and layout.backoff_of((0, 64, 64)) == 1
+
+
+def test_an_engine_without_kvspray_gets_nothing_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wrapped classes, no reads of the checkpoint."""
+    monkeypatch.delenv("KVSPRAY_LOAD", raising=False)
+    monkeypatch.delenv("KVSPRAY_SLEEP", raising=False)
+    monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"{name} is imported"))
+    before = dict(vars(WorkerBase))
+    register()
+    assert dict(vars(WorkerBase)) == before and not any(name.startswith("kvspray") for name in before)
+
+
+@pytest.mark.parametrize("variable", ["KVSPRAY_LOAD", "KVSPRAY_SLEEP"])
+def test_what_cannot_be_served_ends_no_engine(variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(name: str) -> ModuleType:
+        raise OSError("libkvspray.so: cannot open shared object file")
+
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with _lines("vllm.kvspray") as lines:
+        register()
+    assert f"{variable} is not available in this process" in lines.getvalue() and "cannot open" in lines.getvalue()
+
+
+def test_another_vllm_ends_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.factory", None)
+    with _lines("vllm.kvspray") as lines:
+        register()
+    assert "the connector is not available" in lines.getvalue()
+
+
+@contextlib.contextmanager
+def _lines(name: str) -> Iterator[io.StringIO]:
+    """The log of vLLM does not propagate."""
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield out
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+def test_names_that_the_plug_in_imports_exist() -> None:
+    """Whatever a module imports from vLLM, also within functions: the installed vLLM has it."""
+    missing = []
+    for file in sorted(pathlib.Path(kvspray_vllm.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "vllm":
+                missing += [(file.name, node.module, a.name) for a in node.names if not _there(node.module, a.name)]
+    assert not missing
+
+
+def _there(module: str, name: str) -> bool:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return False
+    if any((pathlib.Path(place) / f"{name}{ending}").exists() for place in spec.submodule_search_locations or () for ending in (".py", "")):
+        return True
+    return re.search(rf"\b{re.escape(name)}\b", pathlib.Path(spec.origin).read_text()) is not None

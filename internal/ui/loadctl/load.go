@@ -380,7 +380,8 @@ func (l *Loader) post(parent context.Context, path string, q url.Values, body, t
 		text := strings.TrimSpace(string(b[:min(len(b), 2048)]))
 		remedy := ""
 		if strings.Contains(text, "is not implemented") {
-			remedy = "; install kvspray-vllm beside vLLM, and name kvspray in VLLM_PLUGINS if it is set"
+			remedy = "; start the engine with KVSPRAY_LOAD=1 and kvspray-vllm beside vLLM, and name " +
+				"kvspray in VLLM_PLUGINS if it is set"
 		}
 		err := fmt.Errorf("load: %s%s answers %s: %s%s", l.Engine, path, res.Status, text, remedy)
 		if res.StatusCode > http.StatusInternalServerError {

@@ -128,7 +128,7 @@ func TestFailures(t *testing.T) {
 		{"check", `[]`, "no rank answers check", "check"},
 		{"check", `["no"]`, "a plug-in of another version", "check"},
 		{"check", "404 not found", "VLLM_SERVER_DEV_MODE=1", "check"},
-		{"check", "500 Method 'x' is not implemented.", "install kvspray-vllm", "check"},
+		{"check", "500 Method 'x' is not implemented.", "start the engine with KVSPRAY_LOAD=1", "check"},
 		{"arm", `[{"token":"T","state":"armed"},{"error":"another load"}]`, "rank 1: another load",
 			"cancel"},
 		{"arm", `{"token":"other","state":"armed"}`, `for the load "other"`, "cancel"},

@@ -27,9 +27,8 @@
 
 #define KVS_CACHE_LINE 64
 #define KVS_MAX_LAYERS 1024
-/* Load flags: the data will not arrive. A stream's wait for "at least v" compares cyclically, (int64)(flag - v) >= 0
- * (CUstreamWaitValue_flags), so this is the greatest number that ends every such wait; all ones would end none. */
-#define KVS_POISON ((uint64_t)INT64_MAX)
+/* Every value of a flag is below. A stream's wait for "at least v" compares cyclically, (int64)(flag - v) >= 0 (CUstreamWaitValue_flags). */
+#define KVS_FLAG_LIMIT ((uint64_t)INT64_MAX)
 
 #define KVS_RING_MIN_BYTES (64u << 10)
 #define KVS_RING_MAX_BYTES (16u << 20) /* a power of two in between */
@@ -65,8 +64,8 @@ struct kvs_flags_header {
  *     then means that the layer is complete in that step or a later one. The layer's state is the greater of this and of layer_flags[l], which
  *     streams outside a graph still set. A flag that was not read is lost with the next step. The end of the step is not: graphs set it in
  *     layer_flags, which is all that a sidecar of 1.0 reads. So an engine whose graphs signal layers signals the end of each step.
- * load_flags[l]: sidecar -> GPU. Data of step s is present, or KVS_POISON. Two writers (the shim's watchdog poisons):
- *     compare-and-swap, poison is sticky.
+ * load_flags[l]: sidecar -> GPU. Data of step s is present. Two writers, the other is the shim for a load that has ended: compare-and-swap, it
+ *     only grows.
  * source_epoch: shim -> sidecar. Grows *before* the engine may reuse any block that an intent named (preemption, abort,
  *     free), and before the record that says which. Bytes read from source blocks count only if the epoch is unchanged
  *     after the read, or the ring was drained up to that epoch and names other blocks. So each growth has one naming record

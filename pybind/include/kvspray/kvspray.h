@@ -9,9 +9,9 @@
  *   - a pidfd of every sidecar process that may still access blocks of an open lease,
  *   - one background thread, which needs no interpreter lock and calls nothing outside this library,
  *   - with regions of a GPU, another such thread: it packs and unpacks blocks there for the sidecar, on a stream of its own in the context
- *     that the regions belong to. kvs_close waits for what it has launched.
+ *     that the regions belong to. kvs_end waits for what it has launched.
  *
- * Threads. Every function may be called from any thread. None blocks but kvs_wait, kvs_wait_connected and kvs_close; the
+ * Threads. Every function may be called from any thread. None blocks but kvs_wait, kvs_wait_connected, kvs_end and kvs_close; the
  * others take one mutex that is held for copies only. kvs_signal_* take no lock: one store each.
  *
  * Fork. A forked child's client is inert: every call returns KVS_E_FORKED (kvs_close only unmaps and closes).
@@ -45,7 +45,6 @@ extern "C" {
 #define KVS_MAX_DECLINES 1024   /* of a scheduler, while the socket takes none */
 #define KVS_MAX_SIDECARS 16     /* sidecar processes that may still access blocks of an open lease */
 #define KVS_LOAD_GRACES 10      /* further ones, for a sidecar that answers but does not end a load: see kvs_submit_load */
-#define KVS_MAX_LOADS 256       /* load flag ranges under the watchdog */
 #define KVS_ADOPT_MIN_BYTES (64ull << 20)
 
 /* Results below zero. */
@@ -181,8 +180,11 @@ int64_t kvs_regions_drop(kvs_client *c, const uint32_t *numbers, uint32_t n);
  * released, and the session is replaced by one that presents this layout; running loads fail. KVS_E_ARG before kvs_start. */
 int kvs_describe(kvs_client *c, const void *layout, uint32_t layout_bytes);
 
-/* Sends BYE, joins the thread, unmaps the board, frees the client. Open leases are forgotten: the sidecar fences them when
- * this process ends. No other call may run, or follow. */
+/* Sends BYE and joins the background thread. Waits of other threads return, and from now on every call behaves as without a sidecar. Open leases
+ * are forgotten: the sidecar fences them when this process ends. One thread calls it, once or more often. */
+void kvs_end(kvs_client *c);
+
+/* kvs_end; then it unmaps the board and frees the client. No other call may run, or follow. */
 void kvs_close(kvs_client *c);
 
 /* 1: there is a registered session, 0: none. */
@@ -197,10 +199,6 @@ int kvs_signal_layer(kvs_client *c, uint32_t layer, uint64_t step);
 int kvs_signal_step(kvs_client *c, uint64_t step);
 /* The board's flags memfd, for registration with a GPU; valid until kvs_close. */
 void *kvs_flags(kvs_client *c, uint64_t *bytes);
-
-/* Invalidates all reads of source blocks that are running, until the next record. kvs_preempt and kvs_cancel include it and name
- * the blocks; this call does not. Returns the new value; 0 on error. */
-uint64_t kvs_bump_source_epoch(kvs_client *c);
 
 /* Deadline of a lease and match timeout of the latest WELCOME: ms << 32 | ms. No lock. */
 uint64_t kvs_deadlines(kvs_client *c);
@@ -230,8 +228,8 @@ struct kvs_landing {
 /* As kvs_submit of a LOAD, of which a stream waits for flag >= value + parts. If the lease ends before all parts are there, the library writes
  * the number of those that are to *arrived, and then raises the flag to value + parts: the stream itself has to copy the others. It does so after
  * the loads before this one have ended, in a thread of its own, within some 10 ms, whatever the engine's threads do. A sidecar that answers but
- * does not end the lease is killed KVS_LOAD_GRACES further graces after deadline and grace, and kvs_close waits until then. Loads are submitted in
- * the order of their values, of all flags together; kvs_load_watch must not watch their flags. */
+ * does not end the lease is killed KVS_LOAD_GRACES further graces after deadline and grace, and kvs_end waits until then. Loads are submitted in
+ * the order of their values, of all flags together. */
 int64_t kvs_submit_load(kvs_client *c, const void *body, uint32_t bytes, uint32_t deadline_ms, const struct kvs_landing *landing);
 
 /* One STEP record, and the snapshots as of it. 0 or KVS_KEPT; both mean that the library has the state. If the ring has no
@@ -255,20 +253,8 @@ int64_t kvs_poll(kvs_client *c, void *buf, uint64_t cap);
  * four or more processors polls for up to 300 us before it sleeps, unless its last wait took longer. */
 int kvs_wait(kvs_client *c, int timeout_ms);
 
-/* ---- worker: load flags and their watchdog ------------------------------------------------------------------------ */
-
-/* The engine is about to let a GPU wait until load_flags[first..first+count) reach `step`. If they have not by timeout_ms,
- * or if the sidecar's exit is proved before, those below `step` become KVS_POISON. Returns a handle > 0 or an error. */
-int64_t kvs_load_watch(kvs_client *c, uint32_t first, uint32_t count, uint64_t step, uint32_t timeout_ms);
-/* Ends the watch. 1: some flag of the range is poison, 0: none. */
-int kvs_load_done(kvs_client *c, int64_t handle);
-/* Raises a load flag to `step`, after the data of `step` has arrived. A greater value stays. KVS_E_ARG: there is no such flag, the client is
- * not a worker's, or `step` is KVS_POISON or more. */
-int kvs_load_ready(kvs_client *c, uint32_t flag, uint64_t step);
 /* The value of a load flag; 0 if the client has no such flag. */
 uint64_t kvs_load_value(kvs_client *c, uint32_t flag);
-/* Sets flags to zero again, poison included. Only while no stream waits and no open lease loads into them. */
-int kvs_load_reset(kvs_client *c, uint32_t first, uint32_t count);
 
 /* ---- worker: signals by the GPU itself ----------------------------------------------------------------------------- */
 
@@ -298,7 +284,7 @@ int kvs_gpu_signal_step(kvs_gpu *g, void *stream);
 int kvs_gpu_mark(kvs_gpu *g, void *stream, uint64_t *mark);
 /* 1: the stream has reached this mark, 0: not yet. All marks have to be of one stream. Any thread; makes no call to CUDA. */
 int kvs_gpu_reached(kvs_gpu *g, uint64_t mark);
-/* The stream goes on once load_flags[layer] >= value, or is poison. In a graph the value is baked in: use 1 and kvs_load_reset. */
+/* The stream goes on once load_flags[layer] >= value. In a graph the value is baked in. */
 int kvs_gpu_wait_layer(kvs_gpu *g, uint32_t layer, uint64_t value, void *stream);
 
 /* ---- scheduler: admission ----------------------------------------------------------------------------------------- */
@@ -317,13 +303,12 @@ struct kvs_admission {
 	char message[232];
 };
 
-/* Asks once per (xfer, hash); repeated calls change nothing. Asked again after a reconnection. Forgotten at ttl_ms + 60 s. */
+/* Asks once per (xfer, hash): further calls add an asker to the same query. Asked again after a reconnection. Forgotten at ttl_ms + 60 s. */
 int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, uint32_t tokens,
               uint32_t ttl_ms);
 int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], struct kvs_admission *out);
-int kvs_await_forget(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32]);
 
-/* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. Drops the query, too. The background thread
+/* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. Withdraws one asker of its query, which is dropped with the last. The background thread
  * sends it, if necessary after a reconnection. If it cannot be sent within the match timeout, it is dropped, and the source waits for that time.
  * The ranks of the config give the number of leases that it stands for. KVS_E_UNSUPPORTED: the sidecar is older. */
 int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason);
@@ -371,7 +356,6 @@ struct kvs_info {
 	uint64_t dropped;      /* completions of unknown or complete leases */
 	uint64_t protocol_errors; /* malformed packets, rings or records of the sidecar */
 	uint64_t kills;        /* sidecars killed by the watchdog */
-	uint64_t poisoned;     /* load flags */
 	uint64_t sidecar_exits; /* proved */
 	char node[64];
 	char endpoint[256];  /* that peers dial; empty before the first WELCOME */

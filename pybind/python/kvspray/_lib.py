@@ -97,7 +97,6 @@ class CInfo(ctypes.Structure):
         ("dropped", c_uint64),
         ("protocol_errors", c_uint64),
         ("kills", c_uint64),
-        ("poisoned", c_uint64),
         ("sidecar_exits", c_uint64),
         ("node", c_char * 64),
         ("endpoint", c_char * 256),
@@ -121,13 +120,13 @@ _PROTOTYPES = {
     "kvs_open": (c_int, [POINTER(CConfig), POINTER(c_void_p)]),
     "kvs_start": (c_int, [c_void_p, POINTER(CRegion), c_uint32, c_char_p, c_uint32]),
     "kvs_describe": (c_int, [c_void_p, c_char_p, c_uint32]),
+    "kvs_end": (None, [c_void_p]),
     "kvs_close": (None, [c_void_p]),
     "kvs_connected": (c_int, [c_void_p]),
     "kvs_wait_connected": (c_int, [c_void_p, c_int]),
     "kvs_signal_layer": (c_int, [c_void_p, c_uint32, c_uint64]),
     "kvs_signal_step": (c_int, [c_void_p, c_uint64]),
     "kvs_flags": (c_void_p, [c_void_p, POINTER(c_uint64)]),
-    "kvs_bump_source_epoch": (c_uint64, [c_void_p]),
     "kvs_deadlines": (c_uint64, [c_void_p]),
     "kvs_submit": (c_int64, [c_void_p, c_uint16, c_char_p, c_uint32, c_uint32]),
     "kvs_submit_load": (c_int64, [c_void_p, c_char_p, c_uint32, c_uint32, POINTER(CLanding)]),
@@ -138,11 +137,7 @@ _PROTOTYPES = {
     "kvs_cancel": (c_int, [c_void_p, c_uint64, c_char_p]),
     "kvs_poll": (c_int64, [c_void_p, c_void_p, c_uint64]),
     "kvs_wait": (c_int, [c_void_p, c_int]),
-    "kvs_load_watch": (c_int64, [c_void_p, c_uint32, c_uint32, c_uint64, c_uint32]),
-    "kvs_load_done": (c_int, [c_void_p, c_int64]),
-    "kvs_load_ready": (c_int, [c_void_p, c_uint32, c_uint64]),
     "kvs_load_value": (c_uint64, [c_void_p, c_uint32]),
-    "kvs_load_reset": (c_int, [c_void_p, c_uint32, c_uint32]),
     "kvs_gpu_open": (c_int, [c_void_p, POINTER(c_void_p), c_char_p, c_uint32]),
     "kvs_gpu_close": (None, [c_void_p]),
     "kvs_gpu_error": (c_char_p, [c_void_p]),
@@ -154,7 +149,6 @@ _PROTOTYPES = {
     "kvs_gpu_wait_layer": (c_int, [c_void_p, c_uint32, c_uint64, c_void_p]),
     "kvs_await": (c_int, [c_void_p, c_char_p, c_char_p, c_char_p, c_uint32, c_uint32]),
     "kvs_admission": (c_int, [c_void_p, c_char_p, c_char_p, POINTER(CAdmission)]),
-    "kvs_await_forget": (c_int, [c_void_p, c_char_p, c_char_p]),
     "kvs_decline": (c_int, [c_void_p, c_char_p, c_char_p, c_char_p, c_char_p]),
     "kvs_regions_add": (c_int64, [c_void_p, POINTER(CRegion), c_uint32]),
     "kvs_regions_wait": (c_int, [c_void_p, c_int]),
@@ -186,7 +180,7 @@ def _path() -> str:
 
 lib: ctypes.CDLL = _bind(ctypes.CDLL(_path(), use_errno=True), list(_PROTOTYPES))
 fast: ctypes.PyDLL = ctypes.PyDLL(_path())
-_bind(fast, ["kvs_signal_layer", "kvs_signal_step", "kvs_bump_source_epoch", "kvs_deadlines"])
+_bind(fast, ["kvs_signal_layer", "kvs_signal_step", "kvs_deadlines"])
 
 
 def strerror(code: int) -> str:

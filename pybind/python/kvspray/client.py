@@ -14,7 +14,6 @@ from __future__ import annotations
 import builtins
 import ctypes
 import enum
-import functools
 import logging
 import os
 import threading
@@ -145,7 +144,7 @@ class Status:
 
 _COUNTERS = (
     "connects", "refusals", "submitted", "kept", "full", "completed", "synthesised", "represented", "dropped",
-    "protocol_errors", "kills", "poisoned", "sidecar_exits",
+    "protocol_errors", "kills", "sidecar_exits",
 )  # fmt: skip
 
 
@@ -214,9 +213,11 @@ class _Client:
             )
         self._h = handle
         self._spaces: dict[Any, None] = {}  # open ones of the store, the least recently used first
+        # Freed once neither this object nor its log thread uses it: a thread in a call has a reference to this object.
+        self._owner = _Handle(handle)
         out = log.log if isinstance(log, logging.Logger) else log
         # Joins the C thread before the interpreter ends, or when the client is garbage-collected.
-        end = _LogThread(handle, out).close if out is not None else functools.partial(lib.kvs_close, handle)
+        end = _LogThread(self._owner, out).end if out is not None else self._owner.end
         self._finalizer = weakref.finalize(self, end)
 
     @property
@@ -227,9 +228,8 @@ class _Client:
         return self._h if self._finalizer.alive else None
 
     def close(self) -> None:
-        """Sends BYE and joins the background thread. Idempotent. No other thread may be in a call."""
+        """Sends BYE and joins the background thread. Idempotent. Other threads may be in a call: their waits return."""
         self._finalizer()
-        self._h = ctypes.c_void_p()  # signals check nothing else
 
     def __enter__(self) -> Any:
         return self
@@ -294,44 +294,45 @@ class _Client:
         return info
 
 
-class _LogThread:
-    """Passes the lines of a client's log to the engine's logger, and closes the handle after the last one. It has no reference to the
-    client, so that an unused client is collected and closed."""
+class _Handle:
+    """Owns the handle of libkvspray: whatever may still use it has a reference to this object."""
 
-    def __init__(self, handle: ctypes.c_void_p, out: LogFunc) -> None:
-        self._h = handle
+    def __init__(self, handle: ctypes.c_void_p) -> None:
+        self.value = handle
+        self._close = lib.kvs_close  # no module has its names left at the interpreter's end
+
+    def end(self) -> None:
+        lib.kvs_end(self.value)
+
+    def __del__(self) -> None:
+        self._close(self.value)
+
+
+class _LogThread:
+    """Passes the lines of a client's log to the engine's logger. It has no reference to the client, so that an unused client is collected and
+    closed."""
+
+    def __init__(self, owner: _Handle, out: LogFunc) -> None:
+        self._owner = owner
         self._out = out
-        self._lock = threading.Lock()  # guards the two below
-        self._late = False  # close() has returned: the thread closes the handle
-        self._done = False
         self._thread = threading.Thread(target=self._run, name="kvspray-log", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         buf = ctypes.create_string_buffer(_LOG_LINE_BYTES)
-        while lib.kvs_wait_log(self._h, buf, len(buf)) == 1:
+        while lib.kvs_wait_log(self._owner.value, buf, len(buf)) == 1:
             level, _, message = _text(buf.value).partition(" ")
             try:
                 self._out(_LEVELS.get(level, logging.INFO), f"kvspray: {message}")
             except Exception:  # a logger that fails must not fail the engine
                 continue
-        with self._lock:
-            self._done = True
-            late = self._late
-        if late:
-            lib.kvs_close(self._h)
 
-    def close(self) -> None:
-        lib.kvs_end_log(self._h)
+    def end(self) -> None:
+        lib.kvs_end_log(self._owner.value)
         # The thread that closes the client may hold the logger's lock. A client may also be collected in the log thread itself.
         if self._thread is not threading.current_thread():
             self._thread.join(_LOG_END_S)
-        with self._lock:
-            # A forked child has no such thread.
-            self._late = not self._done and self._thread.is_alive()
-            late = self._late
-        if not late:
-            lib.kvs_close(self._h)
+        self._owner.end()
 
 
 def _config(role: int, socket_path: str | os.PathLike[str] | None, engine: EngineInfo, ranks: Ranks) -> _lib.CConfig:

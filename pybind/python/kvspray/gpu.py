@@ -69,7 +69,7 @@ class GpuSignals:
         return h is not None and lib.kvs_gpu_reached(h, mark) == 1
 
     def wait_layer(self, layer: int, value: int, stream: int) -> bool:
-        """The stream goes on once the layer's load flag is at least ``value``, or poison."""
+        """The stream goes on once the layer's load flag is at least ``value``."""
         return self._call(lib.kvs_gpu_wait_layer, layer, value, stream)
 
     def close(self) -> None:

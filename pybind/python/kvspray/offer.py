@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import http.server
 import json
 import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
 import time
@@ -57,12 +59,12 @@ class Offer:
         self._client = WorkerClient(
             socket_path, engine=EngineInfo("kvspray-offer", id=f"offer-{os.getpid()}-{secrets.token_hex(4)}"), layers=1, deadline_s=DEADLINE_S, log=_log
         )
+        self._ends = threading.Thread(target=self._watch, name="kvspray-offer-ends")
         self._client.register([self._arena.region], offer_layout(self.manifest, self._arena.nbytes // PAGE_BYTES))
         if not self._client.wait_connected(CONNECT_S):
             error = self._client.status().error or "none answers"
             self.close()
             raise LoadError(f"no sidecar takes the offer: {error}; start kvspray serve on this host, or name its socket with --socket")
-        self._ends = threading.Thread(target=self._watch, name="kvspray-offer-ends", daemon=True)
         self._ends.start()
 
     def describe(self) -> dict[str, Any]:
@@ -74,10 +76,13 @@ class Offer:
         xfer, piece = self._piece(body)
         self._files.check()
         with self._lock:
+            if self._closed:
+                raise LoadError("the offer ends")
             if self._waiting >= MAX_WAITING:
                 raise LoadError(f"{MAX_WAITING} pieces wait already: load fewer engines at a time")
             self._waiting += 1
-        self._pool.submit(self._serve, xfer, piece).result()
+            serving = self._pool.submit(self._serve, xfer, piece)
+        serving.result()
 
     def _piece(self, body: object) -> tuple[bytes, Piece]:
         if not isinstance(body, dict):
@@ -140,12 +145,19 @@ class Offer:
             block.give_back()
             self._lock.notify_all()
 
-    def close(self) -> None:
-        self._closed = True
+    def stop(self) -> None:
+        """Takes no further request."""
         with self._lock:
+            self._closed = True
             self._lock.notify_all()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._client.close()
+
+    def close(self) -> None:
+        """Once no thread is in a call of this object. Ends the threads before what they use."""
+        self.stop()
+        self._pool.shutdown(wait=True)
+        self._client.close()  # the watch's wait returns
+        if self._ends.ident is not None:
+            self._ends.join()
         self._files.stop()
         self._files.folder.close()
 
@@ -188,19 +200,28 @@ def server(offer: Offer, host: str, port: int) -> http.server.ThreadingHTTPServe
             _log.debug(format, *args)
 
     class Server(http.server.ThreadingHTTPServer):
-        daemon_threads = True
+        daemon_threads = False  # server_close joins them
         request_queue_size = 128
 
         def __init__(self, *args: Any) -> None:
             self._open: collections.Counter[str] = collections.Counter()
+            self._sockets: set[Any] = set()
             self._lock = threading.Lock()
             super().__init__(*args)
+
+        def server_close(self) -> None:
+            with self._lock:
+                for s in self._sockets:
+                    with contextlib.suppress(OSError):  # the other end has closed it
+                        s.shutdown(socket.SHUT_RD)  # no further request; the answer to the last one leaves
+            super().server_close()
 
         def verify_request(self, request: Any, client_address: Any) -> bool:
             with self._lock:
                 if self._open.total() >= MAX_CONNECTIONS or self._open[client_address[0]] >= MAX_PER_ADDRESS:
                     return False  # it is closed: what asked says that the offer does not answer
                 self._open[client_address[0]] += 1
+                self._sockets.add(request)
                 return True
 
         def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -208,6 +229,7 @@ def server(offer: Offer, host: str, port: int) -> http.server.ThreadingHTTPServe
                 super().process_request_thread(request, client_address)
             finally:
                 with self._lock:
+                    self._sockets.discard(request)
                     self._open[client_address[0]] -= 1
                     if not self._open[client_address[0]]:
                         del self._open[client_address[0]]
@@ -232,12 +254,20 @@ def main() -> None:
         sys.exit(f"kvspray: {err}")
     except OSError as err:
         sys.exit(f"kvspray: --listen {args.listen}: {err.strerror}")
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=web.shutdown).start())
+    ends = threading.Thread(target=web.shutdown, name="kvspray-offer-stops")
+
+    def stop(*_: object) -> None:
+        if ends.ident is None:
+            ends.start()
+
+    signal.signal(signal.SIGTERM, stop)
     print(f"kvspray: {offer.manifest.digest} is offered at http://{host}:{web.server_address[1]}", flush=True)
     try:
         web.serve_forever()
     except KeyboardInterrupt:
         pass
+    offer.stop()  # what waits for memory of the arena is refused
+    web.server_close()
     offer.close()
 
 

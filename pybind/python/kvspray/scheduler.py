@@ -52,7 +52,7 @@ class SchedulerClient(_Client):
         return _text(info.endpoint) or None if info.connected else None
 
     def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> bool:
-        """Asks whether the prefill at ``peer`` has admitted this request; once per key, repeated calls change nothing.
+        """Asks whether the prefill at ``peer`` has admitted this request; once per key, repeated calls add an asker.
 
         False: the query cannot be sent (too many are open, or the client is closed).
         """
@@ -76,14 +76,8 @@ class SchedulerClient(_Client):
             return None
         return Admission(AdmissionState(out.state), out.tokens, _text(out.message))
 
-    def forget(self, xfer: bytes, hash: bytes) -> None:
-        """Drops the query and its answer."""
-        h = self._handle()
-        if h is not None:
-            lib.kvs_await_forget(h, _bin("xfer", xfer, 16), _bin("hash", hash, 32))
-
     def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str = "") -> bool:
-        """No rank of this engine will expect that prompt's KV: the prefill's engine at ``peer`` need not keep it any longer. Drops the query, too.
+        """No rank of this engine will expect that prompt's KV: the prefill's engine at ``peer`` need not keep it any longer. Withdraws one asker, too.
 
         For requests without a lease; a lease is cancelled instead. Never blocks. False: it cannot be sent (too many wait, the sidecar is
         older, or the client is closed), and the prefill keeps the blocks until the match timeout.

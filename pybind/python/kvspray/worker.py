@@ -198,10 +198,6 @@ class WorkerClient(_Client):
         """Every layer of ``step`` is complete, also those without hooks."""
         self._signal_step(self._h, step)
 
-    def bump_source_epoch(self) -> int:
-        """Invalidates reads of source blocks that are running. preempt() and cancel() include it."""
-        return int(fast.kvs_bump_source_epoch(self._h)) if not self.closed else 0
-
     # -- source leases -----------------------------------------------------------------------------------------------
 
     def intent(
@@ -512,34 +508,10 @@ class WorkerClient(_Client):
 
     # -- load flags --------------------------------------------------------------------------------------------------
 
-    def load_watch(self, first: int, count: int, step: int, timeout_s: float) -> int:
-        """A GPU is about to wait for load flags [first, first+count) to reach ``step``; past the timeout they are poisoned."""
-        h = self._handle()
-        rc = _lib.E_CLOSED if h is None else int(lib.kvs_load_watch(h, first, count, step, _ms(timeout_s, 0)))
-        if rc < 0:
-            raise KvsprayError(f"kvspray: load_watch: {self._why(rc)}")
-        return rc
-
-    def load_done(self, watch: int) -> bool:
-        """Ends a watch. True: none of its flags is poisoned."""
-        h = self._handle()
-        return h is not None and lib.kvs_load_done(h, watch) == 0
-
-    def load_ready(self, flag: int, step: int) -> None:
-        """Raises a load flag to ``step``: the data of ``step`` has arrived. Raises KvsprayError if there is no such flag."""
-        h = self._handle()
-        if h is not None and (rc := int(lib.kvs_load_ready(h, flag, step))) < 0:
-            raise KvsprayError(f"kvspray: load_ready: {self._why(rc)}")
-
     def load_value(self, flag: int) -> int:
         """The value of a load flag. 0: there is no such flag, or the client is closed."""
         h = self._handle()
         return 0 if h is None else int(lib.kvs_load_value(h, flag))
-
-    def load_reset(self, first: int, count: int) -> None:
-        h = self._handle()
-        if h is not None:
-            lib.kvs_load_reset(h, first, count)
 
     def _deadlines(self) -> tuple[int, int]:
         """Deadline and match timeout in milliseconds: the sidecar's, or the defaults."""

@@ -655,7 +655,7 @@ func TestAFloodOfRemovals(t *testing.T) {
 func TestALogOfRefusals(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		var logs testutil.Log
-		r := New(Options{Store: &node{pages: map[page.ID]int{}}, Gone: func() {},
+		r := New(Options{Store: &node{pages: map[page.ID]int{}},
 			Log: slog.New(slog.NewTextHandler(&logs, nil))})
 		far := uint64(time.Now().Add(2 * removal.MaxAhead).UnixNano())
 		for range 2 {

@@ -5,6 +5,7 @@ connector; a plain engine beside them."""
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -45,6 +46,7 @@ TRANSPORTS = ("shm", "tcp")
 CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 STARTED = pathlib.Path(tempfile.gettempdir()) / f"kvspray-rig-{os.getuid()}.{os.getpid()}.pids"
 TIE = 0.15  # of two logarithms of probabilities: nearer ones may change places in bfloat16
+CONTROLS = 8  # times that the plain engine is asked again, at once, for its own spread
 MIB = 1 << 20
 BIG_TOKEN = 100_000  # bytes of the cache that a token of an 8B model takes: two prompts, not four
 
@@ -448,7 +450,7 @@ def reap() -> None:
     the GPU's memory. A measurement that still runs keeps its own."""
     for left in STARTED.parent.glob(f"kvspray-rig-{os.getuid()}.*.pids"):
         if b"measure.py" not in command(int(left.name.split(".")[1])):
-            for pid in map(int, left.read_text().split()):
+            for pid in pids_in(left):
                 if b"vllm" in command(pid):
                     say(f"ending process group {pid}, which an earlier measurement left behind")
                     with contextlib.suppress(ProcessLookupError):
@@ -456,9 +458,17 @@ def reap() -> None:
             left.unlink(missing_ok=True)
 
 
+def pids_in(file: pathlib.Path) -> list[int]:
+    """None of a file that another command has removed meanwhile."""
+    try:
+        return [int(pid) for pid in file.read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
 def end_started() -> None:
     """Ends every engine of this measurement at once."""
-    for pid in map(int, STARTED.read_text().split()) if STARTED.exists() else ():
+    for pid in pids_in(STARTED):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 
@@ -492,7 +502,10 @@ def new_xfer() -> str:
 
 def difference(plain: Server, ids: list[int], want: list[int], got: list[int]) -> dict[str, Any]:
     """Where two answers part, and how near the two tokens were to each other: near ones change
-    places where sums are rounded otherwise."""
+    places where sums are rounded otherwise. The control is the plain engine beside itself: it is
+    asked for that token again, several times at once, so that it batches otherwise. It is a tie
+    where the two are as near as the plain engine's own answers lie apart, or where it chooses the
+    other token by itself."""
     at = next(
         (i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b),
         min(len(want), len(got)),
@@ -506,17 +519,34 @@ def difference(plain: Server, ids: list[int], want: list[int], got: list[int]) -
     }
     if at >= min(len(want), len(got)):
         return out
-    answer = complete(
-        plain.port, ids + want[:at], max_tokens=1, logprobs=20, return_tokens_as_token_ids=True
-    )
-    near = answer.logprobs[0] if answer.logprobs else {}
-    a, b = near.get(f"token_id:{want[at]}"), near.get(f"token_id:{got[at]}")
+
+    def ask(_: int = 0) -> tuple[list[int], dict[str, float]]:
+        answer = complete(
+            plain.port, ids + want[:at], max_tokens=1, logprobs=20, return_tokens_as_token_ids=True
+        )
+        return answer.tokens[0], answer.logprobs[0] if answer.logprobs else {}
+
+    _, near = ask()
+    with concurrent.futures.ThreadPoolExecutor(CONTROLS) as pool:
+        controls = list(pool.map(ask, range(CONTROLS)))
+    names = [f"token_id:{want[at]}", f"token_id:{got[at]}"]
+    a, b = (near.get(n) for n in names)
+    apart = spread([near, *(c for _, c in controls)], names)
+    chosen = sum(tokens == got[at : at + 1] for tokens, _ in controls)
     out |= {
         "logprob_plain": a,
         "logprob_pair": b,
-        "tie": a is not None and b is not None and abs(a - b) <= TIE,
+        "plain_spread": apart,
+        "plain_chose_it": chosen,
+        "tie": chosen > 0 or a is not None and b is not None and abs(a - b) <= max(TIE, apart),
     }
     return out
+
+
+def spread(answers: Sequence[dict[str, float]], names: Sequence[str]) -> float:
+    """How far the difference of two tokens' logarithms varies between answers to one question."""
+    gaps = [x[names[0]] - x[names[1]] for x in answers if all(n in x for n in names)]
+    return max(gaps) - min(gaps) if gaps else 0.0
 
 
 def compare_answers(

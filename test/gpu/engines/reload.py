@@ -74,7 +74,7 @@ class Engine(sleeping.Engine):
             **self.rig.engine_env(self.place),
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "KVSPRAY_LOAD_SOCKET": self.sidecar.socket,
+            "KVSPRAY_LOAD": self.sidecar.socket,
         }
         args = [
             "--worker-extension-cls",

@@ -3,6 +3,7 @@ package source
 import (
 	"fmt"
 
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec/internal/timer"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -32,8 +33,8 @@ func (mt *Matcher) absent(now Instant, in *inboundGrant, over bool) {
 	switch old := mt.absents[in.lease()]; {
 	case held && in.absent == nil:
 		if old != nil {
-			mt.endInbound(now, old, false, "its lease was granted again by another sidecar, which is "+
-				"gone, too")
+			mt.endInbound(now, old, engines.StatusFailed,
+				"its lease was granted again by another sidecar, which is gone, too")
 		}
 		in.absent = timer.New(func(now Instant) { mt.absentDue(now, in) })
 		mt.Agenda.Arm(in.absent, now+mt.Cfg.MatchTimeout)
@@ -62,7 +63,7 @@ func (mt *Matcher) absentDue(now Instant, in *inboundGrant) {
 			mt.sources.lose(now, c.snd, true, why)
 		}
 	}
-	mt.endInbound(now, in, false, why)
+	mt.endInbound(now, in, engines.StatusFailed, why)
 }
 
 // succeed gives a grant the places of an absent grant of the same lease.

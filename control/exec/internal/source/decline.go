@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec/internal/frame"
 	"github.com/kvspray/kvspray/control/exec/internal/lanes"
 	"github.com/kvspray/kvspray/control/lease"
@@ -43,7 +44,7 @@ func (mt *Matcher) onDecline(now Instant, p *lanes.Peer, g lease.GrantID, m *pee
 	}
 	why := gaveUp + m.Reason
 	if old := mt.absents[engineLease{g.Dest.Boot, g.Dest.ID}]; old != nil && old.key == k {
-		mt.endInbound(now, old, false, why)
+		mt.endInbound(now, old, engines.StatusCancelled, why)
 		return nil
 	}
 	q := &pending{peer: p, key: k, decline: &decline{id: g, team: lease.TeamID(m.Team),
@@ -66,7 +67,8 @@ func (mt *Matcher) settleWhole(now Instant, q *pending) {
 		for _, s := range slices.Clone(mt.sources.byKey[k]) {
 			if !s.Over(d.id) && s.Bind(d.id, d.team, d.size) == nil {
 				s.trouble = d.why
-				mt.sources.served(now, s, s.End(d.id, false), d.why)
+				mt.sources.served(now, s, s.End(d.id, false), engines.StatusCancelled,
+					d.why)
 			}
 		}
 	}
@@ -90,7 +92,8 @@ func (mt *Matcher) settleDecline(now Instant, q *pending) bool {
 			continue // of another request
 		default:
 			s.trouble = d.why
-			mt.sources.served(now, s, s.End(d.id, false), d.why)
+			mt.sources.served(now, s, s.End(d.id, false), engines.StatusCancelled,
+				d.why)
 		}
 		d.engine, d.world = at.Engine, at.World()
 		d.freed[at.Rank()] = true

@@ -289,7 +289,7 @@ func (mt *Matcher) bindPart(now Instant, c *partBinding) bool {
 	s.bindings = append(s.bindings, c)
 	switch {
 	case c.ended:
-		mt.endBinding(now, c, true, "")
+		mt.endBinding(now, c, engines.StatusOK, "")
 	case plan != nil:
 		mt.open(now, c, plan)
 	}
@@ -371,13 +371,13 @@ func (mt *Matcher) refuseFor(now Instant, in *inboundGrant, code peerv1.GrantRep
 		GrantReply: &peerv1.GrantReply{
 			Destination: frame.Lease(in.id.Dest), Code: code, Message: message, Gen: in.msg.Gen}}})
 	if mt.grants[in.id] == in {
-		mt.endInbound(now, in, false, message)
+		mt.endInbound(now, in, engines.StatusFailed, message)
 	}
 	// An earlier grant of the lease may still hold places.
 	for _, s := range slices.Clone(mt.sources.byKey[in.key]) {
 		s.trouble = frame.CodeName(code) + ": " + message
 		if s.Has(in.id) {
-			mt.sources.served(now, s, s.End(in.id, false), message)
+			mt.sources.served(now, s, s.End(in.id, false), engines.StatusFailed, message)
 		}
 	}
 }
@@ -434,12 +434,15 @@ func (mt *Matcher) replace(now Instant, in *inboundGrant, g lease.GrantID) {
 }
 
 // endInbound ends a grant: its destination lease needs nothing more of our engine.
-func (mt *Matcher) endInbound(now Instant, in *inboundGrant, committed bool, why string) {
+// It ends with StatusOK (committed), StatusCancelled (the receiver gave it up, which is no
+// failure of this side) or StatusFailed.
+func (mt *Matcher) endInbound(now Instant, in *inboundGrant, status uint16, why string) {
 	mt.drop(in)
+	committed := status == engines.StatusOK
 	for _, c := range in.bindings {
 		switch {
 		case c.src != nil:
-			mt.endBinding(now, c, committed, why)
+			mt.endBinding(now, c, status, why)
 		case c.wait != nil && committed:
 			c.ended = true // the late intent of a rank that sends nothing takes its place and frees it
 		case c.wait != nil:
@@ -449,7 +452,8 @@ func (mt *Matcher) endInbound(now Instant, in *inboundGrant, committed bool, why
 }
 
 // endBinding ends the binding of one rank.
-func (mt *Matcher) endBinding(now Instant, c *partBinding, committed bool, why string) {
+func (mt *Matcher) endBinding(now Instant, c *partBinding, status uint16, why string) {
+	committed := status == engines.StatusOK
 	s, snd := c.src, c.snd
 	c.src, c.snd = nil, nil
 	s.bindings = index.Remove(s.bindings, c)
@@ -473,7 +477,7 @@ func (mt *Matcher) endBinding(now Instant, c *partBinding, committed bool, why s
 		snd.committed = committed
 		mt.sources.endSending(now, snd)
 	}
-	mt.sources.served(now, s, last, why)
+	mt.sources.served(now, s, last, status, why)
 }
 
 func (mt *Matcher) OnCommit(now Instant, p *lanes.Peer, m *peerv1.Commit) error {
@@ -482,7 +486,7 @@ func (mt *Matcher) OnCommit(now Instant, p *lanes.Peer, m *peerv1.Commit) error 
 		return err
 	}
 	if in := mt.grants[lease.GrantID{Peer: p.Boot, Dest: id}]; in != nil {
-		mt.endInbound(now, in, true, "")
+		mt.endInbound(now, in, engines.StatusOK, "")
 	}
 	return nil
 }
@@ -500,7 +504,7 @@ func (mt *Matcher) OnRevoke(now Instant, p *lanes.Peer, m *peerv1.Revoke) error 
 	if int32(m.Gen-in.msg.Gen) < 0 { // they wrap
 		return nil // a replay: it names the last grant that was made
 	}
-	mt.endInbound(now, in, false, gaveUp+m.Reason)
+	mt.endInbound(now, in, engines.StatusCancelled, gaveUp+m.Reason)
 	return nil
 }
 

@@ -374,13 +374,13 @@ func (ss *Table) complete(now Instant, s *Lease) {
 }
 
 // served ends a source lease whose last receiver has ended.
-func (ss *Table) served(now Instant, s *Lease, last bool, why string) {
+func (ss *Table) served(now Instant, s *Lease, last bool, status uint16, why string) {
 	switch {
 	case !last:
 	case s.Served > 0:
 		ss.Close(now, s, engines.StatusOK, "", true)
 	default:
-		ss.Close(now, s, engines.StatusFailed, why, true)
+		ss.Close(now, s, status, why, true)
 	}
 }
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that SGLang hands over as tensors: they are copied through a buffer that the sidecar maps.
-
-SGLang does so for a draft model's cache (0.5.17) and for pools that do not report where their pages
-are. One call at a time uses the buffer; it is free again when its leases have ended. A call's time
+"""Pages of host pools that do not report where their pages are: SGLang hands them over as tensors,
+which are copied through a buffer that the sidecar maps. One call at a time uses the buffer; it is free again when its leases have ended. A call's time
 includes its wait for the buffer.
 """
 
@@ -47,11 +45,6 @@ class Copies:
     ) -> list[bool]:  # fmt: skip
         """Copies tensors of one size into the store, until ``end``."""
         return self._move(name, hashes, pages, end, True, parent)
-
-    def spaces(self, name: str) -> list[Space]:
-        """The spaces of this name, one for each size."""
-        with self._lock:
-            return [s for (n, *_), (s, _) in self._spaces.items() if n == name]
 
     def space(self, name: str, like: torch.Tensor) -> Space:
         with self._lock:

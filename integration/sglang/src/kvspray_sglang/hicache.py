@@ -33,7 +33,6 @@ from kvspray_sglang.settings import Settings
 _log = logging.getLogger(__name__)
 _HASH = re.compile("[0-9a-f]{64}")
 _KV = "kv"
-_TENSORS = "tensors"  # pages that SGLang gives as tensors, of no pool that is registered
 _MAX_SAMPLES = 1024  # of a metric between two polls
 
 
@@ -208,12 +207,8 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
             return self._spaces[name]
 
     def _of_tensors(self, name: str, nbytes: int, dtype: str) -> Namespace:
-        copied = self._copied.get(name)
-        if copied is not None:
-            return self._names.of_tensors(name, nbytes, dtype, copied.layout, copied.page_tokens)
-        host = self.mem_pool_host  # a draft model's pool has the layout of this one
-        layout = f"{type(host).__qualname__}/{host.layout}"
-        return self._names.of_tensors(name, nbytes, dtype, layout, host.page_size)
+        copied = self._copied[name]
+        return self._names.of_tensors(name, nbytes, dtype, copied.layout, copied.page_tokens)
 
     @property
     def _logical(self) -> bool:
@@ -231,8 +226,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
 
     @_safe(lambda *_: False)
     def exists(self, key: str) -> bool:
-        spaces = self._tensor_spaces() + ([] if self._logical else [self._space(_KV)])
-        return any(flags[0] for flags in self._link.exists([(s, [page_hash(key)]) for s in spaces]))
+        return bool(self.batch_exists([key]))
 
     @_safe(lambda *_, **__: upstream.PoolTransferResult.empty())
     def batch_exists_v2(
@@ -252,8 +246,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
                 hits[t.name] = max(lengths)
             usable &= lengths
         result = upstream.PoolTransferResult(max(usable, default=0), hits)
-        if hasattr(result, "restorable_prefix_pages"):  # not in 0.5.17
-            result.restorable_prefix_pages = sorted(usable)
+        result.restorable_prefix_pages = sorted(usable)
         return result
 
     # -- pages by their places in host pools
@@ -329,7 +322,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
                 sum(e.bytes for e in ended) / max(took, 1e-9) / 1e9
             )
 
-    # -- pages as tensors
+    # -- pages that Python copies
 
     def _copy(
         self, pool: CopiedPool, hashes: list[bytes], indices: Any, parent: bytes, end: float,
@@ -347,24 +340,14 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
                 pool.host.set_from_flat_data_page(slot, page)
         return out
 
-    @_safe(lambda keys, *_, **__: [None] * len(keys))
+    # SGLang names places in host pools. These four, for pages as tensors, its base class demands:
+    # nothing is found, and nothing is stored.
+
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
-        out: list[Any] = [None] * len(keys)
-        if not keys or not target_locations:
-            return out
-        self._check()
-        end = time.monotonic() + CALL_S
-        for positions in _alike(target_locations):
-            hashes = [page_hash(keys[i]) for i in positions]
-            into = [target_locations[i] for i in positions]
-            got = self._copier().get(_TENSORS, hashes, into, end)
-            for i, t, ok in zip(positions, into, got, strict=True):
-                out[i] = t if ok else None
-        return out
+        return [None] * len(keys)
 
-    @_safe(lambda *_, **__: False)
     def batch_set(
         self,
         keys: list[str],
@@ -372,33 +355,20 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        pages = values if values is not None else target_locations
-        if not keys or not pages:
-            return not keys
-        self._check()
-        end = time.monotonic() + CALL_S
-        for at in _alike(pages):
-            hashes = [page_hash(keys[i]) for i in at]
-            if not all(self._copier().put(_TENSORS, hashes, [pages[i] for i in at], end)):
-                return False
-        return True
+        return not keys
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        return self.batch_get([key], None if target_location is None else [target_location])[0]
+        return None
 
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
-        page = value if value is not None else target_location
-        return page is not None and self.batch_set([key], [page])
+        return False
 
     @property
     def copied_bytes(self) -> int:
         """What Python has copied."""
         return 0 if self._copies is None else self._copies.bytes
-
-    def _tensor_spaces(self) -> list[Space]:
-        return [] if self._copies is None else self._copies.spaces(_TENSORS)
 
     def _copier(self) -> Copies:
         with self._lock:
@@ -413,7 +383,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         """Forgets all pages of this rank's namespaces."""
         self._check()
         spaces = [self._space(name) for name in (*self._pools, *self._copied)]
-        return all([self._link.remove(s) for s in (*spaces, *self._tensor_spaces())])
+        return all([self._link.remove(s) for s in spaces])
 
     @_safe(lambda *_: None)
     def get_stats(self) -> Any:
@@ -445,14 +415,6 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         if len(self._said) < 256 and text not in self._said:
             self._said.add(text)
             _log.error("kvspray: storage backend: %s", text)
-
-
-def _alike(tensors: Sequence[Any]) -> list[list[int]]:
-    """The positions of tensors, those of equal size and type together."""
-    out: dict[Any, list[int]] = {}
-    for i, t in enumerate(tensors):
-        out.setdefault((t.numel(), t.dtype), []).append(i)
-    return list(out.values())
 
 
 def _leading(flags: Sequence[bool]) -> int:

@@ -62,7 +62,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 import kvspray
 from kvspray_sglang import names, pd_cache, pd_checks, pd_prompt, pd_wire
-from kvspray_sglang.pd_session import Session
+from kvspray_sglang.pd_session import MAX_PAGES, Session
 from kvspray_sglang.settings import Settings
 
 SOCKET_ENV = "KVSPRAY_SGLANG_SOCKET"
@@ -447,6 +447,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         blocks = asked.states.get(part.name, 0) if part.name else pages
         if not blocks:
             return ""
+        if problem := _too_long(blocks):
+            return problem
         o = _Offer(part, blocks, blocks * part.block_tokens)
         name = b""
         if prompt is not None:
@@ -571,7 +573,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             o.table += own
             if own and not o.ended:
                 done = min(len(o.table) * o.part.block_tokens, o.tokens)
-                o.part.session.progress(o.lease, done, o.table)
+                if not o.part.session.progress(o.lease, done, o.table):
+                    return f"the prompt's pages are not taken: {self._no_sidecar(o.part)}"
         return ""
 
     def _state_blocks(self, lists: Sequence[Any]) -> dict[str, list[int]]:
@@ -741,6 +744,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         self, a: _Arrival, part: _Part, endpoint: str, prompt: pd_prompt.Prompt | None
     ) -> str:
         blocks = a.blocks[part.name]
+        if problem := _too_long(len(blocks)):
+            return problem
         tokens, name = len(blocks) * part.block_tokens, b""
         if prompt is not None:
             tokens, name = prompt.tokens, prompt.hash
@@ -985,6 +990,12 @@ class KVSprayReceiver(CommonKVReceiver):  # type: ignore[misc]
 
 class KVSprayBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
     """SGLang's own."""
+
+
+def _too_long(blocks: int) -> str:
+    if blocks <= MAX_PAGES:
+        return ""
+    return f"a prompt of {blocks} pages, at most {MAX_PAGES}: raise the page size"
 
 
 def _flat(blocks: Any) -> list[int]:

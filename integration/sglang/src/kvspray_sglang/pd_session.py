@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 
 import kvspray
+from kvspray._messages import MAX_RECORD_BYTES
 from kvspray_sglang.pd_cache import Cache
 
+MAX_PAGES = (MAX_RECORD_BYTES - 4096) // 4  # of a prompt: one record names all of them
 _WAIT_S = 0.5
 _CLOSE_S = 5.0
 
@@ -72,12 +74,16 @@ class Session:
                 self._ends[lease] = end
             return lease
 
-    def progress(self, lease: int, tokens: int, pages: Sequence[int]) -> None:
-        """The first tokens are in these pages, and computed."""
+    def progress(self, lease: int, tokens: int, pages: Sequence[int]) -> bool:
+        """The first tokens are in these pages, and computed. False: the other side will not learn of
+        it, so the lease is cancelled."""
         with self._lock:
             self._step += 1
-            self._client.step(self._step, [(lease, tokens, [pages])])
+            taken = self._client.step(self._step, [(lease, tokens, [pages])])
             self._client.signal_step(self._step)
+        if not taken:
+            self._client.cancel(lease, "its pages cannot be reported")
+        return taken
 
     def expect(
         self, xfer: bytes, peer: str, tokens: int, pages: Sequence[int], req: str, end: End,

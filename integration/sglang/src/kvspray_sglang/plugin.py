@@ -125,9 +125,12 @@ def _added(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwa
 
 
 def _is_transfer_backend() -> bool:
-    from sglang.srt.runtime_context import get_disagg
+    try:
+        from sglang.srt.runtime_context import get_disagg
 
-    return bool(get_disagg().disaggregation_transfer_backend == TRANSFER_BACKEND)
+        return bool(get_disagg().disaggregation_transfer_backend == TRANSFER_BACKEND)
+    except (ImportError, AttributeError):  # another release: it cannot have chosen this backend
+        return False
 
 
 def _class_of(original: Callable[..., Any], backend: Any, kind: Any) -> Any:
@@ -155,9 +158,9 @@ def _allocator() -> type:
 
 def is_backend() -> bool:
     """Whether this process's configuration names kvspray as the storage backend."""
-    from sglang.srt.runtime_context import get_memory
-
     try:
+        from sglang.srt.runtime_context import get_memory
+
         config = get_memory()
         kind = config.hicache_storage_backend
         extra = config.hicache_storage_backend_extra_config
@@ -166,6 +169,6 @@ def is_backend() -> bool:
         if extra.startswith("@"):
             with open(extra[1:], encoding="utf-8") as f:
                 extra = f.read(1 << 20)
-    except (AttributeError, OSError, ValueError):  # nothing is configured in this process
+    except (ImportError, AttributeError, OSError, ValueError):  # nothing is configured here
         return False
     return "kvspray_sglang" in extra

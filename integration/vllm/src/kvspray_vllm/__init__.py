@@ -9,7 +9,11 @@ plug-ins, add ``kv_connector_module_path="kvspray_vllm"``. The class is imported
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,21 +25,31 @@ __version__ = "0.1.0.dev0"  # of a checkout; `make wheels` writes that of the ta
 
 
 def register() -> None:
-    """Registers the connector with vLLM, and serves sleep mode where KVSPRAY_SLEEP is set. vLLM's plug-in loader may call this several
-    times in a process."""
+    """Registers the connector with vLLM, and serves what a variable asks for: KVSPRAY_LOAD, KVSPRAY_SLEEP. vLLM's plug-in loader may call this
+    several times in a process, in engines without kvspray too: whatever fails here ends none of them."""
+    _attempt("the connector", _register)
+    for variable, feature in (("KVSPRAY_LOAD", "load"), ("KVSPRAY_SLEEP", "sleep")):
+        if os.environ.get(variable, "0") not in ("", "0"):
+            _attempt(variable, functools.partial(_install, f"kvspray_vllm.{feature}"))
+
+
+def _register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     # ValueError: the name is registered.
     with contextlib.suppress(ValueError):
         KVConnectorFactory.register_connector("KVSprayConnector", "kvspray_vllm.connector", "KVSprayConnector")
-    with contextlib.suppress(ImportError):  # a vLLM that cannot reload weights
-        from kvspray_vllm import load
 
-        load.install()
-    if os.environ.get("KVSPRAY_SLEEP", "0") not in ("", "0"):
-        from kvspray_vllm import sleep
 
-        sleep.install()
+def _install(module: str) -> None:
+    importlib.import_module(module).install()
+
+
+def _attempt(what: str, install: Callable[[], None]) -> None:
+    try:
+        install()
+    except Exception:
+        logging.getLogger("vllm.kvspray").exception("kvspray: %s is not available in this process; the engine runs without it", what)
 
 
 def __getattr__(name: str) -> Any:

@@ -46,7 +46,6 @@ class Description:
 
     groups: list[dict[str, Any]]
     storages: tuple[Storage, ...]
-    tensors: tuple[torch.Tensor, ...]  # each memory once, blocks in the first dimension
 
     def placed(self, sites: Sequence[Site]) -> list[dict[str, Any]]:
         """The groups as REGISTER has them, where sites are those of the storages."""
@@ -54,11 +53,6 @@ class Description:
             group | {"layers": [_placed(layer, sites) for layer in group["layers"]]}
             for group in self.groups
         ]
-
-    def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
-        for view in self.tensors:
-            for a, b in zip(src, dst, strict=True):
-                view[b].copy_(view[a])
 
 
 def _placed(layer: dict[str, Any], sites: Sequence[Site]) -> dict[str, Any]:
@@ -95,9 +89,6 @@ def describe(
     flags = flag_indices(kv) if flags is None else flags
     storages: dict[int, tuple[int, Storage]] = {}  # by address
     groups: list[dict[str, Any]] = []
-    views: dict[
-        tuple[int, int], torch.Tensor
-    ] = {}  # by address and bytes of a page: layers may share their tensor
     for group in kv.kv_cache_groups:
         names = [name for name in group.layer_names if name in flags]
         of_table: list[dict[str, Any]] = []
@@ -106,9 +97,6 @@ def describe(
             spec = spec_of(group, name)
             strategy, params, place = layer_of(
                 name, spec, tensor, kv.num_blocks, backends.get(name, ""), kv_heads, ranks, packing
-            )
-            views.setdefault(
-                (tensor.data_ptr(), place.page_bytes), tensor.unflatten(0, (kv.num_blocks, -1))
             )
             same = next(
                 (g for g in of_table if (g["strategy"], g["params"]) == (strategy, params)), None
@@ -132,7 +120,7 @@ def describe(
         for g in of_table[1:]:
             g["same_table"] = True
         groups += of_table
-    return Description(groups, tuple(s for _, s in storages.values()), tuple(views.values()))
+    return Description(groups, tuple(s for _, s in storages.values()))
 
 
 def _heads(spec: KVCacheSpec, kv_heads: Sequence[int], ranks: Ranks) -> int:

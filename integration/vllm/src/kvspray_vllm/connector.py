@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 from vllm.logger import init_logger
 
 from kvspray_vllm import caches, events, layout, pages, shim, versions
@@ -25,7 +30,6 @@ from kvspray_vllm.settings import Settings
 from kvspray_vllm.signals import GpuSignals
 from kvspray_vllm.speculation import kv_heads_of
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
-from kvspray_vllm.tables import StepTables
 from kvspray_vllm.weights import Generation, name_of
 from kvspray_vllm.worker import LOAD_WAIT_S, WorkerSide
 
@@ -49,11 +53,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvspray")
 
-# Engines before v0.30 have only get_finished and block-level errors.
-HAS_TRANSFER_RESULTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 UNSPECIFIED = "EXTERNAL_UNSPECIFIED"
-# Engines such as v0.26 pass the connector only the block pool, not the cache manager.
-HAS_CACHE_MANAGER = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
 
 
 class _SharedZeros(TorchFunctionMode):
@@ -103,27 +103,14 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_client: shim.Worker | None = None
         self._generation: Generation | None = None  # a worker's, once its memory is registered
         self._adapters: LoadWatch | None = None
-        self._tables: StepTables | None = None
         self._layout: dict[str, Any] = {}
         self._clears_blocks = getattr(kv_cache_config, "needs_kv_cache_zeroing", True)
         layout.check_clearing(vllm_config, kv_cache_config)
         windows = layout.windows_of(kv_cache_config)
         # Where an engine may go on behind the last block of a load that came; elsewhere what came is of no use without the rest.
         resumes = len(kv_cache_config.kv_cache_groups) == 1 and not any(windows)
-        if not HAS_TRANSFER_RESULTS and not resumes:
-            raise layout.Unsupported(
-                f"kvspray: {len(kv_cache_config.kv_cache_groups)} cache group(s), sliding windows of {windows} tokens, and this vLLM reports a failed load by "
-                "its blocks, which ends an engine with several groups, and makes one with a window go on from blocks that it has given up: set "
-                "disable_hybrid_kv_cache_manager, or use vLLM 0.30 or later"
-            )
         if self._settings.store:
-            pages.check_store(
-                vllm_config, kv_cache_config, {
-                    "report of failed loads by request": HAS_TRANSFER_RESULTS,
-                    "report of workers to the scheduler": hasattr(KVConnectorBase_V1, "build_connector_worker_meta"),
-                    "cache manager for connectors": HAS_CACHE_MANAGER,
-                },
-            )  # fmt: skip
+            pages.check_store(vllm_config, kv_cache_config)
         secret = self._settings.secret()
         if role == KVConnectorRole.SCHEDULER:
             if newer := versions.newer_than_known():
@@ -145,13 +132,10 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 logger,
                 parallel.tensor_parallel_size,
                 windows,
-                sync_block=self._sync_block(vllm_config) if resumes and not self._gpu else 0,
                 role=str(self._kv_transfer_config.kv_role),
                 store_lag=max(1, int(getattr(vllm_config, "max_concurrent_batches", 2))) if self._settings.store else 0,
                 events=self._events,
             )
-            if not HAS_CACHE_MANAGER:
-                self._tables = StepTables(self._scheduler.gives)
         else:
             self._flag_of = layout.flag_indices(kv_cache_config)
             self._ranks = layout.ranks_of(vllm_config)
@@ -166,27 +150,6 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             if self._settings.store:
                 self._saving = Saving(self._ranks.tp, self._pages_of, logger)
                 self._worker.set_saving(self._saving)
-
-    def _sync_block(self, vllm_config: VllmConfig) -> int:
-        """The bytes of a block over all layers, where a step may wait for a load; 0 where it may not. With several batches under way, vLLM has
-        scheduled the next step before it learns that one computed on what lacks, and delivers what that one makes of it. Its second model runner
-        keeps on the device how far a request is computed, and does not take that back where a load failed: it would compute the prompt again at
-        the positions behind it. What an engine does not report counts as absent."""
-        parallel = vllm_config.parallel_config
-        (group,) = self._kv_cache_config.kv_cache_groups
-        if (
-            not HAS_TRANSFER_RESULTS
-            or self._clears_blocks
-            or self._kv_transfer_config.kv_load_failure_policy != "recompute"
-            or not hasattr(KVConnectorBase_V1, "build_connector_worker_meta")  # the scheduler's side would get no report that spare blocks are free
-            or getattr(vllm_config, "use_v2_model_runner", True)
-            or getattr(vllm_config, "max_concurrent_batches", 0) != 1
-            or parallel.world_size * parallel.data_parallel_size != 1
-            or vllm_config.speculative_config is not None
-            or hasattr(group.kv_cache_spec, "kv_cache_specs")
-        ):
-            return 0
-        return int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
 
     # ---- worker: memory
 
@@ -255,7 +218,6 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 self._saving.set(None, str(err))
             return
         self._worker.set_flags(self._flag_of, signals)
-        self._worker.set_copy(described.copy_blocks)
         if self._saving is not None:
             self._regions, self._pieces = regions, pages.pieces_of(groups)
         self._worker_client.register(regions, self._layout)
@@ -354,12 +316,10 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.signals if super().has_connector_metadata() else self._worker.capturing()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Loads began with the step. vLLM calls this for those that the step computes on."""
-        assert self._worker is not None
-        self._worker.finish_loads()
+        """Loads began with the step, and no step computes on one that has not ended."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does not wait: a load is complete before the first layer."""
+        """As start_load_kv."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
         assert self._worker is not None
@@ -377,26 +337,16 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._worker.step_done()
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        assert self._worker is not None
-        done = self._worker.collect()
-        self._bad_blocks |= done.bad_blocks | done.failed_blocks
-        return done.sent or None, done.received or None
-
     def get_block_ids_with_load_errors(self) -> set[int]:
         # Never of an engine with several cache groups, which it would end.
         out, self._bad_blocks = self._bad_blocks, set()
         return out
 
-    if HAS_TRANSFER_RESULTS:
-
-        def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
-            assert self._worker is not None
-            done = self._worker.collect()
-            self._bad_blocks |= done.bad_blocks
-            return base.KVConnectorTransferResults(
-                finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed
-            )
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self._worker is not None
+        done = self._worker.collect()
+        self._bad_blocks |= done.bad_blocks
+        return KVConnectorTransferResults(finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed)
 
     def build_connector_worker_meta(self) -> Landed | None:
         assert self._worker is not None
@@ -433,12 +383,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None
-        if HAS_CACHE_MANAGER:
-            assert self._kv_cache_manager is not None
-            return self._scheduler.build(scheduler_output, self._kv_cache_manager.get_block_ids)
-        assert self._tables is not None
-        self._tables.schedule(scheduler_output)
-        return self._scheduler.build(scheduler_output, self._tables.of)
+        assert self._kv_cache_manager is not None
+        return self._scheduler.build(scheduler_output, self._kv_cache_manager.get_block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler is not None

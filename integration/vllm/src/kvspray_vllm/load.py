@@ -36,7 +36,7 @@ from kvspray.weights import CheckpointError, directory_of
 from kvspray.weightstream import ALIGN, MAX_HELD, PIECE_BYTES, PIECES, Block, LoadError, Source, Stream, open_source
 from kvspray_vllm.weights import RUNNER_WRITERS, WORKER_WRITERS
 
-SOCKET = "KVSPRAY_LOAD_SOCKET"
+VARIABLE = "KVSPRAY_LOAD"
 METHODS = tuple(f"kvspray_load_{m}" for m in ("check", "arm", "begin", "poll", "finish", "release", "cancel"))
 COMPUTES = ("execute_model", "sample_tokens", "execute_dummy_batch")
 RUNNER = ("execute_model", "sample_tokens", "_dummy_run")
@@ -63,6 +63,9 @@ _log = logging.getLogger("vllm.kvspray.load")
 
 def install() -> None:
     """Gives the methods to all workers of this process. Several calls are one."""
+    value = os.environ.get(VARIABLE, "")
+    if value != "1" and not value.startswith("/"):
+        raise ValueError(f"{VARIABLE} is {value!r}: set it to 1, to the path of the sidecar's socket, or to 0 for an engine without kvspray load")
     from vllm.v1.worker.worker_base import WorkerBase
 
     for name in METHODS:
@@ -99,7 +102,7 @@ class Request:
 
     source: str  # a directory's absolute path, or http://HOST:PORT
     copies: str = "auto"  # by the sidecar to a GPU; "sidecar": also in host memory, "none": nowhere
-    socket: str = ""  # of the sidecar; empty: KVSPRAY_LOAD_SOCKET, or the default path
+    socket: str = ""  # of the sidecar; empty: KVSPRAY_LOAD's, or the default path
     piece_bytes: int = PIECE_BYTES
     force: bool = False  # also where the shape of the engine's checkpoint is not known
 
@@ -125,7 +128,8 @@ class Request:
         return open_source(self.source, self.sidecar(), PIECES * (-(-self.piece_bytes // align) + 1) * align, digest)
 
     def sidecar(self) -> str | None:
-        return self.socket or os.environ.get(SOCKET) or None
+        value = os.environ.get(VARIABLE, "")
+        return self.socket or (value if value.startswith("/") else None)
 
 
 # ---- the methods; what a user can set right comes back as {"error": text}

@@ -4,17 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvspray_vllm.shim import Namespace
-
-if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata as _WorkerMetadata
-else:
-    _WorkerMetadata = getattr(base, "KVConnectorWorkerMetadata", object)  # older engines carry nothing of that kind, and are not waited in
 
 Blocks = tuple[tuple[int, ...], ...]  # per cache group
 Adapter = tuple[int, str]  # the engine's id of a LoRA adapter, and the digest of its files that the prompt's hash has
@@ -55,8 +48,6 @@ class Expect:
     tokens: int
     skip: int
     blocks: Blocks
-    # The engine computes on the load in this very step: the blocks from `skip` on are spare, and are copied to these, of which there may be fewer.
-    into: tuple[int, ...] = ()
     adapter: Adapter | None = None
     refused: str = ""  # why nothing can be loaded: it ends at once, as a load that failed
     stall_s: float = 0.0  # longest wait without a byte, or a sign of life of the other side
@@ -86,43 +77,25 @@ class Rank:
 
 
 @dataclass
-class Landed(_WorkerMetadata):
-    """What the worker's side reports to the scheduler's: loads into spare blocks, and whether there can be any transfer at all."""
+class Landed(KVConnectorWorkerMetadata):
+    """What the worker's side reports to the scheduler's: whether there can be any transfer, and what the store has."""
 
-    answered: set[str] = field(default_factory=set)  # their step is over
-    failed: set[str] = field(default_factory=set)  # of those: what the step computed on was not there
-    over: set[str] = field(default_factory=set)  # their spare blocks are not written any more
     disabled: str = ""  # why this worker can neither send nor receive any more
-    adapters: dict[int, str] | None = None  # content, by id, of what vLLM has read; None: not asked
-    adapters_question: int = 0  # the question that `adapters` answers
     ranks: dict[int, Rank] = field(default_factory=dict)  # by number, of those whose namespace is another one now
-    saved: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by Put: how many ranks have ended it, and all of its pages are there
+    saved: dict[int, dict[int, bool]] = field(default_factory=dict)  # by Put and rank that has ended it: whether all of its pages are there
     lacked: set[str] = field(default_factory=set)  # loads from the store that did not find all of their pages
     changed: int = 0  # number of the first step with other weights; 0: they have not changed
 
-    def aggregate(self, other: _WorkerMetadata) -> Landed:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Landed:
         assert isinstance(other, Landed)
-        mine, theirs = self.adapters, other.adapters
-        # An adapter counts as read once all ranks have read the same content.
-        same = self.adapters_question == other.adapters_question
-        both = dict(mine.items() & theirs.items()) if same and mine is not None and theirs is not None else None
+        # A union: vLLM may pass on one rank's report twice.
         return Landed(
-            self.answered | other.answered,
-            self.failed | other.failed,
-            self.over & other.over,
             self.disabled or other.disabled,
-            both,
-            self.adapters_question,
             self.ranks | other.ranks,
-            {id: _both(self.saved.get(id), other.saved.get(id)) for id in self.saved | other.saved},
+            {id: self.saved.get(id, {}) | other.saved.get(id, {}) for id in self.saved | other.saved},
             self.lacked | other.lacked,
             max(self.changed, other.changed),
         )
-
-
-def _both(a: tuple[int, bool] | None, b: tuple[int, bool] | None) -> tuple[int, bool]:
-    (n, good), (m, well) = a or (0, True), b or (0, True)
-    return n + m, good and well
 
 
 @dataclass
@@ -132,7 +105,9 @@ class StepMeta(KVConnectorMetadata):
     preempts: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)  # with an adapter, ended or preempted: their blocks may be others' by now
     lost: list[tuple[str, str]] = field(default_factory=list)  # (request, reason): its blocks went, and do not come back
-    cancels: list[tuple[str, str]] = field(default_factory=list)  # (request, reason)
+    load_cancels: list[tuple[str, str]] = field(default_factory=list)  # (request, reason): of its load, not of what it offers
+    source_cancels: list[tuple[str, str]] = field(default_factory=list)  # (request, reason): of what it offers, not of its load
+    dropped: list[tuple[str, str]] = field(default_factory=list)  # as source_cancels, and the worker does not report the end
     holds: list[str] = field(default_factory=list)
     yields: list[str] = field(default_factory=list)  # of those held: their blocks are needed
     released: list[str] = field(default_factory=list)  # requests whose end the worker has to report, once nothing is read any more
@@ -141,12 +116,14 @@ class StepMeta(KVConnectorMetadata):
     gains: list[Gain] = field(default_factory=list)
     expects: list[Expect] = field(default_factory=list)
     idle: bool = False  # the engine computes nothing in this step
-    adapters_question: int = 0  # number of a question which adapters the worker has read; 0: none
     number: int = 0  # of this step
     weights: int = 0  # number of the first step with the weights that this one was planned for; 0: those of the start
     puts: list[Put] = field(default_factory=list)
     epochs: dict[int, int] = field(default_factory=dict)  # of each rank's weights, that `puts` were decided for
 
     def empty(self) -> bool:
-        lists = (self.preempts, self.gone, self.lost, self.cancels, self.holds, self.yields, self.released, self.intents)
-        return not (self.step or self.expects or self.puts or self.adapters_question or any(lists))
+        lists = (
+            self.preempts, self.gone, self.lost, self.load_cancels, self.source_cancels, self.dropped, self.holds, self.yields, self.released,
+            self.intents,
+        )  # fmt: skip
+        return not (self.step or self.expects or self.puts or any(lists))

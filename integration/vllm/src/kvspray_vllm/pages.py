@@ -27,13 +27,10 @@ SEEDED = ("sha256", "sha256_cbor")
 MAX_SEED_BYTES = 128
 
 
-def check_store(config: VllmConfig, kv: KVCacheConfig, features: Mapping[str, bool]) -> None:
-    """Refuses at start what the store does not serve. features: what this vLLM offers to connectors."""
+def check_store(config: VllmConfig, kv: KVCacheConfig) -> None:
+    """Refuses at start what the store does not serve."""
     transfer = config.kv_transfer_config
     parallel = config.parallel_config
-    for name, there in features.items():
-        if not there:
-            raise Unsupported(f"kvspray: store is on, and this vLLM has no {name}; use vLLM 0.32, or set store to false")
     # vLLM defers the freeing of blocks that a step may still write for engines that receive, and the role says which do.
     if transfer.kv_role != "kv_both":
         raise Unsupported(f"kvspray: store is on with kv_role {transfer.kv_role}; pages are sent and received, set kv_both")

@@ -64,7 +64,7 @@ class Saving:
             except ShimError as err:
                 self._log.debug("kvspray: request %s: %d blocks are not saved: %s", put.req, len(put.blocks), err)
                 stats.pages("put", "unsubmitted", len(put.blocks))
-                landed.saved[put.id] = (1, False)
+                landed.saved[put.id] = {self._rank: False}
 
     def get(self, expect: Expect, after: int) -> int:
         """The lease of a load. Its hashes are looked for in the present namespace, whatever it was when the scheduler asked."""
@@ -79,7 +79,7 @@ class Saving:
         if put is None:
             return False
         outcomes = count(stats, "put", end, len(put.blocks))
-        landed.saved[put.id] = (1, len(outcomes) == len(put.blocks) and all(o in GOOD for o in outcomes))
+        landed.saved[put.id] = {self._rank: len(outcomes) == len(put.blocks) and all(o in GOOD for o in outcomes)}
         return True
 
 

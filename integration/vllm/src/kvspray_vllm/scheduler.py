@@ -29,7 +29,6 @@ from kvspray_vllm.transfers import Destination, Source
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -37,17 +36,8 @@ if TYPE_CHECKING:
 
 HashFn = Callable[[Sequence[int], str, str, Sequence[tuple[str, int, int]]], bytes]
 
-# Loads of at most so many bytes may be waited for in the step that computes on them, by an engine that has nothing else to do. They take some two
-# milliseconds on loopback, as long as vLLM takes to put a request aside and come back to it; at 4 MiB the copy out of the spare blocks costs what the
-# wait saves.
-SYNC_BYTES = 2 << 20
-# After a load that did not arrive in time, no step waits for loads for so long.
-SYNC_REST_S = 10.0
-
 # How long a request waits for its adapter's files to be read: less than the other side waits.
 READ_WAIT_S = 2.0
-# How long it waits for the worker's answer which adapters it has read.
-WORKER_WAIT_S = 10.0
 
 # How long the other side may take to note that a request waits here for a prefill that is done.
 REGISTER_S = 10.0
@@ -79,13 +69,11 @@ class SchedulerSide:
         tp_size: int = 1,
         windows: Sequence[int] = (),
         now: Callable[[], float] = time.monotonic,
-        sync_block: int = 0,
         role: str = "kv_both",
         store_lag: int = 0,
         events: StoreEvents | None = None,
     ) -> None:
-        """sync_block: how many bytes a block has over all layers, where small loads may be waited for in the step that computes on them.
-        store_lag: of StoreSide; 0: the engine does not use the node's store.
+        """store_lag: of StoreSide; 0: the engine does not use the node's store.
         events: those of the store, if the engine publishes any."""
         if role not in ("kv_producer", "kv_consumer", "kv_both"):
             raise ValueError(f"kvspray: kv_role is {role!r}, want kv_producer, kv_consumer or kv_both")
@@ -104,9 +92,6 @@ class SchedulerSide:
         self._adapters = Adapters()
         # By request: what reads its adapter, its params, the end of its wait.
         self._reading: dict[str, tuple[Reading, dict[str, Any], float]] = {}
-        self._in_worker: dict[int, str] = {}  # adapters that the worker has read, by its last answer
-        self._question = 0  # number of the last question about them
-        self._answered = 0  # number of the last question that was answered
         self._adapter: dict[str, Adapter] = {}  # of requests that take part in a transfer
         self._step = 0
         self._meta = StepMeta()
@@ -119,13 +104,8 @@ class SchedulerSide:
         self._live: dict[str, Request] = {}
         self._patience = Patience()
         self._held: dict[str, Source] = {}  # finished, for receivers; the longest one first
-        self._disabled = ""  # why the worker takes part in no transfer
-        self._sync_block = sync_block
-        self._sync_from = 0.0
         self._pool: BlockPool | None = None
-        self.waited_for = 0  # loads, so far, in the step that computes on them
-        self._spare: dict[str, list[KVCacheBlock]] = {}  # what a load is written to that the engine waits for in a step
-        self._computing: dict[str, tuple[int, ...]] = {}  # the blocks of such requests that the load is for, while nothing is known of the step
+        self._disabled = ""  # why the worker takes part in no transfer
 
         self._cache = PrefixCache()
         self._store: StoreSide | None = None
@@ -135,9 +115,8 @@ class SchedulerSide:
             )  # fmt: skip
 
     def set_pool(self, pool: BlockPool | None) -> None:
-        """What spare blocks come from. It is no part of vLLM's interface for connectors: of one that is made otherwise nothing is taken."""
-        calls = ("get_num_free_blocks", "get_new_blocks", "free_blocks", "evict_blocks")
-        if all(callable(getattr(pool, name, None)) for name in calls) and isinstance(getattr(pool, "num_gpu_blocks", None), int):
+        """It is no part of vLLM's interface for connectors: one that is made otherwise is not used."""
+        if callable(getattr(pool, "get_num_free_blocks", None)) and isinstance(getattr(pool, "num_gpu_blocks", None), int):
             self._pool = pool
         if hasattr(pool, "num_gpu_blocks"):
             self._cache.set_pool(pool)
@@ -309,7 +288,7 @@ class SchedulerSide:
         # An id of the prefill's request comes only from a prefill that is done; it holds the blocks for us.
         ready = bool(given.get("remote_request_id"))
         wait = 0.0 if ready else self._settings.admission_s or self._client.match_timeout_s
-        dest = Destination(asked.xfer, key, asked.peer, self._moved(tokens), ready, self._now(), wait, ready, traceparent=_traceparent(asked, request))
+        dest = Destination(asked.xfer, key, asked.peer, self._moved(tokens), ready, self._now(), wait, traceparent=_traceparent(asked, request))
         # Of a prefill that is done no answer is needed, but its engine holds the blocks on while this session lives.
         try:
             self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, wait or REGISTER_S)
@@ -408,15 +387,7 @@ class SchedulerSide:
         if not self._client.connected:
             self._compute_here(request, "no_sidecar", "the sidecar went away")
             return 0, False
-        try:
-            if not self._worker_has(request, dest):
-                return None, False
-        except spray.ParamsError as err:
-            self._compute_here(request, err.label, str(err))
-            return 0, False
         if dest.ready:
-            if self._waits_for(request, dest, computed):
-                return min(dest.tokens, request.num_prompt_tokens - 1) - computed, False
             return missing, True
         answer = self._client.admission(dest.xfer, dest.hash)
         if answer is not None and answer.state == "admitted":
@@ -433,53 +404,6 @@ class SchedulerSide:
         # Blocks only once the prefill has admitted the request, or two full engines could wait for each other for ever.
         return None, False
 
-    def _worker_has(self, request: Request, dest: Destination) -> bool:
-        """Whether the worker has read the adapter that the KV is of; False: its answer is not
-        there yet. vLLM reads an adapter in the first step that computes with it, which is after
-        the load, and would compute on it whatever the files are by then."""
-        adapter = self._adapter.get(request.request_id)
-        if adapter is None:
-            return True
-        id, content = adapter
-        known = self._in_worker
-        if known.get(id) == content:
-            return True
-        if not dest.question:
-            # The last answer may be old. Requests of one step share a question.
-            if not self._meta.adapters_question:
-                self._question += 1
-                self._meta.adapters_question = self._question
-            dest.question = self._meta.adapters_question
-            dest.worker_until = self._now() + WORKER_WAIT_S
-        if self._answered < dest.question and self._now() <= dest.worker_until:
-            return False
-        lora = request.lora_request
-        name = lora.lora_name if lora is not None else id
-        raise spray.ParamsError(
-            "lora_not_loaded",
-            f"adapter {name!r} is not loaded in this engine yet ({known.get(id, 'unknown')}, the "
-            f"prompt's is {content}): its first prompt is computed here; load adapters before "
-            "requests name them (--lora-modules, /v1/load_lora_adapter)",
-        )
-
-    def _waits_for(self, request: Request, dest: Destination, computed: int) -> bool:
-        """Whether the step that computes on this load may wait for it. vLLM computes in the blocks of a synchronous load as soon as that is reported as
-        failed, although it may still be written. So the load goes to spare blocks, which stay reserved until it is over; a failure is reported within
-        a bound."""
-        dest.sync = False
-        if not dest.prefilled or not self._sync_block or self._pool is None or self._spare or len(self._live) != 1 or self._now() < self._sync_from:
-            return False
-        size = self._block_sizes[0]
-        all_of_it = -(-request.num_prompt_tokens // size)
-        moves = -(-dest.tokens // size) - computed // size
-        dest.sync = (
-            computed % size == 0
-            and computed < min(dest.tokens, request.num_prompt_tokens - 1)
-            and moves * self._sync_block <= SYNC_BYTES
-            and self._pool.get_num_free_blocks() > 2 * all_of_it
-        )
-        return dest.sync
-
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         dest = self._destinations.pop(request.request_id, None)
         if dest is None:
@@ -492,14 +416,16 @@ class SchedulerSide:
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
         if external <= 0:
+            self._stats.local("not_taken")
+            self._log.info(
+                "kvspray: request %s is prefilled without a transfer: the engine takes none of the %d tokens that were offered behind its own %d",
+                request.request_id, dest.tokens - dest.computed, dest.computed,
+            )  # fmt: skip
             self._decline(dest, "the engine takes none of it")
             return
         # vLLM may take fewer tokens than it was offered, from the end (down to a block's boundary, say). They begin behind what it
         # had when it asked. More may be loaded than it takes, into blocks of this request: it computes that part again.
         table = self._cut(blocks.get_block_ids(), dest.tokens)
-        if dest.sync:
-            self._expect_spare(request.request_id, dest, table[0])
-            return
         short = next((g for g, size in enumerate(self._block_sizes) if len(table[g]) * size < dest.tokens), None)
         refused = ""
         if short is not None:
@@ -512,33 +438,13 @@ class SchedulerSide:
         adapter = self._adapter.get(request.request_id)
         self._meta.expects.append(
             Expect(
-                request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, table, (), adapter, refused,
+                request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, table, adapter, refused,
                 traceparent=dest.traceparent, stall_s=self._patience.stall_s(dest.tokens - dest.computed),
             )
         )  # fmt: skip
         self._loading.add(request.request_id)
 
-    def _expect_spare(self, req: str, dest: Destination, table: tuple[int, ...]) -> None:
-        """A load into spare blocks, which cover all that is sent, also where the engine's own end before."""
-        assert self._pool is not None
-        self.waited_for += 1
-        size = self._block_sizes[0]
-        there = dest.computed // size
-        spare = self._spare[req] = self._pool.get_new_blocks(-(-dest.tokens // size) - there)
-        own = self._computing[req] = table[there:]
-        into = table[:there] + tuple(b.block_id for b in spare)
-        self._meta.expects.append(
-            Expect(
-                req, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, (into,), own, self._adapter.get(req),
-                traceparent=dest.traceparent,
-            )
-        )  # fmt: skip
-
     # ---- each step
-
-    def gives(self, req: str) -> bool:
-        """Whether a request's prompt is, or will be, offered to another engine."""
-        return req in self._pending or req in self._sources
 
     def build(self, out: SchedulerOutput, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepMeta:
         meta = self._meta
@@ -657,48 +563,38 @@ class SchedulerSide:
         if landed is None:
             return
         self._disabled = self._disabled or landed.disabled
-        if landed.adapters is not None:
-            self._in_worker = landed.adapters
-            self._answered = max(self._answered, landed.adapters_question)
-        for req in landed.answered:
-            own = self._computing.pop(req, ())
-            if req in landed.failed:
-                self._sync_from = self._now() + SYNC_REST_S
-                self._forget(own)
-        for req in landed.over:
-            spare = self._spare.pop(req, None)
-            if spare is not None and self._pool is not None:
-                self._pool.free_blocks(spare)
-
-    def _forget(self, blocks: tuple[int, ...]) -> None:
-        """vLLM has put these into its prefix cache when it allocated them, and would give them to others although they were not loaded."""
-        if self._pool is not None and blocks:
-            self._pool.evict_blocks(set(blocks))
 
     # ---- requests end
 
     def finished(self, request: Request, table: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        req = request.request_id
+        """Ends what the request has: a destination, a load, a source."""
+        req, why = request.request_id, "request finished: " + request.status.name
         dest = self._destinations.pop(req, None)
         if dest is not None:
-            self._decline(dest, "request finished: " + request.status.name)
+            self._decline(dest, why)
         self._pending.pop(req, None)
-        self._reading.pop(req, None)
         self._live.pop(req, None)
         self._patience.ended(req, self._now())
+        reading = self._reading.pop(req, None)
+        if reading is not None:
+            try:
+                self._decline_adapter(request, reading[1], why)
+            except Exception as err:  # params that were not looked at yet: no request may end the engine core
+                self._log.info("kvspray: request %s is not declined: %s", req, err)
         if self._adapter.pop(req, None):
             self._meta.gone.append(req)
         if self._store is not None:
-            self._store.finished(request, table[0] if table else (), req not in self._loading and req not in self._computing)
-        if request.status.name not in DELIVERED:
-            self._forget(self._computing.pop(req, ()))
-        # If a request ends with the first token, vLLM reports that before it passes on the worker's report, which decides whether the load stays cached.
+            self._store.finished(request, table[0] if table else (), req not in self._loading)
+        source = self._sources.get(req)
         if req in self._loading:
             # vLLM keeps the blocks until the worker reports the end of the load; ask for that end now.
-            self._meta.cancels.append((req, "request finished: " + request.status.name))
+            self._meta.load_cancels.append((req, why))
             self._ending.add(req)
+            if source is not None:
+                # It was preempted, so no other engine reads its blocks: the end of the load frees them.
+                del self._sources[req]
+                self._meta.dropped.append((req, why))
             return False, None
-        source = self._sources.get(req)
         if source is None:
             return False, None
         source.finished = True
@@ -706,7 +602,7 @@ class SchedulerSide:
         if source.lost:
             return True, None
         if request.status.name not in DELIVERED or source.end < source.tokens:
-            self._meta.cancels.append((req, "request finished: " + request.status.name))
+            self._meta.source_cancels.append((req, why))
             return True, None
         self._meta.holds.append(req)
         source.held, source.blocks = self._now(), sum(len(group) for group in table)
@@ -731,7 +627,7 @@ class SchedulerSide:
         }
 
     def pending_push_work(self) -> bool:
-        return bool(self._spare or self._ending) or self._store is not None and self._store.busy or any(source.finished for source in self._sources.values())
+        return bool(self._ending) or self._store is not None and self._store.busy or any(source.finished for source in self._sources.values())
 
     def take_stats(self) -> KVSprayStats | None:
         if self._stats.is_empty():

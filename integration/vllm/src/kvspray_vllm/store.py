@@ -16,7 +16,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvspray_vllm.meta import Expect, Landed, Put, Rank, StepMeta
@@ -67,8 +67,7 @@ class _Held:
     blocks: list[KVCacheBlock]
     hashes: tuple[bytes, ...]
     event: KVCacheEvent | None = None  # to publish, once they are stored
-    ranks: int = 0  # that have ended it
-    good: bool = True
+    ranks: dict[int, bool] = field(default_factory=dict)  # that have ended it: whether all of its pages are there
 
 
 class StoreSide:
@@ -340,7 +339,7 @@ class StoreSide:
         assert self._pool is not None
         self._held -= len(held.blocks)
         self._pool.free_blocks(reversed(held.blocks))  # a suffix is of no use without what is before it, and goes first
-        if not held.good:
+        if not all(held.ranks.values()):
             self._forget(held.hashes)
 
     def _forget(self, hashes: Sequence[bytes]) -> None:
@@ -390,13 +389,14 @@ class StoreSide:
                     r.load = None
         if landed is None:
             return
-        for id, (ranks, good) in landed.saved.items():
-            held = self._puts[id]
-            held.ranks += ranks
-            held.good = held.good and good
-            if held.ranks == self._of:
+        for id, ranks in landed.saved.items():
+            held = self._puts.get(id)
+            if held is None:  # reported twice
+                continue
+            held.ranks |= ranks
+            if len(held.ranks) == self._of:
                 del self._puts[id]
-                if held.good and self._events is not None and held.event is not None:
+                if all(held.ranks.values()) and self._events is not None and held.event is not None:
                     self._events.stored(held.hashes, held.event)
                 self._release(held)
 

@@ -38,9 +38,5 @@ class Destination:
     ready: bool  # the prefill is done: nothing to ask
     asked: float  # when admission was asked for
     wait: float  # how long for, seconds
-    prefilled: bool = False  # all of it is there to be fetched
-    sync: bool = False  # waited for in the step that computes on it
     computed: int = 0  # what the engine has itself: a load begins behind it, wherever it ends
-    question: int = 0  # number of the question which adapters the worker has read; 0: not asked
-    worker_until: float = 0.0  # how long the request waits for the answer
     traceparent: str = ""

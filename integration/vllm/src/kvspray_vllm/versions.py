@@ -10,7 +10,7 @@ from typing import Any
 
 import vllm
 
-KNOWN = ("0.26", "0.32", "0.33")  # tested: docs/vllm.md has how
+KNOWN = ("0.32", "0.33")  # tested: docs/vllm.md has how
 
 
 def _number(version: str) -> tuple[int, int] | None:

@@ -7,9 +7,8 @@ Everything runs on the worker's one thread. The leases themselves are owned by t
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvspray_vllm import shim
@@ -24,13 +23,8 @@ from kvspray_vllm.stats import KVSprayStats
 # Not where the engine is one of several data parallel ranks in step: the others compute, and wait for this one's dummy batch.
 LOAD_WAIT_S = 0.002
 MAX_ENDED = 4096  # loads for an adapter whose requests still run, that are remembered
-# How long a step waits for a load that it computes on. A small one takes a millisecond; one that does not come is computed here. Requests
-# that arrive meanwhile wait as long.
-SYNC_WAIT_S = 0.25
 
 NO_SIGNALS = "the GPU's signals have failed: the engine's log has the first error"
-
-CopyFn = Callable[[Sequence[int], Sequence[int]], None]
 
 
 @dataclass
@@ -38,7 +32,6 @@ class Results:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)  # of those received: nothing that came can be used
-    failed_blocks: set[int] = field(default_factory=set)  # theirs, for an engine that reports errors by block
     bad_blocks: set[int] = field(default_factory=set)  # of others that were received in part
 
 
@@ -52,7 +45,7 @@ class _Source:
 class _Load:
     expect: Expect
     cancelled: bool = False
-    outdated: bool = False  # what has come means nothing to the engine any more
+    outdated: str = ""  # why what comes means nothing to the engine
 
     def usable(self, lacks: int, block: int) -> int:
         """How many tokens the engine can go on from, in whole blocks, given that one of them lacks."""
@@ -63,7 +56,7 @@ class _Load:
 
     def why(self, end: shim.Ended) -> str:
         """Why what came is not used."""
-        return "the weights or the adapter have changed" if self.outdated else f"{shim.status_name(end.status)} ({end.reason})"
+        return self.outdated or f"{shim.status_name(end.status)} ({end.reason})"
 
 
 class WorkerSide:
@@ -97,11 +90,6 @@ class WorkerSide:
         self._idle = False
         self._preempted: StepMeta | None = None
         self._begun: StepMeta | None = None
-        self._copy: CopyFn | None = None
-        self._awaited: list[str] = []  # loads that this step computes on
-        # By lease: loads that a step waited for until its time-out. The engine has no record of them
-        # and may reuse the request's name.
-        self._late: dict[int, Expect] = {}
         self._landed = Landed()
         self._loaded_adapters: OrderedDict[int, str] = OrderedDict()  # content, by id
         # Loads for an adapter that have ended, until their requests do.
@@ -114,10 +102,6 @@ class WorkerSide:
     def set_saving(self, saving: Saving) -> None:
         """The engine uses the node's store."""
         self._saving = saving
-
-    def set_copy(self, copy: CopyFn) -> None:
-        """Copies blocks of the cache to others."""
-        self._copy = copy
 
     def set_flags(self, flags: dict[str, int], signals: Signals | None = None) -> None:
         """The flag of each layer, by the layer's name, and how flags are set: where nothing is given, as of a CPU engine."""
@@ -138,9 +122,7 @@ class WorkerSide:
             if source is not None and source.lease is not None:
                 self._client.preempt(source.lease)
         for req, reason in meta.lost:
-            source = self._sources.get(req)
-            if source is not None and source.lease is not None:
-                self._client.cancel(source.lease, reason)
+            self._cancel_source(self._sources.get(req), reason)
 
     def begin(self, meta: StepMeta) -> None:
         """Before the forward pass, once or more often. A destination may be written as soon as its record is there and the engine's stream has passed
@@ -154,11 +136,12 @@ class WorkerSide:
         self._idle = meta.idle
         if self._outdated:
             self._outdated, self._weights, self._landed.changed = False, meta.number, meta.number
-        if meta.adapters_question:
-            self._landed.adapters = dict(self._loaded_adapters)
-            self._landed.adapters_question = meta.adapters_question
-        for req, reason in meta.cancels:
-            self._cancel(req, reason)
+        for req, reason in meta.load_cancels:
+            self._cancel_load(req, reason)
+        for req, reason in meta.source_cancels:
+            self._cancel_source(self._sources.get(req), reason)
+        for req, reason in meta.dropped:
+            self._cancel_source(self._sources.pop(req, None), reason)
         for req in meta.holds:
             source = self._sources.get(req)
             if source is not None and source.lease is not None:
@@ -215,10 +198,8 @@ class WorkerSide:
             self._client.cancel(lease, reason)
 
     def _expect(self, expect: Expect, after: int | None) -> None:
-        self._loads[expect.req] = _Load(expect)
-        if expect.into:
-            self._awaited.append(expect.req)
-        if refused := expect.refused or self._disabled or self._other_adapter(expect.adapter):
+        load = self._loads[expect.req] = _Load(expect)
+        if refused := expect.refused or self._disabled:
             self._loaded(expect.req, shim.Ended(0, True, shim.REFUSED, 0, 0, "", refused))
             return
         try:
@@ -237,6 +218,20 @@ class WorkerSide:
             return
         self._by_lease[lease] = expect.req
         self._load_leases[expect.req] = lease
+        if unread := self._unread(expect.adapter):
+            # Cancelled once it is there, so that the other engine is informed at once.
+            load.outdated = unread
+            self._client.cancel(lease, unread)
+
+    def _unread(self, adapter: Adapter | None) -> str:
+        """Why nothing is loaded for a prompt with this adapter; empty: vLLM has read it. vLLM reads an adapter in the first step that computes with
+        it, which is after the load, and would compute on the load whatever the files are by then."""
+        if adapter is None or adapter[0] in self._loaded_adapters:
+            return self._other_adapter(adapter)
+        return (
+            f"adapter {adapter[0]} is not loaded in this engine yet: its first prompt is computed here; load adapters before requests name them "
+            "(--lora-modules, /v1/load_lora_adapter)"
+        )
 
     def _other_adapter(self, adapter: Adapter | None) -> str:
         """Why KV of a prompt with this adapter does not match its hash; empty: it does."""
@@ -258,7 +253,7 @@ class WorkerSide:
             if source.lease is not None and (other := self._other_adapter(source.adapter)):
                 self._client.cancel(source.lease, other)
         for load in self._loads.values():
-            load.outdated |= bool(self._other_adapter(load.expect.adapter))
+            load.outdated = load.outdated or self._other_adapter(load.expect.adapter)
         for req, expect in list(self._ended.items()):
             if other := self._other_adapter(expect.adapter):
                 # The engine reads an adapter again that it had given up: the step that begins
@@ -274,7 +269,7 @@ class WorkerSide:
     def _take_back(self, expect: Expect, why: str) -> None:
         if self._rewinds:
             first = expect.skip // self._resume_block
-            self._results.bad_blocks.update(expect.into or expect.blocks[0][first:])
+            self._results.bad_blocks.update(expect.blocks[0][first:])
         self._log.error(
             "kvspray: request %s: what was loaded for it is of another adapter: %s; %s",
             expect.req,
@@ -289,37 +284,15 @@ class WorkerSide:
         for req in gone if self._ended else ():
             self._ended.pop(req, None)
 
-    def _cancel(self, req: str, reason: str) -> None:
+    def _cancel_load(self, req: str, reason: str) -> None:
         load = self._loads.get(req)
         if load is not None:
             load.cancelled = True
             self._client.cancel(self._load_leases[req], reason)
-            return
-        source = self._sources.get(req)
+
+    def _cancel_source(self, source: _Source | None, reason: str) -> None:
         if source is not None and source.lease is not None:
             self._client.cancel(source.lease, reason)
-
-    def finish_loads(self) -> None:
-        """Before the forward pass: waits for the loads that it computes on; those that do not arrive are reported as failed."""
-        awaited, self._awaited = self._awaited, []
-        end = time.monotonic() + SYNC_WAIT_S
-        for req in awaited:
-            while req in self._load_leases and (left := end - time.monotonic()) > 0:
-                self._client.wait(left)
-                self._drain()
-            if req in self._load_leases:
-                lease = self._load_leases.pop(req)
-                expect = self._late[lease] = self._loads.pop(req).expect
-                del self._by_lease[lease]
-                self._client.cancel(lease, f"not there within {SYNC_WAIT_S} s")
-                self._lacks(expect, f"not there within {SYNC_WAIT_S} s")
-        self._landed.answered.update(awaited)
-
-    def _lacks(self, expect: Expect, why: str) -> None:
-        """Its spare blocks stay as they are until the load is over. The request's own blocks are untouched, so vLLM may compute in them at once."""
-        self._landed.failed.add(expect.req)
-        self._results.bad_blocks.update(expect.into)
-        self._log.warning("kvspray: request %s is recomputed from token %d of %d: %s", expect.req, expect.skip, expect.tokens, why)
 
     @property
     def signals(self) -> bool:
@@ -376,10 +349,6 @@ class WorkerSide:
         for end in self._client.poll():
             if self._saving is not None and self._saving.ended(end, self._landed, self._stats):
                 continue
-            late = self._late.pop(end.lease, None)
-            if late is not None:
-                self._spare_over(late, end, False)
-                continue
             req = self._by_lease.pop(end.lease, None)
             if req is None:
                 continue
@@ -389,7 +358,7 @@ class WorkerSide:
             else:
                 self._stats.ended(False, shim.status_name(end.status), end.bytes, end.us, end.transport, 0)
                 source = self._sources.get(req)
-                if source is not None:
+                if source is not None and source.lease == end.lease:  # else the engine has used the request's name again
                     source.lease = None
                 if end.status != shim.OK:
                     adapter = source.adapter if source is not None else None
@@ -408,9 +377,6 @@ class WorkerSide:
 
     def _loaded(self, req: str, end: shim.Ended) -> None:
         load = self._loads.pop(req)
-        if load.expect.into:
-            self._loaded_spare(load, end)
-            return
         self._results.received.add(req)
         if load.expect.pages:
             self._loaded_pages(req, load, end)
@@ -435,30 +401,6 @@ class WorkerSide:
         if (hits < len(pages) or load.outdated) and not load.cancelled:
             self._stats.recomputed(self._failed(req, load, end))
 
-    def _loaded_spare(self, load: _Load, end: shim.Ended) -> None:
-        expect = load.expect
-        good = end.status == shim.OK and not load.outdated and self._copied(expect)
-        if not good:
-            self._lacks(expect, load.why(end))
-        self._spare_over(expect, end, good)
-
-    def _copied(self, expect: Expect) -> bool:
-        if self._copy is None:
-            return False
-        try:
-            first = expect.skip // self._resume_block
-            self._copy(expect.blocks[0][first : first + len(expect.into)], expect.into)
-        except Exception:  # nothing that comes with a load ends the engine core
-            self._log.exception("kvspray: request %s: what came for it cannot be copied", expect.req)
-            return False
-        return True
-
-    def _spare_over(self, expect: Expect, end: shim.Ended, good: bool) -> None:
-        if good and expect.adapter is not None:
-            self._keep(expect)
-        self._landed.over.add(expect.req)
-        self._stats.ended(True, shim.status_name(end.status), end.bytes, end.us, end.transport, 0 if good else expect.tokens - expect.skip)
-
     def _failed(self, req: str, load: _Load, end: shim.Ended) -> int:
         """Returns how many tokens the engine has to compute."""
         expect = load.expect
@@ -469,7 +411,6 @@ class WorkerSide:
             self._results.bad_blocks.update(blocks)
         else:
             self._results.failed.add(req)
-            self._results.failed_blocks.update(blocks)
         self._log.warning(
             "kvspray: request %s is recomputed from token %d of %d: %s", req, first, expect.tokens, load.why(end)
         )
@@ -478,7 +419,7 @@ class WorkerSide:
     def outdate(self) -> None:
         """The engine's weights change: what has come of the loads under way was computed with others."""
         for load in self._loads.values():
-            load.outdated = True
+            load.outdated = load.outdated or "the weights have changed"
         self._outdated = True
 
     def leave(self, why: str) -> None:
