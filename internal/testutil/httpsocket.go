@@ -10,8 +10,8 @@ import (
 	"testing"
 )
 
-// HTTPSocket serves HTTP on a unix socket until the test is over; the address of its listener is the
-// socket's path.
+// HTTPSocket serves HTTP on a unix socket until the test is over. The address of its listener is
+// the socket's path.
 func HTTPSocket(tb testing.TB, h http.Handler) *httptest.Server {
 	tb.Helper()
 	path := filepath.Join(ShortDir(tb), "http")

@@ -90,8 +90,9 @@ func Do(ctx context.Context, method, addr, path string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	return sidecar{client, "http://" + addr, "http://" + addr, "--http HOST:PORT of the right one: its " +
-		"http.listen, which it logs as http= when it is ready"}.ask(ctx, method, path)
+	base := "http://" + addr
+	return sidecar{client, base, base, "--http HOST:PORT of the right one: its http.listen, " +
+		"which it logs as http= when it is ready"}.ask(ctx, method, path)
 }
 
 // Admin sends a request to the socket of a sidecar for calls that change it. The end of ctx is the

@@ -37,8 +37,9 @@ type planted struct {
 func plant(t *testing.T) *planted {
 	t.Helper()
 	p := &planted{dir: testutil.ShortDir(t), secrets: map[string]string{
-		"password of redis": "redis-hunter2-redis", "secret access key": "s3-hunter2-s3-secret-access-key",
-		"session token": "s3-hunter2-session-token", "header of spans": "otlp-hunter2-token"}}
+		"password of redis": "redis-hunter2-redis",
+		"secret access key": "s3-hunter2-s3-secret-access-key",
+		"session token":     "s3-hunter2-session-token", "header of spans": "otlp-hunter2-token"}}
 	at := func(name string) string { return filepath.Join(p.dir, name) }
 	for _, args := range [][]string{{"cluster", "--out", at("cluster.key")},
 		{"ca", "--cert", at("ca.crt"), "--key", at("ca.key")},
@@ -63,7 +64,8 @@ func plant(t *testing.T) *planted {
 	t.Setenv("AWS_SECRET_ACCESS_KEY", p.secrets["secret access key"])
 	t.Setenv("AWS_SESSION_TOKEN", p.secrets["session token"])
 	t.Setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization="+p.secrets["header of spans"])
-	if err := os.WriteFile(at("redis"), []byte(p.secrets["password of redis"]+"\n"), 0o600); err != nil {
+	err := os.WriteFile(at("redis"), []byte(p.secrets["password of redis"]+"\n"), 0o600)
+	if err != nil {
 		t.Fatal(err)
 	}
 	refuses := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -156,7 +158,8 @@ func TestNoSecretLeavesTheProcess(t *testing.T) {
 	log := filepath.Join(p.dir, "log")
 	said := "" // what a log of another program could have
 	for name, s := range p.secrets {
-		said += fmt.Sprintf("%s password=%s token: \"%s\" http://u:%s@h/ http://%s@h/\n", name[:1], s, s, s, s)
+		said += fmt.Sprintf("%s password=%s token: \"%s\" http://u:%s@h/ http://%s@h/\n", name[:1],
+			s, s, s, s)
 	}
 	if err := os.WriteFile(log, []byte(said), 0o600); err != nil {
 		t.Fatal(err)
@@ -165,7 +168,8 @@ func TestNoSecretLeavesTheProcess(t *testing.T) {
 	for _, args := range [][]string{
 		append([]string{"status"}, at...), append([]string{"status", "--output", "json"}, at...),
 		append([]string{"top", "--once"}, at...), append([]string{"store", "stat"}, at...),
-		append([]string{"store", "ls"}, at...), {"store", "drain", "--timeout", "1ms", "--socket", socket},
+		append([]string{"store", "ls"}, at...),
+		{"store", "drain", "--timeout", "1ms", "--socket", socket},
 		{"store", "remove", strings.Repeat("ab", 32), "--socket", socket},
 		{"drain", "--notice", "0s", "--timeout", "0s", "--socket", socket + "x"},
 		{"config", "print", "--config", p.config}, {"config", "check", "--config", p.config},
@@ -173,8 +177,8 @@ func TestNoSecretLeavesTheProcess(t *testing.T) {
 		append([]string{"doctor", "--peers", "--config", p.config}, at...),
 		append([]string{"ping", addrs["peer"], "--config", p.config}, at...),
 		append([]string{"bugreport", "--config", p.config, "--out", report, "--log", log}, at...),
-		{"drain", "--engine", "http://u:" + p.secrets["header of spans"] + "@127.0.0.1:1", "--notice", "0s",
-			"--timeout", "0s", "--socket", socket},
+		{"drain", "--engine", "http://u:" + p.secrets["header of spans"] + "@127.0.0.1:1",
+			"--notice", "0s", "--timeout", "0s", "--socket", socket},
 		{"drain", "--engine", "u:" + p.secrets["header of spans"] + "@127.0.0.1:1", "--socket", socket},
 		{"status", "--http", "http://u:" + p.secrets["header of spans"] + "@127.0.0.1:1"},
 		{"layout", "check", "http://u:" + p.secrets["header of spans"] + "@127.0.0.1:1",

@@ -109,7 +109,8 @@ func sleep(ctx context.Context, d time.Duration) {
 
 // tell marks the sidecar, or ends the mark, and returns how many source leases its engines have:
 // blocks that wait to be fetched.
-func tell(ctx context.Context, method, socket string, within time.Duration) (sources int, err error) {
+func tell(ctx context.Context, method, socket string, within time.Duration) (sources int,
+	err error) {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
 	var node struct {

@@ -59,14 +59,15 @@ type Directory struct {
 
 // New makes a directory. It does not connect: a service that is away costs misses.
 func New(o Options) *Directory {
-	c := &redis.UniversalOptions{Addrs: o.Addresses, Username: o.Username, Password: o.Password.Reveal(),
-		DialTimeout: dialTime, ReadTimeout: callTime, WriteTimeout: callTime, PoolSize: poolConns,
+	c := &redis.UniversalOptions{Addrs: o.Addresses, Username: o.Username,
+		Password: o.Password.Reveal(), DialTimeout: dialTime, ReadTimeout: callTime, WriteTimeout: callTime,
+		PoolSize:   poolConns,
 		MaxRetries: 1, ContextTimeoutEnabled: true}
 	if o.TLS {
 		c.TLSConfig = &tls.Config{MinVersion: tls.VersionTLS12}
 	}
-	return &Directory{self: o.Self, prefix: o.Prefix, secret: o.Password, client: redis.NewUniversalClient(c),
-		now: time.Now}
+	return &Directory{self: o.Self, prefix: o.Prefix, secret: o.Password,
+		client: redis.NewUniversalClient(c), now: time.Now}
 }
 
 // Configured makes a directory from its part of the configuration.

@@ -252,7 +252,8 @@ func TestErrorsHideThePassword(t *testing.T) {
 	d := New(Options{Addresses: []string{ln.Addr().String()}, Password: redact.NewSecret(password)})
 	defer func() { _ = d.Close() }()
 	err = d.Announce(t.Context(), 1, make([]page.Key, 1))
-	if err == nil || strings.Contains(err.Error(), password) || !strings.Contains(err.Error(), "unknown") {
+	if err == nil || strings.Contains(err.Error(), password) ||
+		!strings.Contains(err.Error(), "unknown") {
 		t.Errorf("%v", err)
 	}
 }
