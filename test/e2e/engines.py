@@ -535,7 +535,9 @@ class _Loop:
     def do_set_weights(self, name: str) -> list[str]:
         import kvspray_vllm
 
-        return list(self.core.model_executor.collective_rpc(kvspray_vllm.set_weights, args=(name,)))
+        before = list(self.core.model_executor.collective_rpc(kvspray_vllm.set_weights, args=(name,)))
+        self.engine.reset_prefix_cache(reset_connector=True)
+        return before
 
     def do_slow_layers(self, seconds: float, sidecar: str) -> None:
         if self.slow is not None:

@@ -118,5 +118,20 @@ def test_cached_blocks_of_other_weights_are_not_offered(e: Engine) -> None:  # n
     assert offered(e) == ["after", "at last"]
 
 
+def test_vllm_empties_its_cache_without_its_connectors(e: Engine) -> None:  # noqa: F811
+    pool = SimpleNamespace(num_gpu_blocks=10, get_num_free_blocks=lambda: 9, cached_block_hash_to_block={b"h": 1})
+    e.scheduler.set_pool(pool)  # type: ignore[arg-type]
+    connector(e, [])._weights_changed()
+    e.step()
+    cached(e, "before", 32)
+    e.step({"before": 8})
+    pool.cached_block_hash_to_block = {}
+    e.add("new", 40, dict(DECODE))
+    e.step({"new": 40})
+    cached(e, "after", 32)
+    e.step({"after": 8})
+    assert offered(e) == ["new", "after"]
+
+
 def test_a_change_is_reported_for_all_ranks() -> None:
     assert Landed(changed=3).aggregate(Landed(changed=7)).changed == 7

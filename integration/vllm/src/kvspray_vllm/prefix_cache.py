@@ -32,6 +32,11 @@ class PrefixCache:
             self._emptied = self.step
             self.mixed = False
 
+    def look(self) -> None:
+        """Before a new request gets blocks: vLLM may have emptied the cache without its connectors."""
+        if self.mixed and not getattr(self._pool, "cached_block_hash_to_block", (None,)):
+            self.reset()
+
     def weights_changed(self, since: int) -> None:
         """A rank has had other weights since the step of this number."""
         self.changed = max(self.changed, since)

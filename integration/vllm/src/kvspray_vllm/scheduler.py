@@ -126,6 +126,7 @@ class SchedulerSide:
     # ---- requests arrive
 
     def on_new_request(self, request: Request) -> None:
+        self._cache.look()
         self._on_new_request(request)
         if self._store is not None and not getattr(request, "abort_immediately", False):
             req = request.request_id
