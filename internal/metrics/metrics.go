@@ -283,7 +283,7 @@ const (
 	CausePeerLost   = "peer_lost"
 	CauseEngineGone = "engine_gone"
 	CauseDrain      = "drain"
-	// nothing came for as long as the engine would compute: of these the silent one
+	// Nothing came for as long as the engine would compute: of these the silent one.
 	CausePeerSilent   = "peer_silent"
 	CauseSourceSilent = "source_silent"
 	CauseLanesSilent  = "lanes_silent"
