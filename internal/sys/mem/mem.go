@@ -4,8 +4,8 @@
 //
 // Invariants: a Region's id is random and never reused; its bytes stay mapped while any reference
 // is held; a memfd is mapped only after its seals and its file system prove that no access can
-// fault, whatever its owner does to it; copies go through Copy, whose bounded pieces let the garbage
-// collector stop the goroutine in between. The package starts no goroutine.
+// fault, whatever its owner does to it; copies go through Copy, whose bounded pieces let the
+// garbage collector stop the goroutine in between. The package starts no goroutine.
 package mem
 
 import (
