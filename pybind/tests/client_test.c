@@ -234,7 +234,7 @@ static void *poller(void *arg)
 {
 	(void)arg;
 	uint8_t buf[4096];
-	int64_t end = kvs_now_ms() + PATIENCE_MS;
+	int64_t end = kvs_now_ms() + PATIENCE_MS; /* without a completion */
 	while (atomic_load(&completed) < total || atomic_load(&completed) < atomic_load(&opened)) {
 		REQUIRE(kvs_now_ms() < end);
 		if (!kvs_wait(client, 100))
@@ -247,6 +247,7 @@ static void *poller(void *arg)
 			REQUIRE(r.lease > 0 && r.lease <= 2 * total && !state[r.lease]);
 			state[r.lease] = 1;
 			atomic_fetch_add(&completed, 1);
+			end = kvs_now_ms() + PATIENCE_MS;
 			at += r.length;
 		}
 	}
