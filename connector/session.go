@@ -270,7 +270,8 @@ func (c *session) onHello(h *msg.Hello) error {
 	c.send(&msg.Welcome{ID: h.ID, Version: v, Boot: o.Boot, Node: o.Node, Endpoint: o.Endpoint(),
 		Host: o.HostBoot, Features: o.Features,
 		Fenced: h.Role == msg.RoleWorker, Limits: msg.Limits{Leases: uint64(o.Limits.Leases),
-			Copies: uint64(o.Limits.Copies), Regions: uint64(o.Limits.Regions), RecordBytes: msg.MaxRecordBytes},
+			Copies: uint64(o.Limits.Copies), Regions: uint64(o.Limits.Regions),
+			RecordBytes: msg.MaxRecordBytes},
 		DeadlineMS: uint64(o.Deadline.Milliseconds()), PartnerMS: uint64(o.Partner.Milliseconds()),
 		GraceMS: uint64(o.Grace.Milliseconds())})
 	c.log.Info("session", "version", v.String(), "pid", c.peer.PID, "uid", c.peer.UID)

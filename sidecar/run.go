@@ -258,8 +258,8 @@ func (n *Node) listenHTTP(ctx context.Context) (net.Listener, error) {
 	return ln, nil
 }
 
-// listenAdmin makes the admin socket. The lock of the engines' socket, which this process has, covers
-// it too: an existing one is a dead sidecar's.
+// listenAdmin makes the admin socket. The lock of the engines' socket, which this process has,
+// covers it too: an existing one is a dead sidecar's.
 func (n *Node) listenAdmin(ctx context.Context) (net.Listener, error) {
 	path := config.AdminSocket(n.cfg.Engine.Socket)
 	fail := func(err error) (net.Listener, error) {

@@ -406,7 +406,8 @@ func (r *Recorder) flush() {
 	r.lost += n
 	if now := time.Now(); now.After(r.quiet) {
 		r.opt.Log.Warn("tracing: the collector does not take spans", "endpoint", r.opt.Endpoint, "lost",
-			r.lost, "err", redact.URLs(err.Error()), "remedy", "check that an OTLP collector listens there for HTTP")
+			r.lost, "err", redact.URLs(err.Error()),
+			"remedy", "check that an OTLP collector listens there for HTTP")
 		r.quiet, r.lost = now.Add(complainEvery), 0
 	}
 }

@@ -48,8 +48,8 @@ var rules = []rule{
 	{dir: "internal/ui/cli", why: "converts flags to configurations of the composed parts, of " +
 		"nothing below them",
 		own: []string{"control/peer/keys", "internal/config", "internal/lines", "internal/redact",
-			"internal/ui/ask", "internal/ui/bugreport", "internal/ui/command", "internal/ui/doctor", "internal/ui/drain",
-			"internal/ui/explain", "internal/ui/loadctl",
+			"internal/ui/ask", "internal/ui/bugreport", "internal/ui/command", "internal/ui/doctor",
+			"internal/ui/drain", "internal/ui/explain", "internal/ui/loadctl",
 			"internal/ui/ping", "internal/ui/place", "internal/ui/status", "internal/ui/storectl",
 			"internal/ui/top", "internal/ui/usage", "internal/version", "placement", "proxy",
 			"sidecar"},
@@ -98,8 +98,8 @@ var rules = []rule{
 	{dir: "sidecar/internal/web", why: "HTTP: shows the parts of a node, and changes none; passes " +
 		"what operators ask of the store",
 		own: []string{"connector", "control/driver", "control/engines", "control/exec", "control/route",
-			"control/spray",
-			"gpu", "gpu/policy", "internal/admit", "internal/httpgate", "internal/page", "sidecar/internal/trace", "transfer", "transport"},
+			"control/spray", "gpu", "gpu/policy", "internal/admit", "internal/httpgate", "internal/page",
+			"sidecar/internal/trace", "transfer", "transport"},
 		ext: []string{extProm}},
 	{dir: "sidecar/internal/local", why: "leases that this sidecar serves alone: no plan, no peer",
 		own: []string{"control/engines"}},

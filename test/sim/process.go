@@ -155,7 +155,7 @@ func (e simEngines) Complete(a *exec.Action)      { e.s.complete(a) }
 func (e simEngines) Follow(*engines.Worker, bool) {}
 
 func (e simEngines) HeldOn(*engines.Worker, uint64) {}
-func (e simEngines) Forget(*engines.Worker)       {}
+func (e simEngines) Forget(*engines.Worker)         {}
 
 // memory is modeled: one word stands for a chunk's bytes.
 type memory struct{ s *sidecar }

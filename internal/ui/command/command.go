@@ -27,7 +27,7 @@ const (
 	ExitOK      = 0
 	ExitFailure = 1 // it ran, and failed
 	ExitUsage   = 2 // usage error in arguments, flags or configuration: nothing ran
-	// nobody reads the output any more; shells show this for programs that SIGPIPE has ended
+	// ExitPipe: nobody reads the output any more. Shells show it for programs that SIGPIPE ended.
 	ExitPipe = 141
 )
 

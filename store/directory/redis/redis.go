@@ -60,9 +60,8 @@ type Directory struct {
 // New makes a directory. It does not connect: a service that is away costs misses.
 func New(o Options) *Directory {
 	c := &redis.UniversalOptions{Addrs: o.Addresses, Username: o.Username,
-		Password: o.Password.Reveal(), DialTimeout: dialTime, ReadTimeout: callTime, WriteTimeout: callTime,
-		PoolSize:   poolConns,
-		MaxRetries: 1, ContextTimeoutEnabled: true}
+		Password: o.Password.Reveal(), DialTimeout: dialTime, ReadTimeout: callTime,
+		WriteTimeout: callTime, PoolSize: poolConns, MaxRetries: 1, ContextTimeoutEnabled: true}
 	if o.TLS {
 		c.TLSConfig = &tls.Config{MinVersion: tls.VersionTLS12}
 	}
