@@ -33,7 +33,7 @@ func answers(at time.Duration, s sign) step   { return step{at: at, what: "answe
 func requested(at time.Duration, s sign) step { return step{at: at, what: "request", sign: s} }
 func busyFor(at, after time.Duration) step    { return step{at, "request", signBusy, after} }
 func passes(at time.Duration) step            { return step{at: at, what: "passes"} }
-func gotByte(at time.Duration) step                      { return step{at: at, what: "byte"} }
+func gotByte(at time.Duration) step           { return step{at: at, what: "byte"} }
 
 func TestHealthCondition(t *testing.T) {
 	const s = time.Second
