@@ -28,12 +28,16 @@ type step struct {
 	after time.Duration
 }
 
-func asks(at time.Duration) step                         { return step{at: at, what: "asks"} }
-func answers(at time.Duration, s sign) step              { return step{at: at, what: "answers", sign: s} }
-func requested(at time.Duration, s sign) step            { return step{at: at, what: "request", sign: s} }
-func busyFor(at time.Duration, after time.Duration) step { return step{at, "request", signBusy, after} }
-func passes(at time.Duration) step                       { return step{at: at, what: "passes"} }
-func gotByte(at time.Duration) step                      { return step{at: at, what: "byte"} }
+func asks(at time.Duration) step { return step{at: at, what: "asks"} }
+func answers(at time.Duration, s sign) step {
+	return step{at: at, what: "answers", sign: s}
+}
+func requested(at time.Duration, s sign) step {
+	return step{at: at, what: "request", sign: s}
+}
+func busyFor(at, after time.Duration) step { return step{at, "request", signBusy, after} }
+func passes(at time.Duration) step         { return step{at: at, what: "passes"} }
+func gotByte(at time.Duration) step        { return step{at: at, what: "byte"} }
 
 func TestHealthCondition(t *testing.T) {
 	const s = time.Second

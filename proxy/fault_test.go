@@ -179,7 +179,7 @@ func TestSlowEngineIsUsed(t *testing.T) {
 	}
 }
 
-// An engine that fails at once is not preferred for its few requests, and each is served by another.
+// An engine that fails at once is not preferred for its few requests: another one serves them.
 func TestFailingEngineIsNotPreferred(t *testing.T) {
 	for _, status := range []int64{429, 500, 503, 408} {
 		for _, path := range []string{"/v1/completions", "/tokenize", "/v1/responses", "/v1/messages"} {
@@ -405,7 +405,8 @@ func TestBrokenAnswersAreNeverWhole(t *testing.T) {
 			chunks("data: 1\n\n") + end, true, false},
 		{"events of a length", "", "1.1 200 OK\r\n" + events + "Content-Length: 9\r\n\r\ndata: 1\n\n",
 			true, false},
-		{"events, ended by the connection", "", "1.0 200 OK\r\n" + events + "\r\ndata: 1\n\n" + done, true,
+		{"events, ended by the connection", "", "1.0 200 OK\r\n" + events + "\r\ndata: 1\n\n" + done,
+			true,
 			true},
 		{"events, broken by the connection", "", "1.0 200 OK\r\n" + events + "\r\ndata: 1\n\n", true,
 			false},

@@ -526,7 +526,8 @@ func TestLateSidecarIsCompared(t *testing.T) {
 		if err := checkNow(t, px, b); err != nil {
 			t.Fatal(err)
 		}
-		if warned := strings.Contains(b.identity.endpointWarning, "whose endpoint is 127.0.0.2:7650"); warned != late {
+		warned := strings.Contains(b.identity.endpointWarning, "whose endpoint is 127.0.0.2:7650")
+		if warned != late {
 			t.Errorf("it answers: %v, warning %q", late, b.identity.endpointWarning)
 		}
 	}

@@ -13,10 +13,10 @@
 // breaks is never complete for the client. When the client disconnects, both engines' requests are
 // canceled. What P keeps for a D that fails is released.
 //
-// Goroutines: Watch owns one clock, one health checker per back end, one asker of each sidecar, and one feed
-// of KV events per engine that has them, and joins them; Serve owns the HTTP server. Each request
-// owns at most one goroutine for P and one guard for each of its engines, and joins them before its
-// handler returns.
+// Goroutines: Watch owns one clock, one health checker per back end, one asker of each sidecar, and
+// one feed of KV events per engine that has them, and joins them; Serve owns the HTTP server. Each
+// request owns at most one goroutine for P and one guard for each of its engines, and joins them
+// before its handler returns.
 package proxy
 
 import (
@@ -82,7 +82,8 @@ type Times struct {
 	Check time.Duration // between two health checks; 1 s
 	Slow  time.Duration // an engine without an answer to one is slow; 2 s
 	// Silent is when an engine without an answer, and without a byte of any request, loses the
-	// requests that have no byte, if a better engine is there. After five times as long it is down. 6 s
+	// requests that have no byte, if a better engine is there. After five times as long it is down.
+	// 6 s
 	Silent    time.Duration
 	Prefill   time.Duration // longest wait for P; 5 min
 	FirstByte time.Duration // longest wait for D; whole answers that are no stream count; 30 min
@@ -314,7 +315,8 @@ const (
 )
 
 // served lists the routes for the error about an unknown one.
-var served = append([]string{routeCompletions, routeChat, routeResponses, routeMessages, routeHealth, routeMetrics}, passed...)
+var served = append([]string{routeCompletions, routeChat, routeResponses, routeMessages,
+	routeHealth, routeMetrics}, passed...)
 
 //go:embed page.html
 var pageHTML string

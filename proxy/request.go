@@ -23,7 +23,8 @@ const (
 
 // path is the endpoint of a kind that generates.
 func (k kind) path() string {
-	return [...]string{"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", ""}[k]
+	return [...]string{"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
+		""}[k]
 }
 
 const paramsKey = "kv_transfer_params"
@@ -94,7 +95,7 @@ func parseRequest(k kind, body []byte) (*request, error) {
 // extraKeys are objects whose entries vLLM merges into the connector's parameters.
 var extraKeys = []string{"vllm_xargs", "extra_args"}
 
-// withoutParams removes the connectors' keys from the other places in which an engine would read it.
+// withoutParams removes the connectors' keys from the other places in which an engine reads them.
 func withoutParams(fields map[string]json.RawMessage) error {
 	for _, key := range extraKeys {
 		var extra map[string]json.RawMessage
@@ -173,8 +174,8 @@ type transferParams struct {
 }
 
 // notForPrefill are the fields that have no meaning for a single unread token, or that an engine
-// refuses with it. integration/vllm/tests/test_prefill_bodies.py checks bodies without them by vLLM's
-// own classes.
+// refuses with it. integration/vllm/tests/test_prefill_bodies.py checks bodies without them by
+// vLLM's own classes.
 var notForPrefill = []string{"stream_options", "stream_interval", "min_tokens", "logprobs",
 	"top_logprobs", "logprob_token_ids", "best_of", "return_token_ids", "return_tokens_as_token_ids",
 	"return_token_offsets", "return_prompt_text", "prompt_logprobs", "thinking_token_budget",
@@ -192,8 +193,8 @@ func (r *request) forPrefill(xfer, traceparent string) ([]byte, error) {
 		f["max_completion_tokens"] = json.RawMessage("1")
 	}
 	f["n"] = json.RawMessage("1")
-	params, err := json.Marshal(transferParams{DoRemoteDecode: true, KVSpray: kvsprayParams{V: paramsVersion,
-		Xfer: xfer, Fanout: r.n, Traceparent: traceparent}})
+	params, err := json.Marshal(transferParams{DoRemoteDecode: true, KVSpray: kvsprayParams{
+		V: paramsVersion, Xfer: xfer, Fanout: r.n, Traceparent: traceparent}})
 	if err != nil {
 		return nil, err
 	}
@@ -216,7 +217,8 @@ func (r *request) forDecode(params json.RawMessage) ([]byte, error) {
 
 // concurrentParams are D's parameters in concurrent mode.
 func (r *request) concurrentParams(xfer, peer, traceparent string) (json.RawMessage, error) {
-	return json.Marshal(transferParams{DoRemotePrefill: true, KVSpray: kvsprayParams{V: paramsVersion, Xfer: xfer,
+	return json.Marshal(transferParams{DoRemotePrefill: true, KVSpray: kvsprayParams{
+		V: paramsVersion, Xfer: xfer,
 		Peer: peer, Fanout: r.n, Traceparent: traceparent}})
 }
 

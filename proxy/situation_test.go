@@ -67,8 +67,8 @@ func TestFormsOfBodies(t *testing.T) {
 			"0\r\nX-A: 1\r\n\r\n",
 		"expects a continue": head + fmt.Sprintf("Expect: 100-continue\r\nContent-Length: %d\r\n\r\n%s",
 			len(body), body),
-		"HTTP/1.0": fmt.Sprintf("POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s", len(body),
-			body),
+		"HTTP/1.0": fmt.Sprintf("POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s",
+			len(body), body),
 	} {
 		if answer, err := raw(t, url, request); err != nil || !strings.Contains(answer, "hello") {
 			t.Errorf("%s: %q, %v", name, answer, err)

@@ -29,8 +29,8 @@ func soakFor(t *testing.T) time.Duration {
 	return d
 }
 
-// Two engines are frozen, broken, busy, slow or gone in turns, under load: no request fails that the
-// other one could serve. Only an answer that has begun may break.
+// Two engines are broken, reset, busy, slow or frozen in turns, under load: no request fails that
+// the other one could serve. Only an answer that has begun may break.
 func TestEnginesFailInTurns(t *testing.T) {
 	const clients = 16
 	answer := func(w http.ResponseWriter, r *http.Request, s seen) {
@@ -106,7 +106,8 @@ func TestEnginesFailInTurns(t *testing.T) {
 		until(t, what, func() bool { return served.Load() >= from+want })
 	}
 	turns := 0
-	for end := time.Now().Add(soakFor(t)); (turns < 10 || time.Now().Before(end)) && !t.Failed(); turns++ {
+	end := time.Now().Add(soakFor(t))
+	for ; (turns < 10 || time.Now().Before(end)) && !t.Failed(); turns++ {
 		f, sleepy := engines[turns%2], &slow[turns%2]
 		until(t, "the engines do not recover", fit)
 		progress("nothing is served by two fit engines", clients)
