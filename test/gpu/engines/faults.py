@@ -30,6 +30,7 @@ COLUMNS = (
     "failed",
     "wrong_pages",
     "wrong_answers",
+    "first_token_ms",  # the slowest one of a request that the fault met
     "healthy_ms",
     "canaries",
 )
@@ -115,6 +116,8 @@ class Faults:
             time.sleep(self.rng.uniform(0, 1.2 * span))
             self.strike(victim, sig)
             answers = [s.result() for s in sent]
+        slowest = max(int(1e3 * a.ttft_s) for a in answers)
+        row["first_token_ms"] = max(row["first_token_ms"], slowest)
         row["healthy_ms"] = max(row["healthy_ms"], int(1e3 * self.healthy(row)))
         for rid, ids, got in answers:
             if got.error:
@@ -180,12 +183,14 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
         f.problems.append(f"{left} rounds did not begin within {a.kill_seconds:g} s")
     print(
         f"{'victim':28} {'rounds':>6} {'moved':>6} {'alone':>6} {'failed':>6} "
-        f"{'wrong pages':>11} {'wrong answers':>13} {'healthy again within ms':>23}"
+        f"{'wrong pages':>11} {'wrong answers':>13} {'first token ms':>14} "
+        f"{'healthy again within ms':>23}"
     )
     for name, r in f.rows.items():
         print(
             f"{name:28} {r['rounds']:6} {r['moved']:6} {r['recomputed']:6} {r['failed']:6} "
-            f"{r['wrong_pages']:11} {r['wrong_answers']:13} {r['healthy_ms']:23}"
+            f"{r['wrong_pages']:11} {r['wrong_answers']:13} {r['first_token_ms']:14} "
+            f"{r['healthy_ms']:23}"
         )
     f.problems += [
         f"{name}: {r['wrong_pages']} wrong pages" for name, r in f.rows.items() if r["wrong_pages"]
