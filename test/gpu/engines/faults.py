@@ -116,7 +116,7 @@ class Faults:
             time.sleep(self.rng.uniform(0, 1.2 * span))
             self.strike(victim, sig)
             answers = [s.result() for s in sent]
-        slowest = max(int(1e3 * a.ttft_s) for a in answers)
+        slowest = max(int(1e3 * got.ttft_s) for _, _, got in answers)
         row["first_token_ms"] = max(row["first_token_ms"], slowest)
         row["healthy_ms"] = max(row["healthy_ms"], int(1e3 * self.healthy(row)))
         for rid, ids, got in answers:
