@@ -352,7 +352,7 @@ func TestSchedulerDeclinesAtItsOwnSidecar(t *testing.T) {
 			Key: transfer.Key{Xfer: testKey(1, 1).Xfer}, Peer: "p:1", Reason: "the router ended it"})
 	})
 	s.until("the source's end", sec/10, func() bool { return src.done != nil })
-	if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason, "router") {
+	if wantStatus(t, src, engines.StatusCancelled); !strings.Contains(src.done.Reason, "router") {
 		t.Errorf("reason %q", src.done.Reason)
 	}
 }
