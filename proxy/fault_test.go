@@ -688,10 +688,8 @@ func TestPasswordsStayInside(t *testing.T) {
 	until(t, "the sidecar is not asked", func() bool { return px.decode.all[0].endpoint() != "" })
 	_, answer, _ := post(t, router, "/v1/completions", `{"prompt":"a"}`)
 	all.WriteString(answer)
-	if authorized.Load() < 4 {
-		t.Errorf("%d calls had the password, want those of two engines and two sidecars",
-			authorized.Load())
-	}
+	until(t, "calls with the password, of two engines and two sidecars",
+		func() bool { return authorized.Load() >= 4 })
 	for _, e := range []*engine{p, d} {
 		e.CloseClientConnections()
 		e.Close()
