@@ -158,6 +158,7 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "step": lambda: w.step(1, [(src[0], 16, None)]),
             "preempt": lambda: w.preempt(src[0]),
             "hold": lambda: w.hold(src[1]),
+            "yield_hold": lambda: w.yield_hold(src[1]),
             "expect": lambda: w.expect(XFER, HASH, "127.0.0.1:7001", 40, 16, [[4, 5, 6]]),
             "copy": lambda: w.copy(cache, cache, [(0, 4096, 8)]),
             "load": lambda: w.load(rows, [(0, 0)], 0, 0),
