@@ -71,6 +71,24 @@ func (f *faulty) hold(r *http.Request) {
 	}
 }
 
+// leave ends the engine's connections and its listener: connections are refused until comeBack.
+func (f *faulty) leave() {
+	_ = f.Listener.Close()
+	f.CloseClientConnections()
+}
+
+func (f *faulty) comeBack() {
+	l, err := net.Listen("tcp", f.Listener.Addr().String())
+	if err != nil {
+		f.t.Error(err)
+		return
+	}
+	f.Listener = l // the server's Close ends it, too
+	served := make(chan struct{})
+	go func() { _ = f.Config.Serve(l); close(served) }()
+	f.t.Cleanup(func() { _ = l.Close(); <-served })
+}
+
 func newFaulty(t *testing.T, answer func(http.ResponseWriter, *http.Request, seen)) *faulty {
 	f := &faulty{}
 	f.engine = newEngine(t, answer)

@@ -5,6 +5,7 @@ package proxy
 import (
 	"bytes"
 	"compress/gzip"
+	"context"
 	"fmt"
 	"io"
 	"net/http"
@@ -48,6 +49,72 @@ func TestThousandStreams(t *testing.T) {
 	}
 	close(release)
 	wg.Wait()
+}
+
+// Streams of the other APIs pass event by event, as vLLM writes them.
+func TestStreamsOfResponsesAndMessages(t *testing.T) {
+	for path, kinds := range map[string][]string{
+		"/v1/responses": {"response.created", "response.output_text.delta", "response.completed"},
+		"/v1/messages":  {"message_start", "content_block_delta", "message_stop"},
+	} {
+		t.Run(path, func(t *testing.T) {
+			passed := make(chan struct{})
+			event := func(kind string) string {
+				return fmt.Sprintf("event: %s\ndata: {\"type\":%q}\n\n", kind, kind)
+			}
+			d := newEngine(t, func(w http.ResponseWriter, r *http.Request, s seen) {
+				if s.path != path || s.body["stream"] != true || s.body["kv_transfer_params"] != nil {
+					t.Errorf("%s %v", s.path, s.body)
+				}
+				w.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
+				for _, kind := range kinds {
+					fmt.Fprint(w, event(kind))
+					_ = http.NewResponseController(w).Flush()
+					select {
+					case <-passed: // the client has it before the next one is written
+					case <-r.Context().Done():
+						return
+					}
+				}
+			})
+			p := newEngine(t, answerPrefill)
+			px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: "p:1"}}, Decode: []string{d.URL}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			url, stop := serveOn(t, px)
+			defer stop()
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			defer cancel()
+			req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+path,
+				strings.NewReader(`{"model":"m","input":"a","messages":[],"max_tokens":3,"stream":true}`))
+			if err != nil {
+				t.Fatal(err)
+			}
+			resp, err := http.DefaultClient.Do(req)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer resp.Body.Close()
+			if got := resp.Header.Get("Content-Type"); resp.StatusCode != 200 ||
+				!strings.HasPrefix(got, "text/event-stream") {
+				t.Errorf("%d %s", resp.StatusCode, got)
+			}
+			for _, kind := range kinds {
+				got := make([]byte, len(event(kind)))
+				if _, err := io.ReadFull(resp.Body, got); err != nil || string(got) != event(kind) {
+					t.Fatalf("%q, %v: want %q", got, err, event(kind))
+				}
+				passed <- struct{}{}
+			}
+			if rest, err := io.ReadAll(resp.Body); err != nil || len(rest) > 0 {
+				t.Errorf("behind the last event: %q, %v", rest, err)
+			}
+			if n := len(p.requests()); n != 0 {
+				t.Errorf("the prefill engine has %d requests", n)
+			}
+		})
+	}
 }
 
 // Bodies of clients come in several forms.

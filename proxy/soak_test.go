@@ -107,11 +107,11 @@ func TestEnginesFailInTurns(t *testing.T) {
 	}
 	turns := 0
 	end := time.Now().Add(soakFor(t))
-	for ; (turns < 10 || time.Now().Before(end)) && !t.Failed(); turns++ {
+	for ; (turns < 12 || time.Now().Before(end)) && !t.Failed(); turns++ {
 		f, sleepy := engines[turns%2], &slow[turns%2]
 		until(t, "the engines do not recover", fit)
 		progress("nothing is served by two fit engines", clients)
-		switch turns / 2 % 5 {
+		switch turns / 2 % 6 {
 		case 0:
 			f.status.Store(500)
 			progress("broken: nothing is served", 4*clients)
@@ -135,6 +135,13 @@ func TestEnginesFailInTurns(t *testing.T) {
 			})
 			progress("frozen: nothing is served", 4*clients)
 			f.wake()
+		case 5:
+			f.leave()
+			until(t, "an engine that refuses connections is not down", func() bool {
+				return px.decode.all[turns%2].condition() == down
+			})
+			progress("gone: nothing is served", 4*clients)
+			f.comeBack()
 		}
 	}
 	close(stop)

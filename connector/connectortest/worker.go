@@ -244,10 +244,7 @@ func (w *Worker) register(ctx context.Context, c *conn) (*msg.Registered, error)
 	fds := []int{w.flagsMem.fd, rings.fd, fdOf(door), fdOf(bell)}
 	for _, r := range w.cfg.Regions {
 		kind := msg.KindMemfd
-		switch r.Kind() {
-		case mem.KindAdopted:
-			kind = msg.KindAdopted
-		case mem.KindProcess:
+		if r.Kind() == mem.KindProcess {
 			kind = msg.KindProcess
 		}
 		m.Regions = append(m.Regions, msg.Region{Region: r.ID(), Kind: kind, Bytes: r.Size(),

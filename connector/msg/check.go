@@ -15,7 +15,7 @@ func (m *Region) check() (field, problem string) {
 	switch {
 	case m.FD == NoFD && m.Kind != KindDevice:
 		return "fd", "missing"
-	case m.Offset != 0 && m.Kind != KindMemfd && m.Kind != KindAdopted:
+	case m.Offset != 0 && m.Kind != KindMemfd:
 		return "offset", fmt.Sprintf("%d, but a region of kind %q has none", m.Offset, m.Kind)
 	}
 	return "", ""

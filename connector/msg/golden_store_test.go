@@ -21,7 +21,7 @@ func storeMessages() []storeMessage {
 	hashes := append(seq(16, 0x60), seq(16, 0x80)...)
 	pieces := []PagePiece{{0, 0, 8192, 4096}, {1, 1 << 33, 1 << 20, 1}}
 	regions := []Region{{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 0},
-		{Region: b16(0xb0), Kind: KindAdopted, Bytes: 1 << 21, FD: 0, Offset: 1 << 33}}
+		{Region: b16(0xb0), Kind: KindMemfd, Bytes: 1 << 21, FD: 0, Offset: 1 << 33}}
 	namespace := Namespace{Weights: "w", DType: "bfloat16", Layout: "f", PageTokens: 64,
 		PageBytes: 4097, Algorithm: "sha256_cbor"}
 	full := namespace

@@ -162,7 +162,7 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	sock("register", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3},
 		Regions: []Region{
 			{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 4},
-			{Region: b16(0xb0), Kind: KindAdopted, Bytes: 1 << 30, FD: 5},
+			{Region: b16(0xb0), Kind: KindMemfd, Bytes: 1 << 30, FD: 5},
 			{Region: b16(0xc0), Kind: KindProcess, Bytes: 1 << 33, Addr: 0x7f0012340000, FD: 6}}})
 	rawSock("register-older", TypeRegister, kv{"id", 2, "session", session[:], "regions",
 		[]any{kv{"region", seq(16, 0xa0), "kind", "memfd",

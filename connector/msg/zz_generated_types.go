@@ -56,7 +56,6 @@ const (
 // Kind values of a region.
 const (
 	KindMemfd   = "memfd"
-	KindAdopted = "adopted"
 	KindProcess = "process"
 	KindDevice  = "device" // of a GPU
 )
@@ -201,7 +200,7 @@ type Region struct {
 	Addr   uint64 // process only
 	Handle []byte // device only: section 1.1
 	FD     uint32 // index; regions of one file may share it; device only by handle kind 2
-	Offset uint64 // memfd, adopted: where in the file it begins, a multiple of the page size
+	Offset uint64 // memfd: where in the file it begins, a multiple of the page size
 }
 
 // FDs are indices into the packet's descriptors.

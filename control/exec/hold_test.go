@@ -142,6 +142,30 @@ func TestDeadDecodeEngineFreesTheSource(t *testing.T) {
 	}
 }
 
+// A request that is canceled before the source's sidecar is reached leaves nothing held there,
+// although its query arrives then and its engine lives.
+func TestCanceledBeforeTheSourceIsReached(t *testing.T) {
+	s, p, _, pw, _ := pair(t, 21, 0)
+	n := s.node("x:1", Config{Transports: []string{"tcp"}})
+	w := n.worker()
+	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+	p.steps(src)
+	p.hold(pw, 1)
+	n.hangs = map[string]bool{"p:1": true}
+	n.ask(1, decodeSession, testKey(1, 1), "p:1")
+	dst := n.expect(w, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
+	s.rest(100 * time.Millisecond)
+	n.event(func() { n.ex.Cancel(s.now, w, 1, "the client left") })
+	wantStatus(t, dst, engines.StatusCancelled)
+	n.event(func() { n.ex.PeerUp(s.now, "p:1", p.boot) })
+	s.join(n, p)
+	s.until("the source's end", 100*time.Millisecond, func() bool { return src.done != nil })
+	wantStatus(t, src, engines.StatusCancelled)
+	if p.ex.sources.Waits() != 0 || p.ex.match.Counts().WaitingKeys != 0 {
+		t.Errorf("left: %d waits, %+v", p.ex.sources.Waits(), p.ex.match.Counts())
+	}
+}
+
 // A sidecar that is only out of reach has the match timeout, and a dead engine of two frees
 // nothing that the other waits for.
 func TestHoldOutOfReach(t *testing.T) {

@@ -96,7 +96,7 @@ void write_hello(const kvs_client *c, struct mpw *w)
 
 static void write_regions(struct mpw *w, const struct region_packet *p)
 {
-	static const char *const kinds[] = {"", "memfd", "adopted", "process", "device"};
+	static const char *const kinds[] = {"", "memfd", "process", "device"};
 	mpw_str(w, "regions");
 	mpw_array(w, p->count);
 	for (uint32_t i = 0; i < p->count; i++) {

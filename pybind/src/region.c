@@ -4,9 +4,6 @@
  */
 #include <errno.h>
 #include <fcntl.h>
-#include <inttypes.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -163,74 +160,6 @@ int kvs_region_alloc(uint64_t bytes, struct kvs_region *out)
 	return rc;
 }
 
-/* Whether [addr, addr+bytes) lies in private anonymous mappings that can be read and written, without a gap. 0, KVS_E_ARG or
- * KVS_E_SYS. */
-static int private_anonymous(uint64_t addr, uint64_t bytes)
-{
-	FILE *f = fopen("/proc/self/maps", "re");
-	if (!f)
-		return KVS_E_SYS;
-	uint64_t at = addr, end = addr + bytes;
-	char *line = NULL;
-	size_t cap = 0;
-	while (at < end && getline(&line, &cap, f) > 0) {
-		uint64_t lo, hi, inode;
-		char perms[5];
-		if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %4s %*x %*s %" SCNu64, &lo, &hi, perms, &inode) != 4)
-			break;
-		if (hi <= at)
-			continue;
-		if (lo > at || perms[0] != 'r' || perms[1] != 'w' || perms[3] != 'p' || inode || strstr(line, "[stack]"))
-			break;
-		at = hi;
-	}
-	free(line);
-	fclose(f);
-	return at >= end ? 0 : KVS_E_ARG;
-}
-
-int kvs_region_adopt(uint64_t addr, uint64_t bytes, uint32_t flags, struct kvs_region *out)
-{
-	uint64_t page = page_bytes();
-	if (!out || !addr || !bytes || addr % page || bytes % page || addr > UINT64_MAX - bytes || bytes > INT64_MAX)
-		return KVS_E_ARG;
-	if (bytes < KVS_ADOPT_MIN_BYTES && !(flags & KVS_ADOPT_SMALL))
-		return KVS_E_ARG;
-	int rc = private_anonymous(addr, bytes);
-	if (rc < 0)
-		return rc;
-	if (region_id(out) < 0)
-		return KVS_E_SYS;
-	int fd = kvs_memfd("kvspray-adopted", bytes);
-	if (fd < 0)
-		return KVS_E_SYS;
-	/* write() reports a fault; a copy through a second mapping would raise a signal. */
-	for (uint64_t at = 0; at < bytes;) {
-		uint64_t want = bytes - at < (1ull << 30) ? bytes - at : 1ull << 30;
-		ssize_t n = pwrite(fd, (const void *)(uintptr_t)(addr + at), want, (off_t)at);
-		if (n < 0 && errno == EINTR)
-			continue;
-		if (n <= 0) {
-			int err = n < 0 ? errno : ENOSPC;
-			close(fd);
-			errno = err;
-			return KVS_E_SYS;
-		}
-		at += (uint64_t)n;
-	}
-	if (mmap((void *)(uintptr_t)addr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
-		int err = errno;
-		close(fd);
-		errno = err;
-		return KVS_E_SYS;
-	}
-	out->kind = KVS_REGION_ADOPTED;
-	out->fd = fd;
-	out->addr = addr;
-	out->bytes = bytes;
-	return 0;
-}
-
 int kvs_region_process(uint64_t addr, uint64_t bytes, struct kvs_region *out)
 {
 	if (!out || !addr || !bytes || addr > UINT64_MAX - bytes)
@@ -255,7 +184,7 @@ int kvs_region_process(uint64_t addr, uint64_t bytes, struct kvs_region *out)
 
 int kvs_region_part(const struct kvs_region *whole, uint64_t offset, uint64_t bytes, struct kvs_region *out)
 {
-	if (!whole || !out || (whole->kind != KVS_REGION_MEMFD && whole->kind != KVS_REGION_ADOPTED) || whole->fd < 0 || offset % page_bytes() || !bytes ||
+	if (!whole || !out || whole->kind != KVS_REGION_MEMFD || whole->fd < 0 || offset % page_bytes() || !bytes ||
 	    offset > whole->bytes || bytes > whole->bytes - offset)
 		return KVS_E_ARG;
 	if (region_id(out) < 0)

@@ -5,6 +5,8 @@
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "internal.h"
 
@@ -22,9 +24,20 @@ int __wrap_kvs_region_gpu(uint64_t addr, uint64_t bytes, struct kvs_region *out,
 		snprintf(error, error_bytes, "the fake does not share it");
 		return KVS_E_GPU;
 	}
-	out->kind = vmm ? KVS_REGION_DEVICE : KVS_REGION_ADOPTED; /* the mapping is the fake's */
+	out->kind = vmm ? KVS_REGION_DEVICE : KVS_REGION_MEMFD;
 	out->handle[0] = 2; /* of cuMemCreate, where the kind says device */
 	out->addr = addr;
 	out->bytes = bytes;
+	if (vmm)
+		return 0;
+	/* A mapping beside the fake's, which the region may unmap. */
+	void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, out->fd, 0);
+	if (at == MAP_FAILED) {
+		snprintf(error, error_bytes, "the fake's file cannot be mapped");
+		close(out->fd);
+		out->fd = -1;
+		return KVS_E_GPU;
+	}
+	out->addr = (uint64_t)(uintptr_t)at;
 	return 0;
 }

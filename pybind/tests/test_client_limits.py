@@ -397,22 +397,13 @@ def test_regions(sidecar: Make, worker: Make) -> None:
 
     n = 1 << 20
     m = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    m[:] = os.urandom(n)
-    before = bytes(m)
     addr = ctypes.addressof(ctypes.c_char.from_buffer(m))
     w = worker(start=False)
-    with pytest.raises(kvspray.KvsprayError, match="64 MiB"):
-        w.adopt_region(addr, n)
-    with pytest.raises(kvspray.KvsprayError):
-        w.adopt_region(addr + 1, n - 4096, allow_small=True)
-    region = w.adopt_region(addr, n, allow_small=True)
-    assert bytes(m) == before and region.kind == kvspray.RegionKind.ADOPTED
-    m[5:8] = b"abc"
+    region = w.alloc_region(n)
+    region.buffer[5:8] = b"abc"
     assert os.pread(region.fd, 3, 5) == b"abc"
     os.pwrite(region.fd, b"xyz", 100)
-    assert m[100:103] == b"xyz"
-    with pytest.raises(kvspray.KvsprayError):  # shared already
-        w.adopt_region(addr, n, allow_small=True)
+    assert bytes(region.buffer[100:103]) == b"xyz"
     process = [w.process_region(addr + i, 4096) for i in range(27)]
     s: Sidecar = sidecar()
     w.register([region, *process], layout())

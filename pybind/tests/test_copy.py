@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 import os
 import pathlib
 import random
@@ -249,29 +247,21 @@ def test_arguments(sidecar: Make, two: Make) -> None:
     assert w.copy(cache, host, [(0, 0, 1)]) == 0
 
 
-def private(nbytes: int) -> tuple[mmap.mmap, int]:
-    """Memory as an engine's allocator makes it, and its address."""
-    m = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return m, ctypes.addressof(ctypes.c_char.from_buffer(m))
-
-
 def test_with_a_real_sidecar(serve: Serve) -> None:
-    """Random blocks between memory that is shared, was the engine's own, and is not shared arrive, and nothing else changes."""
+    """Random blocks between memory that is shared and that is not arrive, and nothing else changes."""
     real, socket_path = serve("s")
     rng = random.Random(5)
     page = bytearray(HOST_BYTES)
     plain = [(ctypes.c_uint8 * HOST_BYTES).from_buffer(page), (ctypes.c_uint8 * HOST_BYTES)()]
-    _, address = private(HOST_BYTES)
     with kvspray.WorkerClient(socket_path, engine=ENGINE, layers=LAYERS) as w:
         regions = [w.alloc_region(HOST_BYTES), w.alloc_region(HOST_BYTES)]
         regions += [w.process_region(ctypes.addressof(p), HOST_BYTES) for p in plain]
-        regions.append(w.adopt_region(address, HOST_BYTES, allow_small=True))
         w.register(regions, real_layout())
         assert w.wait_connected(TIMEOUT_S), w.status()
         for r in regions:
             r.buffer[:] = rng.randbytes(HOST_BYTES)
         cell = 16 << 10
-        for a, b in ((0, 1), (0, 2), (2, 1), (2, 3), (3, 3), (4, 1), (0, 4), (2, 4), (4, 4)):
+        for a, b in ((0, 1), (0, 2), (2, 1), (2, 3), (3, 3)):
             src, dst = regions[a], regions[b]
             # Within one region, what is read and what is written lie apart: even cells and odd ones.
             cells = range(0, HOST_BYTES, 2 * cell)
@@ -305,45 +295,6 @@ def test_with_a_real_sidecar(serve: Serve) -> None:
         assert set(done.values()) <= {CompletionStatus.OK, CompletionStatus.LOST}
     for r in regions:
         r.close()
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_caches_that_were_the_engines_own_move_between_real_sidecars(serve: Serve, transport: str) -> None:
-    """An engine that cannot take our memory for its cache has the pages of its own moved into a memfd, in place. What it wrote before, and
-    writes afterwards by its old pointer, is what the other engine reads by its own."""
-    rng = random.Random(transport)
-    nbytes, tokens, at, to = LAYERS * 32768, 48, (1, 2, 3), (6, 4, 5)  # blocks of 16 tokens and 4,096 bytes in each layer, eight a layer
-    with contextlib.ExitStack() as stack:
-        caches, clients, sockets = [], [], []
-        for name in ("p", "d"):
-            sockets.append(serve(name, f"transports.order={transport}")[1])
-            memory, address = private(nbytes)
-            memory[:] = rng.randbytes(nbytes)
-            before = bytes(memory)
-            client = stack.enter_context(kvspray.WorkerClient(sockets[-1], engine=kvspray.EngineInfo("test", "1", name), layers=LAYERS))
-            region = client.adopt_region(address, nbytes, allow_small=True)
-            stack.callback(region.close)
-            assert region.kind == kvspray.RegionKind.ADOPTED and bytes(memory) == before
-            client.register([region], real_layout())
-            assert client.wait_connected(TIMEOUT_S), client.status()
-            caches.append(memory)
-            clients.append(client)
-        asks = stack.enter_context(kvspray.SchedulerClient(sockets[0], engine=ENGINE))
-        assert asks.wait_connected(TIMEOUT_S) and asks.endpoint is not None
-        (p, d), (source, sink) = clients, caches
-        source[5000:20000] = rng.randbytes(15000)  # in blocks 1 to 4 of the first layer
-        want = bytearray(sink)
-        for layer in range(LAYERS):
-            for a, b in zip(at, to, strict=True):
-                x, y = layer * 32768 + a * 4096, layer * 32768 + b * 4096
-                want[y : y + 4096] = source[x : x + 4096]
-        key = kvspray.prefix_hash(range(tokens))
-        sent = p.intent(b"x" * 16, key, tokens, [at], ready=tokens, held=True)
-        c = ended(d, d.expect(b"x" * 16, key, asks.endpoint, tokens, 0, [to]))
-        assert c.ok and c.transport == transport and c.bytes == LAYERS * len(at) * 4096, c
-        assert bytes(sink) == bytes(want)
-        assert p.wait(TIMEOUT_S)
-        assert [(c.lease, c.ok) for c in p.poll()] == [(sent, True)]
 
 
 def word() -> ctypes.c_uint64:

@@ -23,7 +23,7 @@ from conftest import ENGINE, LAYERS, TIMEOUT_S, Sidecar, layout
 from test_native import ROOT, compile_c
 
 XFER, HASH = b"x" * 16, b"h" * 32
-ADOPTED_BYTES = 1 << 20
+PRIVATE_BYTES = 1 << 20
 END = 1 << 32
 # Neither locks nor calls the system: a constant, an address, some stores. None of them may come to a gate.
 AT_ONCE = {
@@ -124,7 +124,7 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
         lonely.register([cache], layout())
         spare.register([cache], layout())
         asks = stack.enter_context(kvspray.SchedulerClient(tmp_path / "s.sock", engine=ENGINE))
-        private = mmap.mmap(-1, ADOPTED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        private = mmap.mmap(-1, PRIVATE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(ctypes.c_char.from_buffer(private))
         src = [w.intent(XFER, HASH, 40, [[1]]) for _ in range(4)]
         assert all(src)
@@ -143,7 +143,6 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "Region.reserve": lambda: stack.callback(kvspray.Region.reserve(4096).close),
             "Region.populate": lambda: empty.populate(0, 4096),
             "Region.close": region().close,
-            "adopt_region": lambda: w.adopt_region(address, ADOPTED_BYTES, allow_small=True),
             "process_region": lambda: w.process_region(address, 4096),
             "gpu_region": no_gpu,
             "add_regions": lambda: lonely.add_regions([added]),
@@ -158,6 +157,7 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "step": lambda: w.step(1, [(src[0], 16, None)]),
             "preempt": lambda: w.preempt(src[0]),
             "hold": lambda: w.hold(src[1]),
+            "yield_hold": lambda: w.yield_hold(src[1]),
             "expect": lambda: w.expect(XFER, HASH, "127.0.0.1:7001", 40, 16, [[4, 5, 6]]),
             "copy": lambda: w.copy(cache, cache, [(0, 4096, 8)]),
             "load": lambda: w.load(rows, [(0, 0)], 0, 0),

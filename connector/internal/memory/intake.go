@@ -235,14 +235,14 @@ func (in *Intake) Open(all []msg.Region, first uint32) error {
 // region opens one region.
 func (in *Intake) region(field string, d *msg.Region) (r *mem.Region, err error) {
 	switch d.Kind {
-	case msg.KindMemfd, msg.KindAdopted:
+	case msg.KindMemfd:
 		r, err = in.mapped(field+".fd", d)
 	case msg.KindProcess:
 		r, err = in.process(field, d)
 	case msg.KindDevice:
 		r, err = in.device(field, d)
 	default:
-		err = fmt.Errorf("kind %q is unknown, want memfd, adopted, process or device", d.Kind)
+		err = fmt.Errorf("kind %q is unknown, want memfd, process or device", d.Kind)
 	}
 	var refused *msg.Refusal
 	if err == nil || errors.As(err, &refused) {
@@ -268,11 +268,7 @@ func (in *Intake) mapped(field string, d *msg.Region) (*mem.Region, error) {
 		Field: field}); err != nil {
 		return nil, err
 	}
-	opts := []mem.Option{mem.PopulatePresent()}
-	if d.Kind == msg.KindAdopted {
-		opts = append(opts, mem.Adopted())
-	}
-	return f.Map(d.Region, d.Offset, d.Bytes, opts...)
+	return f.Map(d.Region, d.Offset, d.Bytes, mem.PopulatePresent())
 }
 
 // process opens memory of the engine's process.

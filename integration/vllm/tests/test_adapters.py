@@ -304,6 +304,26 @@ def test_nothing_is_loaded_for_an_adapter_that_the_worker_has_not_read(e: Engine
     assert [c[0] for c in e.worker_shim.take()] == ["expect"]
 
 
+@pytest.mark.parametrize("has", ["", "other"])
+def test_where_a_failed_load_is_an_error_only_an_adapter_that_the_worker_has_is_loaded_for(
+    e: Engine, one: pathlib.Path, has: str  # noqa: F811
+) -> None:
+    e.scheduler._fails = True
+    if has:
+        worker_read(e, 1, has)
+        e.step()
+    r, _ = add(e, "r", 40, prefill_first(), lora(one))
+    assert e.scheduler.matched(r, 0) == (0, False)
+    ((_, hash, _, why),) = e.scheduler_shim.declined
+    assert hash == e.scheduler._prompt_hash(r, digest(one)) and "computed here first" in why
+    stats = e.scheduler.take_stats()
+    assert stats is not None and stats.data["local"] == {"lora_unloaded": 1}
+    worker_read(e, 1, digest(one))  # in the step that computes it
+    e.step({"r": 40})
+    expect(e, "later", one)
+    assert [c[0] for c in e.worker_shim.take()] == ["expect"]
+
+
 def test_what_came_before_the_cancel_is_not_used(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
     expect(e, "r", one)
     e.worker_shim.end(1, received=True, status=shim.OK)
@@ -425,12 +445,17 @@ def test_an_adapter_that_is_not_read_in_time(e: Engine, one: pathlib.Path, gate:
     assert not e.scheduler._reading and not e.scheduler._destinations
 
 
-def test_bad_params_of_a_request_that_ends_first_end_no_engine(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+def test_a_prompt_without_a_hash_that_ends_first_ends_no_engine(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
     gate.closed.clear()
     add(e, "first", 40, dict(DECODE), lora(one))
     gate.closed.add("*")
-    new(e, request(prefill_first(v="what"), lora(one)))
+    new(e, request(prefill_first(adapter=digest(one)), lora(one)))
     assert "r" in e.scheduler._reading
+
+    def unhashable(*what: Any) -> bytes:
+        raise ValueError("a prompt without a hash")
+
+    e.scheduler._hash = unhashable
     assert e.finish("r", "FINISHED_ABORTED") == (False, None)
     assert not e.scheduler_shim.declined and not e.scheduler._reading
 

@@ -1,6 +1,6 @@
-// Package mem owns the memory that engines lend to the sidecar: mapped memfds, adopted mappings,
-// memory of a GPU behind its Device and, where nothing can be shared, another process's memory
-// behind an open /proc/PID/mem descriptor.
+// Package mem owns the memory that engines lend to the sidecar: mapped memfds, memory
+// of a GPU behind its Device and, where nothing can be shared, another process's memory behind an
+// open /proc/PID/mem descriptor.
 //
 // Invariants: a Region's id is random and never reused; its bytes stay mapped while any reference
 // is held; a memfd is mapped only after its seals and its file system prove that no access can
@@ -57,8 +57,7 @@ type Kind uint8
 
 // The kinds of a region, best first.
 const (
-	KindMemfd   Kind = iota + 1 // a sealed memfd that the engine allocated its cache in; mapped
-	KindAdopted                 // pages of an existing allocation moved into a memfd; mapped
+	KindMemfd Kind = iota + 1 // a sealed memfd that the engine allocated its cache in; mapped
 	// another process's memory through its own /proc/self/mem descriptor; syscalls only.
 	KindProcess
 	KindDevice // memory of a GPU, through its Device only
@@ -68,8 +67,6 @@ func (k Kind) String() string {
 	switch k {
 	case KindMemfd:
 		return "memfd"
-	case KindAdopted:
-		return "adopted"
 	case KindProcess:
 		return "process"
 	case KindDevice:
@@ -115,7 +112,6 @@ type Region struct {
 }
 
 type options struct {
-	kind     Kind
 	populate bool
 	stop     <-chan struct{} // ends populating
 	present  bool
@@ -124,9 +120,6 @@ type options struct {
 
 // Option changes how a region is mapped.
 type Option func(*options)
-
-// Adopted marks a memfd as KindAdopted.
-func Adopted() Option { return func(o *options) { o.kind = KindAdopted } }
 
 // Populate allocates all pages at once, so that the first transfer does not pay for it; in huge
 // pages where the kernel has them.
@@ -169,7 +162,7 @@ func owned(fd int, of func(*File) (*Region, error)) (*Region, error) {
 // hole in memory of a pool, would otherwise kill this process with SIGBUS.
 func (f *File) Map(id ID, offset, size uint64, opts ...Option) (*Region, error) {
 	fd := f.fd
-	o := options{kind: KindMemfd}
+	var o options
 	for _, f := range opts {
 		f(&o)
 	}
@@ -230,7 +223,7 @@ func (f *File) Map(id ID, offset, size uint64, opts ...Option) (*Region, error) 
 	if o.populate {
 		populate(b, o.stop)
 	}
-	return f.hold(&Region{id: id, kind: o.kind, size: size, offset: offset, bytes: b,
+	return f.hold(&Region{id: id, kind: KindMemfd, size: size, offset: offset, bytes: b,
 		reads: o.reads}), nil
 }
 

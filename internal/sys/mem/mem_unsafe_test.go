@@ -120,11 +120,11 @@ func TestHugePool(t *testing.T) {
 func TestMapMemfd(t *testing.T) {
 	fd := memfd(t, 3*4096+100, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW)
 	id := NewID()
-	r, err := MapMemfd(id, fd, 3*4096+50, Adopted(), Populate())
+	r, err := MapMemfd(id, fd, 3*4096+50, Populate())
 	if err != nil {
 		t.Fatal(err)
 	}
-	if r.ID() != id || r.Kind() != KindAdopted || r.Size() != 3*4096+50 || r.FD() != fd {
+	if r.ID() != id || r.Kind() != KindMemfd || r.Size() != 3*4096+50 || r.FD() != fd {
 		t.Errorf("id %s kind %s size %d fd %d", r.ID(), r.Kind(), r.Size(), r.FD())
 	}
 	if _, err := unix.Pwrite(fd, []byte("seen"), 4096); err != nil {

@@ -45,7 +45,6 @@ extern "C" {
 #define KVS_MAX_DECLINES 1024   /* of a scheduler, while the socket takes none */
 #define KVS_MAX_SIDECARS 16     /* sidecar processes that may still access blocks of an open lease */
 #define KVS_LOAD_GRACES 10      /* further ones, for a sidecar that answers but does not end a load: see kvs_submit_load */
-#define KVS_ADOPT_MIN_BYTES (64ull << 20)
 
 /* Results below zero. */
 enum kvs_error {
@@ -74,9 +73,8 @@ const char *kvs_strerror(int error);
 
 enum kvs_region_kind {
 	KVS_REGION_MEMFD = 1,   /* allocated by this library in a sealed memfd */
-	KVS_REGION_ADOPTED = 2, /* pages of an existing mapping, moved into a sealed memfd in place */
-	KVS_REGION_PROCESS = 3, /* this process's memory through its own /proc/self/mem descriptor */
-	KVS_REGION_DEVICE = 4,  /* memory of a GPU, imported by the sidecar */
+	KVS_REGION_PROCESS = 2, /* this process's memory through its own /proc/self/mem descriptor */
+	KVS_REGION_DEVICE = 3,  /* memory of a GPU, imported by the sidecar */
 };
 
 #define KVS_MAX_COPY_BLOCKS 32768 /* of one COPY */
@@ -89,7 +87,7 @@ struct kvs_region {
 	uint64_t addr; /* where it is mapped in this process */
 	uint64_t bytes;
 	uint8_t handle[KVS_HANDLE_BYTES]; /* DEVICE only */
-	uint64_t offset; /* MEMFD, ADOPTED: where in the file of fd it begins */
+	uint64_t offset; /* MEMFD: where in the file of fd it begins */
 	uint32_t part;   /* 1: fd and mapping belong to the region that it is a part of */
 	uint32_t reserved;
 };
@@ -106,17 +104,10 @@ int kvs_region_reserve(uint64_t bytes, struct kvs_region *out);
  * its bytes. KVS_E_SYS, errno ENOMEM or ENOSPC: there is not that much memory, and a part of the range may have some. */
 int kvs_region_populate(const struct kvs_region *region, uint64_t offset, uint64_t bytes);
 
-#define KVS_ADOPT_SMALL 1u /* allow less than KVS_ADOPT_MIN_BYTES */
-
-/* Replaces the pages of [addr, addr+bytes) with a shared mapping of a sealed memfd that holds the same content. The range
- * must be page-aligned and consist of private, anonymous, readable and writable mappings. No thread may write to it during
- * the call: a write between copy and switch is lost. */
-int kvs_region_adopt(uint64_t addr, uint64_t bytes, uint32_t flags, struct kvs_region *out);
-
 /* Any readable and writable range of this process. */
 int kvs_region_process(uint64_t addr, uint64_t bytes, struct kvs_region *out);
 
-/* A part of a MEMFD or ADOPTED region, as a region of its own: `offset` is a multiple of the page size. Many parts use one descriptor. The whole
+/* A part of a MEMFD region, as a region of its own: `offset` is a multiple of the page size. Many parts use one descriptor. The whole
  * must outlive them, and bytes that two regions share are refused by the sidecar. */
 int kvs_region_part(const struct kvs_region *whole, uint64_t offset, uint64_t bytes, struct kvs_region *out);
 
@@ -129,7 +120,7 @@ int kvs_region_gpu(uint64_t addr, uint64_t bytes, struct kvs_region *out, char *
  * memory can be made a region. The caller ends it with cuMemUnmap and cuMemRelease(*memory). KVS_E_GPU: nothing is mapped; `error` has the reason. */
 int kvs_gpu_map(uint32_t device, uint64_t addr, uint64_t bytes, uint64_t *memory, char *error, uint32_t error_bytes);
 
-/* Closes the descriptor; unmaps MEMFD regions, leaves adopted and process memory as it is. Only once no open lease names
+/* Closes the descriptor; unmaps MEMFD regions, leaves process memory as it is. Only once no open lease names
  * its blocks. */
 void kvs_region_free(struct kvs_region *region);
 

@@ -111,7 +111,6 @@ _PROTOTYPES = {
     "kvs_region_alloc": (c_int, [c_uint64, POINTER(CRegion)]),
     "kvs_region_reserve": (c_int, [c_uint64, POINTER(CRegion)]),
     "kvs_region_populate": (c_int, [POINTER(CRegion), c_uint64, c_uint64]),
-    "kvs_region_adopt": (c_int, [c_uint64, c_uint64, c_uint32, POINTER(CRegion)]),
     "kvs_region_process": (c_int, [c_uint64, c_uint64, POINTER(CRegion)]),
     "kvs_region_gpu": (c_int, [c_uint64, c_uint64, POINTER(CRegion), c_char_p, c_uint32]),
     "kvs_gpu_map": (c_int, [c_uint32, c_uint64, c_uint64, POINTER(c_uint64), c_char_p, c_uint32]),

@@ -17,9 +17,8 @@ class KvsprayError(RuntimeError):
 
 class RegionKind(enum.IntEnum):
     MEMFD = 1
-    ADOPTED = 2
-    PROCESS = 3
-    DEVICE = 4
+    PROCESS = 2
+    DEVICE = 3
 
 
 class Region:
@@ -76,16 +75,6 @@ class Region:
         _check("region populate", rc, nbytes)
 
     @classmethod
-    def adopt(cls, ptr: int, nbytes: int, *, allow_small: bool = False) -> Region:
-        """Moves the pages of an existing private anonymous mapping into a sealed memfd, in place: addresses stay.
-
-        Nobody may write to the range meanwhile. Page-aligned, and at least 64 MiB unless ``allow_small``.
-        """
-        c = _lib.CRegion()
-        _check("region adopt", _lib.lib.kvs_region_adopt(ptr, nbytes, 1 if allow_small else 0, ctypes.byref(c)), nbytes)
-        return cls(c)
-
-    @classmethod
     def gpu(cls, ptr: int, nbytes: int) -> Region:
         """Memory of a GPU: any range of one allocation (``tensor.data_ptr()``). Keep the tensor as long as the client."""
         c = _lib.CRegion()
@@ -99,14 +88,14 @@ class Region:
     def part(self, offset: int, nbytes: int) -> Region:
         """A part of this region as one of its own, at a multiple of the page size. The parts of a region use one descriptor.
 
-        Only alloc() and adopt() make regions with parts. Keep this one as long as its parts. A sidecar refuses regions that share bytes.
+        Only regions of alloc() and reserve() have parts. Keep this one as long as its parts. A sidecar refuses regions that share bytes.
         """
         c = _lib.CRegion()
         rc = _lib.lib.kvs_region_part(ctypes.byref(self._c), offset, nbytes, ctypes.byref(c))
         if rc != 0:
             raise KvsprayError(
                 f"kvspray: part of {nbytes} bytes at {offset} of {self!r}: {_lib.strerror(rc)}; want a multiple of the page size "
-                "inside a region of alloc() or adopt()"
+                "inside a region of alloc() or reserve()"
             )
         return Region(c)
 

@@ -97,10 +97,6 @@ class WorkerClient(_Client):
         """New memory in a sealed memfd: the best kind, if the engine can allocate its cache in it."""
         return Region.alloc(nbytes)
 
-    def adopt_region(self, ptr: int, nbytes: int, *, allow_small: bool = False) -> Region:
-        """Moves an existing page-aligned anonymous mapping (64 MiB or more, or ``allow_small``) into a memfd, in place."""
-        return Region.adopt(ptr, nbytes, allow_small=allow_small)
-
     def process_region(self, ptr: int, nbytes: int) -> Region:
         """Any memory of this process, through /proc/self/mem."""
         return Region.process(ptr, nbytes)

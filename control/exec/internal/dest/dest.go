@@ -290,8 +290,11 @@ func (ds *Table) CloseBy(now Instant, d *Lease, cause Cause, status uint16, reas
 		return
 	}
 	if waited {
+		// The request's query may still be on its way: without the decline, the source would be held
+		// for the engine that lives.
 		ds.decline(now, d.ep.Addr(), declined{id: d.x.Lease, key: d.x.Key, team: d.team,
-			size: d.ws.Place.World(), gen: d.gen, reason: reason, far: status == engines.StatusRefused})
+			size: d.ws.Place.World(), gen: d.gen, reason: reason,
+			far: status == engines.StatusRefused || status == engines.StatusCancelled})
 		ds.complete(now, d)
 		return
 	}

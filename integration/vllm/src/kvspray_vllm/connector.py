@@ -135,6 +135,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 role=str(self._kv_transfer_config.kv_role),
                 store_lag=max(1, int(getattr(vllm_config, "max_concurrent_batches", 2))) if self._settings.store else 0,
                 events=self._events,
+                fails=self._kv_transfer_config.kv_load_failure_policy == "fail",
             )
         else:
             self._flag_of = layout.flag_indices(kv_cache_config)

@@ -85,6 +85,7 @@ class Landed(KVConnectorWorkerMetadata):
     saved: dict[int, dict[int, bool]] = field(default_factory=dict)  # by Put and rank that has ended it: whether all of its pages are there
     lacked: set[str] = field(default_factory=set)  # loads from the store that did not find all of their pages
     changed: int = 0  # number of the first step with other weights; 0: they have not changed
+    adapters: dict[int, str] = field(default_factory=dict)  # LoRA adapters that vLLM has read: digests, by the engine's id
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Landed:
         assert isinstance(other, Landed)
@@ -95,6 +96,7 @@ class Landed(KVConnectorWorkerMetadata):
             {id: self.saved.get(id, {}) | other.saved.get(id, {}) for id in self.saved | other.saved},
             self.lacked | other.lacked,
             max(self.changed, other.changed),
+            self.adapters | other.adapters,
         )
 
 

@@ -8,6 +8,7 @@ Everything runs on the engine core's thread.
 
 from __future__ import annotations
 
+import collections
 import logging
 import secrets
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvspray_vllm import params as spray
-from kvspray_vllm.adapters import CHECK_WAIT_S, Adapters, Reading
+from kvspray_vllm.adapters import CHECK_WAIT_S, Adapters, Reading, remember
 from kvspray_vllm.layout import backoff_of
 from kvspray_vllm.meta import Adapter, Blocks, Expect, Gain, Intent, Landed, StepMeta
 from kvspray_vllm.patience import Patience
@@ -72,9 +73,11 @@ class SchedulerSide:
         role: str = "kv_both",
         store_lag: int = 0,
         events: StoreEvents | None = None,
+        fails: bool = False,
     ) -> None:
         """store_lag: of StoreSide; 0: the engine does not use the node's store.
-        events: those of the store, if the engine publishes any."""
+        events: those of the store, if the engine publishes any.
+        fails: vLLM answers a request whose load fails with an error."""
         if role not in ("kv_producer", "kv_consumer", "kv_both"):
             raise ValueError(f"kvspray: kv_role is {role!r}, want kv_producer, kv_consumer or kv_both")
         self._role = role
@@ -90,6 +93,8 @@ class SchedulerSide:
         self._now = now
         self._secret = secrets.token_bytes(16)
         self._adapters = Adapters()
+        self._fails = fails
+        self._worker_read: collections.OrderedDict[int, str] = collections.OrderedDict()  # adapters, as the worker has reported them
         # By request: what reads its adapter, its params, the end of its wait.
         self._reading: dict[str, tuple[Reading, dict[str, Any], float]] = {}
         self._adapter: dict[str, Adapter] = {}  # of requests that take part in a transfer
@@ -286,6 +291,11 @@ class SchedulerSide:
             raise
         key = self._key_hash(request, content)
         self._check_adapter(request, asked)
+        if self._fails and request.lora_request and self._worker_read.get(request.lora_request.lora_int_id) != content:
+            # The worker refuses such a load, which would be an error for the client.
+            text = f"the worker has not reported adapter {request.lora_request.lora_name!r} with {content} as loaded: a prompt is computed here first"
+            self._client.decline(asked.xfer, key, asked.peer, text)
+            raise spray.ParamsError("lora_unloaded", text)
         # An id of the prefill's request comes only from a prefill that is done; it holds the blocks for us.
         ready = bool(given.get("remote_request_id"))
         wait = 0.0 if ready else self._settings.admission_s or self._client.match_timeout_s
@@ -564,6 +574,8 @@ class SchedulerSide:
         if landed is None:
             return
         self._disabled = self._disabled or landed.disabled
+        for id, content in landed.adapters.items():
+            remember(self._worker_read, id, content)
 
     # ---- requests end
 
@@ -580,7 +592,7 @@ class SchedulerSide:
         if reading is not None:
             try:
                 self._decline_adapter(request, reading[1], why)
-            except Exception as err:  # params that were not looked at yet: no request may end the engine core
+            except Exception as err:  # for example a prompt that cannot be hashed: no request may end the engine core
                 self._log.info("kvspray: request %s is not declined: %s", req, err)
         if self._adapter.pop(req, None):
             self._meta.gone.append(req)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvspray_vllm import shim
-from kvspray_vllm.adapters import remember
+from kvspray_vllm.adapters import MAX_ADAPTERS, remember
 from kvspray_vllm.meta import Adapter, Blocks, Expect, Intent, Landed, StepMeta
 from kvspray_vllm.saving import Saving, count
 from kvspray_vllm.signals import CpuSignals, Signals
@@ -249,6 +249,8 @@ class WorkerSide:
     def adapter_loaded(self, id: int, content: str) -> None:
         """vLLM has read an adapter, before the first layer that is computed with it."""
         remember(self._loaded_adapters, id, content)
+        if len(self._landed.adapters) < MAX_ADAPTERS:  # of one step; the scheduler treats the others as unread
+            self._landed.adapters[id] = content
         for source in self._sources.values():
             if source.lease is not None and (other := self._other_adapter(source.adapter)):
                 self._client.cancel(source.lease, other)
