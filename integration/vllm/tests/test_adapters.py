@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -425,14 +426,21 @@ def test_an_adapter_that_is_not_read_in_time(e: Engine, one: pathlib.Path, gate:
     assert not e.scheduler._reading and not e.scheduler._destinations
 
 
-def test_bad_params_of_a_request_that_ends_first_end_no_engine(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+def test_a_request_that_ends_first_and_has_no_hash_ends_no_engine(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
     gate.closed.clear()
     add(e, "first", 40, dict(DECODE), lora(one))
     gate.closed.add("*")
-    new(e, request(prefill_first(v="what"), lora(one)))
+    new(e, request(prefill_first(adapter="a"), lora(one)))
     assert "r" in e.scheduler._reading
+    e.scheduler._hash = Mock(side_effect=ValueError)
     assert e.finish("r", "FINISHED_ABORTED") == (False, None)
     assert not e.scheduler_shim.declined and not e.scheduler._reading
+
+
+def test_bad_params_wait_for_no_adapter(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+    new(e, request(prefill_first(v="what"), lora(one)))
+    assert not e.scheduler._reading
+    assert e.finish("r", "FINISHED_ABORTED") == (False, None)
 
 
 def test_a_slow_adapter_delays_no_other(tmp_path: pathlib.Path, gate: Gate) -> None:
