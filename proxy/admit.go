@@ -64,8 +64,6 @@ func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request) (body []byte, o
 	in := http.MaxBytesReader(w, r.Body, p.limit)
 	control := http.NewResponseController(w)
 	end := time.Now().Add(bodyTimeout)
-	// A test's recorder has no deadline to set; a real connection always has.
-	defer func() { _ = control.SetReadDeadline(time.Time{}) }()
 	for {
 		if len(body) == cap(body) {
 			size := max(firstBody, 2*cap(body))
@@ -79,11 +77,13 @@ func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request) (body []byte, o
 			}
 			body = append(make([]byte, 0, size), body...)[:len(body):size]
 		}
+		// A test's recorder has no deadline to set; a real connection always has.
 		_ = control.SetReadDeadline(earlier(end, time.Now().Add(bodyIdle)))
 		n, err := in.Read(body[len(body):cap(body)])
 		body = body[:len(body)+n]
 		switch {
 		case errors.Is(err, io.EOF):
+			_ = control.SetReadDeadline(time.Time{})
 			return body, true
 		case err != nil:
 			p.refuseBody(w, err)

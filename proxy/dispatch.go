@@ -13,6 +13,7 @@ import (
 	"io"
 	"maps"
 	"net/http"
+	"net/url"
 	"slices"
 	"strings"
 	"sync"
@@ -34,6 +35,10 @@ const (
 
 // serve answers one request of a client.
 func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
+	if _, err := url.Parse(r.URL.RequestURI()); err != nil {
+		p.refuse(w, http.StatusBadRequest, codeInvalidTarget, err.Error())
+		return
+	}
 	body, ok := p.readBody(w, r)
 	defer p.bodies.give(int64(cap(body)))
 	if !ok || !p.enter(w) {
@@ -222,6 +227,9 @@ func (j *job) split(ctx context.Context, pre *backend) error {
 	j.held = j.held[:len(j.held)-1] // a P that fails keeps nothing
 	return failed
 }
+
+// errRepeated ends the repetition of a request that the engine may have received each time.
+var errRepeated = fmt.Errorf("two connections ended without an answer: %w", io.ErrUnexpectedEOF)
 
 // errPrefillFailed ends D's request before its first byte: it would wait for a prefill that never
 // comes.
@@ -540,6 +548,16 @@ func (j *job) send(ctx context.Context, b *backend, body []byte, decode bool) (*
 	if err != nil {
 		return nil, err
 	}
+	if get := req.GetBody; get != nil {
+		once := false
+		req.GetBody = func() (io.ReadCloser, error) {
+			if once {
+				return nil, errRepeated
+			}
+			once = true
+			return get()
+		}
+	}
 	h := http.Header{}
 	copyHeader(h, j.in.Header)
 	h.Del("Content-Length")
@@ -552,7 +570,7 @@ func (j *job) send(ctx context.Context, b *backend, body []byte, decode bool) (*
 	}
 	if _, given := h["Idempotency-Key"]; !given {
 		// Not sent: net/http then repeats a request by itself if the engine has closed the idle
-		// connection on which it went out.
+		// connection on which it went out. It would do so for each idle connection: GetBody ends it.
 		h["Idempotency-Key"] = nil
 	}
 	h.Set(requestIDHeader, j.id)

@@ -19,6 +19,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"testing/iotest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
@@ -747,4 +748,91 @@ func TestPasswordsStayInside(t *testing.T) {
 	if u, err := url.Parse(d.URL); err != nil || !strings.Contains(all.String(), u.Host) {
 		t.Error("the texts do not name the engine")
 	}
+}
+
+// A target that no URL can have is the client's mistake, not the engine's.
+func TestTargetThatIsNoURL(t *testing.T) {
+	d := newEngine(t, answerDecode)
+	px, url := start(t, Config{Decode: []string{d.URL}})
+	answer, err := raw(t, url, "GET /v1/models?a#%zz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+	if err != nil || !strings.HasPrefix(answer, "HTTP/1.1 400 ") ||
+		!strings.Contains(answer, codeInvalidTarget) {
+		t.Errorf("%q, %v", answer, err)
+	}
+	if c := px.decode.all[0].condition(); c != fit || len(d.requests()) != 0 {
+		t.Errorf("the engine is %s after %d requests", c, len(d.requests()))
+	}
+}
+
+// An engine that closes its connections without an answer gets a request once more at most.
+func TestLostRequestIsRepeatedOnce(t *testing.T) {
+	const kept = 8
+	var wg sync.WaitGroup
+	wg.Add(kept)
+	d := newEngine(t, func(w http.ResponseWriter, r *http.Request, s seen) {
+		if s.body["prompt"] == "bad" {
+			panic(http.ErrAbortHandler)
+		}
+		wg.Done()
+		wg.Wait() // each on its own connection
+		answerDecode(w, r, s)
+	})
+	p, err := New(Config{Decode: []string{d.URL}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.client.CloseIdleConnections()
+	var all sync.WaitGroup
+	for range kept {
+		all.Go(func() { ask(p, `{"prompt":"a"}`) })
+	}
+	all.Wait()
+	if code := ask(p, `{"prompt":"bad"}`); code != http.StatusBadGateway {
+		t.Error(code)
+	}
+	if n := len(d.requests()) - kept; n > 2 {
+		t.Errorf("the engine got the request %d times", n)
+	}
+}
+
+// deadlined notes the deadline of the connection.
+type deadlined struct {
+	*httptest.ResponseRecorder
+	reads time.Time
+}
+
+func (d *deadlined) SetReadDeadline(t time.Time) error { d.reads = t; return nil }
+
+// net/http reads the rest of a body after the handler: for a bounded time, if it does not come.
+func TestUnsentBodyHoldsNoConnection(t *testing.T) {
+	d := newEngine(t, answerDecode)
+	p, err := New(Config{Decode: []string{d.URL}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.client.CloseIdleConnections()
+	late := iotest.ErrReader(os.ErrDeadlineExceeded)
+	for _, x := range []struct {
+		method, path string
+		body         io.Reader
+		bounded      bool
+	}{
+		{"POST", "/v1/completions", io.MultiReader(strings.NewReader("{"), late), true},
+		{"POST", "/v1/completions", strings.NewReader(`{"prompt":"a"}`), false}, // all was read
+		{"GET", "/health", late, true},
+		{"POST", "/x", late, true},
+	} {
+		w := &deadlined{ResponseRecorder: httptest.NewRecorder()}
+		p.Handler().ServeHTTP(w, httptest.NewRequest(x.method, x.path, x.body))
+		if w.reads.IsZero() == x.bounded {
+			t.Errorf("%s %s: %d, then the deadline is %s", x.method, x.path, w.Code, w.reads)
+		}
+	}
+}
+
+func ask(p *Proxy, body string) int {
+	w := httptest.NewRecorder()
+	p.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/completions",
+		strings.NewReader(body)))
+	return w.Code
 }

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
+	"time"
 )
 
 // Codes of the router's own refusals; the status gives the kind. They are as stable as the API's
@@ -53,6 +54,10 @@ func (p *Proxy) refuse(w http.ResponseWriter, status int, code, message string) 
 // text.
 func (p *Proxy) orRefuse(mux *http.ServeMux) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.ContentLength != 0 {
+			// net/http waits for what a handler leaves of a body. readBody sets another deadline.
+			_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyIdle))
+		}
 		h, route := mux.Handler(r)
 		if route != "" {
 			mux.ServeHTTP(w, r)

@@ -460,6 +460,12 @@ def test_a_prompt_without_a_hash_that_ends_first_ends_no_engine(e: Engine, one: 
     assert not e.scheduler_shim.declined and not e.scheduler._reading
 
 
+def test_bad_params_wait_for_no_adapter(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+    new(e, request(prefill_first(v="what"), lora(one)))
+    assert not e.scheduler._reading
+    assert e.finish("r", "FINISHED_ABORTED") == (False, None)
+
+
 def test_a_slow_adapter_delays_no_other(tmp_path: pathlib.Path, gate: Gate) -> None:
     a = Adapters()
     paths = [saved(tmp_path / f"a{i}", float(i)) for i in range(adapters.READERS)]

@@ -118,6 +118,22 @@ def test_cached_blocks_of_other_weights_are_not_offered(e: Engine) -> None:  # n
     assert offered(e) == ["after", "at last"]
 
 
+def test_preempted_prompt_that_hits_other_weights_is_not_delivered(e: Engine) -> None:  # noqa: F811
+    connector(e, [])._weights_changed()
+    e.step()
+    r = e.add("r", 40, dict(DECODE))
+    e.step({"r": 40})
+    r.num_computed_tokens = 0
+    e.step(preempted={"r"})
+    r.num_computed_tokens = 32  # vLLM has found them in its prefix cache
+    e.worker_shim.take()
+    e.step({"r": 8})
+    assert [call[:2] for call in e.worker_shim.take()] == [("cancel", 1)]
+    e.worker_shim.end(1, received=False, status=shim.CANCELLED)
+    assert e.finish("r") == (True, None)
+    assert e.step().sent == {"r"}
+
+
 def test_vllm_empties_its_cache_without_its_connectors(e: Engine) -> None:  # noqa: F811
     pool = SimpleNamespace(num_gpu_blocks=10, get_num_free_blocks=lambda: 9, cached_block_hash_to_block={b"h": 1})
     e.scheduler.set_pool(pool)  # type: ignore[arg-type]

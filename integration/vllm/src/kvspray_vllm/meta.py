@@ -73,7 +73,6 @@ class Rank:
     epoch: int  # another one with other weights
     namespace: Namespace | None
     why: str = ""  # it has no namespace
-    since: int = 0  # number of the first step with these weights
 
 
 @dataclass

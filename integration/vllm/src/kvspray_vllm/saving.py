@@ -50,7 +50,7 @@ class Saving:
         """Before the forward pass. after: the mark that all steps before this one have passed; None: there is none. refused: why nothing may be saved."""
         if self._changed:
             self._changed = False
-            landed.ranks[self._rank] = Rank(self._epoch, self._namespace, self._why, meta.number)
+            landed.ranks[self._rank] = Rank(self._epoch, self._namespace, self._why)
         if self._pages is not None and not self._pages.ready() and self._pages.error not in ("", self._logged):
             self._logged = self._pages.error
             self._log.error("kvspray: the sidecar refuses this engine's pages: %s", self._pages.error)

@@ -476,15 +476,7 @@ class SchedulerSide:
             source = self._sources.get(req)
             if source is None:
                 source = self._pending.pop(req, None)
-                if source is None:
-                    continue
-                if source.fresh and source.request.num_computed_tokens:
-                    self._log.info("kvspray: request %s is not offered: its adapter was replaced in place, and cached blocks may be of the one before", req)
-                    self._stats.local("lora_replaced")
-                    continue
-                if self._cache.mixed and source.request.num_computed_tokens:
-                    self._log.info("kvspray: request %s is not offered: the weights have changed, and cached blocks may be of those before", req)
-                    self._stats.local("weights_replaced")
+                if source is None or self._other_cache(req, source):
                     continue
                 self._sources[req] = source
                 meta.intents.append(
@@ -493,6 +485,8 @@ class SchedulerSide:
                         source.traceparent, source.request.num_computed_tokens,
                     )
                 )  # fmt: skip
+            elif not source.end and not source.lost and (why := self._other_cache(req, source)):  # it was preempted
+                self._lose(req, source, why)
             if source.end >= source.tokens:
                 # It decodes here, and its windows move on: vLLM may have reused blocks that are being sent.
                 if self._windows and not source.lost and self._oldest(source, tables(req)) != source.oldest:
@@ -514,6 +508,17 @@ class SchedulerSide:
         meta.idle = not out.total_num_scheduled_tokens
         self._meta = StepMeta()
         return meta
+
+    def _other_cache(self, req: str, source: Source) -> str:
+        """Why what vLLM has found in its prefix cache may not be of this prompt; empty: it is. Then the request is not offered."""
+        if not source.request.num_computed_tokens or not (source.fresh or self._cache.mixed):
+            return ""
+        label, why = "weights_replaced", "the weights have changed, and cached blocks may be of those before"
+        if source.fresh:
+            label, why = "lora_replaced", "its adapter was replaced in place, and cached blocks may be of the one before"
+        self._log.info("kvspray: request %s is not offered: %s", req, why)
+        self._stats.local(label)
+        return why
 
     def _measure(self, out: SchedulerOutput) -> None:
         now = self._now()
