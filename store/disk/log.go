@@ -56,6 +56,19 @@ type log struct {
 	entries []entry
 	scratch *offheap.Array[byte] // aligned; a table at most
 	bounce  *offheap.Array[byte] // for pages that are moved; made when needed
+
+	syncing sync.Mutex // see durably; taken last
+}
+
+// durably writes and syncs. The kernel reports an error of a write once, to whoever syncs next: so
+// what one call has written is not synced by another.
+func (l *log) durably(bufs [][]byte, off int64) error {
+	l.syncing.Lock()
+	defer l.syncing.Unlock()
+	if err := l.file.WriteAt(bufs, off); err != nil {
+		return err
+	}
+	return l.file.Sync()
 }
 
 // Record is one page to write.
@@ -307,19 +320,17 @@ func (l *log) group(s space, records []Record, which []int) ([]uint32, error) {
 	bufs[0] = l.scratch.Elems()[:block]
 	clear(bufs[0])
 	tab.encode(bufs[0], l.t.id)
-	if err := l.file.WriteAt(bufs, l.offset(uint32(l.at), l.pos)); err != nil {
-		return nil, err
+	l.t.mu.Lock()
+	// A write that fails may leave bytes, too.
+	if seg := &l.segments[l.at]; !slices.Contains(seg.eras, s.era) {
+		seg.eras = append(seg.eras, s.era)
 	}
-	if err := l.file.Sync(); err != nil {
+	l.t.mu.Unlock()
+	if err := l.durably(bufs, l.offset(uint32(l.at), l.pos)); err != nil {
 		return nil, err
 	}
 	l.pos = at
 	l.note(&tab)
-	l.t.mu.Lock()
-	defer l.t.mu.Unlock()
-	if seg := &l.segments[l.at]; !slices.Contains(seg.eras, s.era) {
-		seg.eras = append(seg.eras, s.era)
-	}
 	return places, nil
 }
 
@@ -340,13 +351,27 @@ func (l *log) note(tab *table) {
 }
 
 // close ends the current segment with its footer, which is not synced: where it is lost, the groups
-// are read instead.
+// are read instead. Nothing of the segment's life before is left.
 func (l *log) close() {
-	l.writeFooter(uint32(l.at), table{kindFooter, l.segments[l.at].seq, l.spaces, l.entries})
-	eras := erasOf(l.spaces) // it has overwritten the others
+	seg, end := uint32(l.at), l.t.segb-1-blocksOf(tableBytes(len(l.spaces), len(l.entries)))
+	eras := erasOf(l.spaces)
 	l.t.mu.Lock()
-	l.segments[l.at].eras = eras
+	before := slices.ContainsFunc(l.segments[seg].eras, func(e page.Era) bool {
+		return !slices.Contains(eras, e)
+	})
 	l.t.mu.Unlock()
+	overwritten := !before || l.zero(seg, l.pos, end) == nil
+	l.end()
+	if overwritten {
+		l.t.mu.Lock()
+		l.segments[seg].eras = eras
+		l.t.mu.Unlock()
+	}
+}
+
+// end is close of a segment that may have more of its life before.
+func (l *log) end() {
+	l.writeFooter(uint32(l.at), table{kindFooter, l.segments[l.at].seq, l.spaces, l.entries})
 	l.retire()
 }
 
@@ -424,11 +449,7 @@ func (l *log) newLife(seg uint32) error {
 	b := l.scratch.Elems()[:block]
 	clear(b)
 	encodeSegment(b, t.id, seq)
-	err := l.file.WriteAt([][]byte{b}, l.offset(seg, 0))
-	if err == nil {
-		err = l.file.Sync()
-	}
-	if err != nil {
+	if err := l.durably([][]byte{b}, l.offset(seg, 0)); err != nil {
 		return fmt.Errorf("store.disk path %s: %w", l.path, err)
 	}
 	t.mu.Lock()

@@ -83,6 +83,56 @@ func TestWipe(t *testing.T) {
 	}
 }
 
+// A segment that is taken again still has bytes of removed pages behind what was written since: as
+// long as it is written, and once it has ended early or in full.
+func TestWipeOfWhatWasNotOverwritten(t *testing.T) {
+	for _, inFull := range []bool{false, true} {
+		files := sims(1, simBytes, 1)
+		tier := start(t, files)
+		const pages = 300 // more than fit: all segments are used
+		for i := range pages / 5 {
+			_, _ = load(tier, 0, i*5, i*5+5)
+		}
+		if err := tier.Remove(simSpace(0)); err != nil {
+			t.Fatal(err)
+		}
+		l, put := tier.logs[0], 0
+		again := func() int { // the segment that is written, if it is taken again
+			if l.at < 0 || len(l.segments[l.at].eras) < 2 {
+				return -1
+			}
+			return l.at
+		}
+		for again() < 0 {
+			_, _ = load(tier, 1, put, put+1)
+			if put++; put > pages {
+				t.Fatal("no segment is taken again")
+			}
+		}
+		for at := again(); inFull && l.at == at; put++ {
+			_, _ = load(tier, 1, put, put+1)
+		}
+		wipeAll(t, tier)
+		whole := make([]byte, simBytes)
+		if err := files[0].ReadAt(whole, 0); err != nil {
+			t.Fatal(err)
+		}
+		left := 0
+		for i := range pages {
+			if bytes.Contains(whole, content(simKey(0, i), simPages[0])[:simPages[0]]) {
+				left++
+			}
+		}
+		if left > 0 {
+			t.Errorf("in full %v: %d removed pages are on the device", inFull, left)
+		}
+		if !has(t, tier, 1, put-1) {
+			t.Errorf("in full %v: a page of another namespace is gone", inFull)
+		}
+		_ = tier.Close()
+	}
+}
+
 // A segment that cannot be overwritten does not keep the others from it.
 func TestWipeGoesOnAfterAnError(t *testing.T) {
 	files := sims(1, simBytes, 1)
