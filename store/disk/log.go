@@ -150,22 +150,25 @@ func (t *Tier) Write(id uint16, records []Record, wanted func() bool) []error {
 		return errs
 	}
 	t.mu.Unlock()
-	places, err := l.append(s, records, fresh)
-	t.mu.Lock()
-	l.broken = err != nil && !errors.Is(err, errNoSegment)
-	for j, i := range fresh {
-		n := nodes[i]
-		if j >= len(places) {
-			errs[i] = err
-			t.pages.Doom(n)
-		} else {
+	left, err := l.append(s, records, fresh, func(which []int, places []uint32) {
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		for j, i := range which {
+			n := nodes[i]
 			t.moveLocked(n, o, places[j])
 			t.pages.Finish(n, records[i].CRC)
 			if t.pages.At(n).Doomed {
 				errs[i] = ErrRemoved
 			}
+			t.pages.Drop(n)
 		}
-		t.pages.Drop(n)
+	})
+	t.mu.Lock()
+	l.broken = err != nil && !errors.Is(err, errNoSegment)
+	for _, i := range left {
+		errs[i] = err
+		t.pages.Doom(nodes[i])
+		t.pages.Drop(nodes[i])
 	}
 	return errs
 }
@@ -237,26 +240,29 @@ func (t *Tier) limboLocked(o *owner) uint32 {
 var errNoSegment = errors.New("store.disk: no segment can be emptied; raise size, or unpin pages")
 
 // append writes pages, synced, in as many groups as segments have room for. A segment that cannot
-// be written is not written any more, and the group goes into the next one, once. It returns the
-// places of the first pages, and why there are not all.
-func (l *log) append(s space, records []Record, which []int) (places []uint32, err error) {
+// be written is not written any more, and the group goes into the next one, once. placed is called
+// after each group: the next one may need room, and what has no place yet is not kept. It returns
+// the pages that were not written, and why.
+func (l *log) append(s space, records []Record, which []int,
+	placed func(which []int, places []uint32)) (left []int, err error) {
 	failures := 0
-	for len(places) < len(which) {
-		n, err := l.ensure(s, len(which)-len(places), true)
+	for len(which) > 0 {
+		n, err := l.ensure(s, len(which), true)
 		if err != nil {
-			return places, err
+			return which, err
 		}
-		some, err := l.group(s, records, which[len(places):len(places)+n])
+		places, err := l.group(s, records, which[:n])
 		if err != nil {
 			l.failed()
 			if failures++; failures > 1 {
-				return places, fmt.Errorf("store.disk path %s: %w", l.path, err)
+				return which, fmt.Errorf("store.disk path %s: %w", l.path, err)
 			}
 			continue
 		}
-		places = append(places, some...)
+		placed(which[:n], places)
+		which = which[n:]
 	}
-	return places, nil
+	return nil, nil
 }
 
 // ensure makes the current segment one with room, and returns for how many of so many pages it has

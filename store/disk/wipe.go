@@ -67,8 +67,8 @@ func (t *Tier) Wipe() (left int, err error) {
 	return left, nil
 }
 
-// wipe overwrites a segment. Its header is the last: what is left of it after a crash is known
-// then.
+// wipe overwrites a segment. Its footer is the first, so that a start after a crash compares what is
+// left of each page; its header is the last, so that such a start finds that something is left.
 func (l *log) wipe(seg uint32) error {
 	took, err := l.vacate(seg)
 	if !took || err != nil {
@@ -80,15 +80,18 @@ func (l *log) wipe(seg uint32) error {
 		defer t.mu.Unlock()
 		s.state = free
 	}()
-	for at := uint32(1); at < t.segb; {
-		to := min(t.segb, at+wipeBytes/block)
+	zero := func(from, to uint32) error {
 		l.mu.Lock()
-		err := l.zero(seg, at, to)
-		l.mu.Unlock()
-		if err != nil {
+		defer l.mu.Unlock()
+		return l.zero(seg, from, to)
+	}
+	if err := zero(t.segb-1, t.segb); err != nil { // the footer's end
+		return err
+	}
+	for at := uint32(1); at < t.segb-1; at += wipeBytes / block {
+		if err := zero(at, min(t.segb-1, at+wipeBytes/block)); err != nil {
 			return err
 		}
-		at = to
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()

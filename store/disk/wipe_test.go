@@ -83,10 +83,10 @@ func TestWipe(t *testing.T) {
 	}
 }
 
-// A segment that is taken again still has bytes of removed pages behind what was written since: as
-// long as it is written, and once it has ended early or in full.
+// A segment that is taken again still has bytes of removed pages behind what was written since:
+// while it is written, once it has ended early or in full, and after a start.
 func TestWipeOfWhatWasNotOverwritten(t *testing.T) {
-	for _, inFull := range []bool{false, true} {
+	for _, then := range []string{"wipe", "fill", "start"} {
 		files := sims(1, simBytes, 1)
 		tier := start(t, files)
 		const pages = 300 // more than fit: all segments are used
@@ -96,9 +96,10 @@ func TestWipeOfWhatWasNotOverwritten(t *testing.T) {
 		if err := tier.Remove(simSpace(0)); err != nil {
 			t.Fatal(err)
 		}
-		l, put := tier.logs[0], 0
-		again := func() int { // the segment that is written, if it is taken again
-			if l.at < 0 || len(l.segments[l.at].eras) < 2 {
+		put := 0
+		again := func() int { // the segment that is written, if it was taken again
+			l := tier.logs[0]
+			if l.at < 0 || len(l.segments[l.at].eras) <= len(l.spaces) {
 				return -1
 			}
 			return l.at
@@ -109,8 +110,12 @@ func TestWipeOfWhatWasNotOverwritten(t *testing.T) {
 				t.Fatal("no segment is taken again")
 			}
 		}
-		for at := again(); inFull && l.at == at; put++ {
+		for at := again(); then == "fill" && tier.logs[0].at == at; put++ {
 			_, _ = load(tier, 1, put, put+1)
+		}
+		if then == "start" {
+			_ = tier.Close()
+			tier = start(t, files)
 		}
 		wipeAll(t, tier)
 		whole := make([]byte, simBytes)
@@ -124,10 +129,10 @@ func TestWipeOfWhatWasNotOverwritten(t *testing.T) {
 			}
 		}
 		if left > 0 {
-			t.Errorf("in full %v: %d removed pages are on the device", inFull, left)
+			t.Errorf("%s: %d removed pages are on the device", then, left)
 		}
 		if !has(t, tier, 1, put-1) {
-			t.Errorf("in full %v: a page of another namespace is gone", inFull)
+			t.Errorf("%s: a page of another namespace is gone", then)
 		}
 		_ = tier.Close()
 	}
