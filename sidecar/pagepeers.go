@@ -176,15 +176,10 @@ func (p *pageStore) frame(from transfer.Boot, f *peerv1.ControlFrame) (bool, err
 	switch f.Body.(type) {
 	case *peerv1.ControlFrame_PageHints, *peerv1.ControlFrame_PageLookup,
 		*peerv1.ControlFrame_PageHolders:
-		if p.embedded != nil {
-			if err := p.embedded.Handle(from, f); err != nil {
-				return true, err
-			}
-		}
-		if p.exchange == nil || f.GetPageHints() == nil {
+		if p.embedded == nil {
 			return true, nil
 		}
-		return true, p.exchange.Handle(from, f)
+		return true, p.embedded.Handle(from, f)
 	case *peerv1.ControlFrame_PageRequest, *peerv1.ControlFrame_PageOffer:
 		if p.exchange == nil {
 			return true, nil

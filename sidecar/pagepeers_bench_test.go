@@ -144,7 +144,7 @@ func BenchmarkPeerExists(b *testing.B) {
 		}
 		return n
 	}
-	if err := d.Announce(b.Context(), 1, keys); err != nil {
+	if err := d.Announce(b.Context(), keys); err != nil {
 		b.Fatal(err)
 	}
 	until(b, func() bool { return count(1) == len(keys) })

@@ -276,7 +276,7 @@ func TestStaleAndLyingHints(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := liar.pages.directory.Announce(t.Context(), 1, hashes); err != nil {
+	if err := liar.pages.directory.Announce(t.Context(), hashes); err != nil {
 		t.Fatal(err)
 	}
 	b.exists(t, 99)

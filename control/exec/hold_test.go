@@ -102,6 +102,35 @@ func TestHoldIsBounded(t *testing.T) {
 	}
 }
 
+// A sidecar that comes and goes does not extend the hold, and the engine gets its signs: also one
+// whose deadline is shorter than the match timeout.
+func TestHoldIsBoundedForAPeerThatComesAndGoes(t *testing.T) {
+	for _, deadline := range []time.Duration{4 * sec, 30 * sec} {
+		s, p, d, pw, _ := pair(t, 21, 0)
+		d.ask(1, decodeSession, testKey(1, 1), "p:1")
+		s.rest(100 * time.Millisecond)
+		src := p.intent(pw, 1, testKey(1, 1), 64, 1, deadline)
+		p.steps(src)
+		p.hold(pw, 1)
+		began := s.now
+		for src.done == nil && s.now-began < core.DefaultHoldTimeout+sec {
+			s.rest(3 * sec)
+			p.event(func() { p.ex.PeerDown(s.now, d.boot, false) })
+			p.event(func() { p.ex.PeerUp(s.now, "d:1", d.boot) })
+		}
+		if src.done == nil || s.now-began < core.DefaultHoldTimeout {
+			t.Errorf("deadline %v: %+v after %v", deadline, src.done, s.now-began)
+		}
+		last := began
+		for _, at := range append(p.heldOn, s.now) {
+			if at-last > min(deadline, core.DefaultMatchTimeout)+sec {
+				t.Errorf("deadline %v: no sign to the engine from %v to %v", deadline, last, at)
+			}
+			last = at
+		}
+	}
+}
+
 // A decode engine that dies in its queue frees the source as soon as its sidecar, or the source's,
 // notices it: before and after the match timeout, before and after the end of the prefill.
 func TestDeadDecodeEngineFreesTheSource(t *testing.T) {

@@ -8,7 +8,6 @@
 // compares its checksum. So no directory needs to be consistent, or durable.
 //
 // The boot of a hint ends with its process, so no pointer to an earlier life of a node is followed.
-// An epoch ends all earlier hints of a process at once, as after the removal of a namespace.
 package directory
 
 import (
@@ -30,18 +29,12 @@ const (
 // there: the next call will fare no better. Other errors may be those of a moment.
 var ErrDown = errors.New("the directory is down")
 
-// Holder is a process that reported a page.
-type Holder struct {
-	Boot  transfer.Boot
-	Epoch uint64
-}
-
 // Directory maps pages to their holders. Its methods can be called from any goroutine.
 type Directory interface {
 	// Announce reports pages that this process holds. It has to be repeated: hints end by their time.
-	Announce(ctx context.Context, epoch uint64, held []page.Key) error
+	Announce(ctx context.Context, held []page.Key) error
 	// Withdraw reports pages that this process no longer holds.
-	Withdraw(ctx context.Context, epoch uint64, gone []page.Key) error
+	Withdraw(ctx context.Context, gone []page.Key) error
 	// Lookup adds the holders of keys to found, which is of these keys. With an error it has what was
 	// learned until then.
 	Lookup(ctx context.Context, keys []page.Key, found *Found) error
@@ -61,9 +54,9 @@ func (s *Short) Word() uint64 { return binary.LittleEndian.Uint64(s[:8]) }
 
 // Found is the result of a lookup.
 type Found struct {
-	Holders []Holder
+	Holders []transfer.Boot      // processes that reported pages
 	at      [][MaxHolders]uint16 // positions in Holders, from 1 on
-	index   map[Holder]uint16
+	index   map[transfer.Boot]uint16
 }
 
 // maxHolders bounds Found.Holders, so that a position fits.
@@ -71,14 +64,14 @@ const maxHolders = 1<<16 - 2
 
 // NewFound makes a result for n keys.
 func NewFound(n int) *Found {
-	return &Found{at: make([][MaxHolders]uint16, n), index: map[Holder]uint16{}}
+	return &Found{at: make([][MaxHolders]uint16, n), index: map[transfer.Boot]uint16{}}
 }
 
 // Len is the number of keys.
 func (f *Found) Len() int { return len(f.at) }
 
 // Add adds a holder of key i. More than MaxHolders are left out.
-func (f *Found) Add(i int, h Holder) {
+func (f *Found) Add(i int, h transfer.Boot) {
 	n := f.index[h]
 	if n == 0 {
 		if len(f.Holders) == maxHolders {
@@ -100,8 +93,8 @@ func (f *Found) Add(i int, h Holder) {
 }
 
 // Of calls yield with each holder of key i.
-func (f *Found) Of(i int) func(yield func(Holder) bool) {
-	return func(yield func(Holder) bool) {
+func (f *Found) Of(i int) func(yield func(transfer.Boot) bool) {
+	return func(yield func(transfer.Boot) bool) {
 		for _, n := range f.at[i] {
 			if n == 0 || !yield(f.Holders[n-1]) {
 				return

@@ -87,7 +87,7 @@ type Tier struct {
 	segb   uint32 // blocks of a segment
 	ledger ledger
 	notes  struct {
-		mu   sync.Mutex // guards what follows; the first log's is taken under it
+		mu   sync.Mutex // guards what follows; of other locks only log.syncing is taken under it
 		last uint64     // generation of the newest copy that was read or written
 	}
 

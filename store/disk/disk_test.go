@@ -203,6 +203,45 @@ func TestPowerGoesAtEveryOperation(t *testing.T) {
 	t.Logf("%d operations", ops)
 }
 
+// A write that ends a segment and needs room for its other pages does not take that segment, though
+// nothing else in it counts any more.
+func TestWriteKeepsItsOwnSegment(t *testing.T) {
+	files := sims(1, simBytes, 1)
+	tier := start(t, files)
+	_, _ = load(tier, 0, 0, 28) // the first segment
+	_, _ = load(tier, 0, 28, 33)
+	_, _ = load(tier, 1, 0, 7)
+	_, _ = load(tier, 1, 7, 10) // the third
+	if err := tier.Remove(simSpace(1)); err != nil {
+		t.Fatal(err)
+	}
+	l, left := tier.logs[0], 0
+	for i := range l.segments {
+		if l.segments[i].state != free {
+			continue
+		}
+		if left++; left > keepFree {
+			l.segments[i].state = wiped // for now
+		}
+	}
+	if l.at != 2 || l.segments[l.at].live > 0 {
+		t.Fatalf("segment %d has %d bytes of pages", l.at, l.segments[l.at].live)
+	}
+	most := tier.GroupPages(simPages[0])
+	stored, err := load(tier, 0, 100, 100+most)
+	if len(stored) != most {
+		t.Fatal(err)
+	}
+	_ = tier.Close()
+	tier = start(t, files)
+	defer func() { _ = tier.Close() }()
+	for _, i := range stored {
+		if !has(t, tier, 0, i) {
+			t.Errorf("page %d is gone", i)
+		}
+	}
+}
+
 // Errors of the disk: a write that fails costs that write at most, a read that fails that page.
 func TestDiskErrors(t *testing.T) {
 	for _, c := range []struct {

@@ -204,11 +204,7 @@ func (t *Tier) writeLedger(eras map[page.ID]era) error {
 	}
 	for _, i := range order {
 		g.copies[i] = 0 // until it is durable it may be anything
-		err := l.file.WriteAt([][]byte{buf.Elems()}, ledgerPlace(i))
-		if err == nil {
-			err = l.file.Sync()
-		}
-		if err != nil {
+		if err := l.durably([][]byte{buf.Elems()}, ledgerPlace(i)); err != nil {
 			return fmt.Errorf("store.disk path %s: record of namespaces: %w", l.path, err)
 		}
 		g.copies[i] = g.last

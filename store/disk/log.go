@@ -56,6 +56,19 @@ type log struct {
 	entries []entry
 	scratch *offheap.Array[byte] // aligned; a table at most
 	bounce  *offheap.Array[byte] // for pages that are moved; made when needed
+
+	syncing sync.Mutex // see durably; taken last
+}
+
+// durably writes and syncs. The kernel reports an error of a write once, to whoever syncs next: so
+// what one call has written is not synced by another.
+func (l *log) durably(bufs [][]byte, off int64) error {
+	l.syncing.Lock()
+	defer l.syncing.Unlock()
+	if err := l.file.WriteAt(bufs, off); err != nil {
+		return err
+	}
+	return l.file.Sync()
 }
 
 // Record is one page to write.
@@ -137,22 +150,25 @@ func (t *Tier) Write(id uint16, records []Record, wanted func() bool) []error {
 		return errs
 	}
 	t.mu.Unlock()
-	places, err := l.append(s, records, fresh)
-	t.mu.Lock()
-	l.broken = err != nil && !errors.Is(err, errNoSegment)
-	for j, i := range fresh {
-		n := nodes[i]
-		if j >= len(places) {
-			errs[i] = err
-			t.pages.Doom(n)
-		} else {
+	left, err := l.append(s, records, fresh, func(which []int, places []uint32) {
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		for j, i := range which {
+			n := nodes[i]
 			t.moveLocked(n, o, places[j])
 			t.pages.Finish(n, records[i].CRC)
 			if t.pages.At(n).Doomed {
 				errs[i] = ErrRemoved
 			}
+			t.pages.Drop(n)
 		}
-		t.pages.Drop(n)
+	})
+	t.mu.Lock()
+	l.broken = err != nil && !errors.Is(err, errNoSegment)
+	for _, i := range left {
+		errs[i] = err
+		t.pages.Doom(nodes[i])
+		t.pages.Drop(nodes[i])
 	}
 	return errs
 }
@@ -224,26 +240,29 @@ func (t *Tier) limboLocked(o *owner) uint32 {
 var errNoSegment = errors.New("store.disk: no segment can be emptied; raise size, or unpin pages")
 
 // append writes pages, synced, in as many groups as segments have room for. A segment that cannot
-// be written is not written any more, and the group goes into the next one, once. It returns the
-// places of the first pages, and why there are not all.
-func (l *log) append(s space, records []Record, which []int) (places []uint32, err error) {
+// be written is not written any more, and the group goes into the next one, once. placed is called
+// after each group: the next one may need room, and what has no place yet is not kept. It returns
+// the pages that were not written, and why.
+func (l *log) append(s space, records []Record, which []int,
+	placed func(which []int, places []uint32)) (left []int, err error) {
 	failures := 0
-	for len(places) < len(which) {
-		n, err := l.ensure(s, len(which)-len(places), true)
+	for len(which) > 0 {
+		n, err := l.ensure(s, len(which), true)
 		if err != nil {
-			return places, err
+			return which, err
 		}
-		some, err := l.group(s, records, which[len(places):len(places)+n])
+		places, err := l.group(s, records, which[:n])
 		if err != nil {
 			l.failed()
 			if failures++; failures > 1 {
-				return places, fmt.Errorf("store.disk path %s: %w", l.path, err)
+				return which, fmt.Errorf("store.disk path %s: %w", l.path, err)
 			}
 			continue
 		}
-		places = append(places, some...)
+		placed(which[:n], places)
+		which = which[n:]
 	}
-	return places, nil
+	return nil, nil
 }
 
 // ensure makes the current segment one with room, and returns for how many of so many pages it has
@@ -307,19 +326,17 @@ func (l *log) group(s space, records []Record, which []int) ([]uint32, error) {
 	bufs[0] = l.scratch.Elems()[:block]
 	clear(bufs[0])
 	tab.encode(bufs[0], l.t.id)
-	if err := l.file.WriteAt(bufs, l.offset(uint32(l.at), l.pos)); err != nil {
-		return nil, err
+	l.t.mu.Lock()
+	// A write that fails may leave bytes, too.
+	if seg := &l.segments[l.at]; !slices.Contains(seg.eras, s.era) {
+		seg.eras = append(seg.eras, s.era)
 	}
-	if err := l.file.Sync(); err != nil {
+	l.t.mu.Unlock()
+	if err := l.durably(bufs, l.offset(uint32(l.at), l.pos)); err != nil {
 		return nil, err
 	}
 	l.pos = at
 	l.note(&tab)
-	l.t.mu.Lock()
-	defer l.t.mu.Unlock()
-	if seg := &l.segments[l.at]; !slices.Contains(seg.eras, s.era) {
-		seg.eras = append(seg.eras, s.era)
-	}
 	return places, nil
 }
 
@@ -340,13 +357,27 @@ func (l *log) note(tab *table) {
 }
 
 // close ends the current segment with its footer, which is not synced: where it is lost, the groups
-// are read instead.
+// are read instead. Nothing of the segment's life before is left.
 func (l *log) close() {
-	l.writeFooter(uint32(l.at), table{kindFooter, l.segments[l.at].seq, l.spaces, l.entries})
-	eras := erasOf(l.spaces) // it has overwritten the others
+	seg, end := uint32(l.at), l.t.segb-1-blocksOf(tableBytes(len(l.spaces), len(l.entries)))
+	eras := erasOf(l.spaces)
 	l.t.mu.Lock()
-	l.segments[l.at].eras = eras
+	before := slices.ContainsFunc(l.segments[seg].eras, func(e page.Era) bool {
+		return !slices.Contains(eras, e)
+	})
 	l.t.mu.Unlock()
+	overwritten := !before || l.zero(seg, l.pos, end) == nil
+	l.end()
+	if overwritten {
+		l.t.mu.Lock()
+		l.segments[seg].eras = eras
+		l.t.mu.Unlock()
+	}
+}
+
+// end is close of a segment that may have more of its life before.
+func (l *log) end() {
+	l.writeFooter(uint32(l.at), table{kindFooter, l.segments[l.at].seq, l.spaces, l.entries})
 	l.retire()
 }
 
@@ -424,11 +455,7 @@ func (l *log) newLife(seg uint32) error {
 	b := l.scratch.Elems()[:block]
 	clear(b)
 	encodeSegment(b, t.id, seq)
-	err := l.file.WriteAt([][]byte{b}, l.offset(seg, 0))
-	if err == nil {
-		err = l.file.Sync()
-	}
-	if err != nil {
+	if err := l.durably([][]byte{b}, l.offset(seg, 0)); err != nil {
 		return fmt.Errorf("store.disk path %s: %w", l.path, err)
 	}
 	t.mu.Lock()

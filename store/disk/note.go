@@ -101,14 +101,7 @@ func (t *Tier) SetNote(note []byte) error {
 	l := t.logs[0]
 	n := (headerBytes + len(note) + block - 1) / block * block
 	encodeNote(buf.Elems(), t.id, t.notes.last+1, note)
-	// The kernel reports an error of a write once: to the note, or to the log that writes meanwhile.
-	// So what is written and synced by one is not synced by another.
-	l.mu.Lock()
-	if err = l.file.WriteAt([][]byte{buf.Elems()[:n]}, notePlace(to)); err == nil {
-		err = l.file.Sync()
-	}
-	l.mu.Unlock()
-	if err != nil {
+	if err := l.durably([][]byte{buf.Elems()[:n]}, notePlace(to)); err != nil {
 		return fmt.Errorf("store.disk path %s: note: %w", l.path, err)
 	}
 	t.notes.last++

@@ -73,39 +73,48 @@ func TestNoteAndPower(t *testing.T) {
 }
 
 // The kernel reports an error of a write once, to whoever syncs next. It goes to the pages that
-// were not written, which are then written again, and not to a note that is written meanwhile: they
-// would count as durable.
+// were not written, which are then written again, and not to a note or a removal that is written
+// meanwhile: they would count as durable.
 func TestErrorOfASyncGoesToItsWriter(t *testing.T) {
-	files := sims(1, simBytes, 1)
-	tier := start(t, files)
-	defer func() { _ = tier.Close() }()
-	if durable, err := load(tier, 0, 0, 1); len(durable) != 1 { // begins a segment
-		t.Fatal(err)
-	}
-	var held, failed atomic.Bool
-	noted := make(chan error, 1)
-	files[0].HoldSyncs(func() {
-		if !held.CompareAndSwap(false, true) {
-			return
-		}
-		go func() { noted <- tier.SetNote([]byte("note")) }()
-		select {
-		case err := <-noted: // it was not to sync now
-			noted <- err
-		case <-time.After(20 * time.Millisecond): // no longer than a fault needs to show
-		}
-	})
-	files[0].Fail(func(op string, _ int64) error {
-		if op == "sync" && failed.CompareAndSwap(false, true) {
-			return unix.EIO
-		}
-		return nil
-	})
-	if durable, err := load(tier, 0, 1, 2); len(durable) != 1 {
-		t.Errorf("the page was not written again: %v", err)
-	}
-	if err := <-noted; err != nil {
-		t.Errorf("the note has the error of the pages: %v", err)
+	for what, write := range map[string]func(*Tier) error{
+		"note":    func(tier *Tier) error { return tier.SetNote([]byte("note")) },
+		"removal": func(tier *Tier) error { return tier.Remove(simSpace(1)) },
+	} {
+		t.Run(what, func(t *testing.T) {
+			files := sims(1, simBytes, 1)
+			tier := start(t, files)
+			defer func() { _ = tier.Close() }()
+			for owner := range uint16(2) {
+				if durable, err := load(tier, owner, 0, 1); len(durable) != 1 { // begins a segment
+					t.Fatal(err)
+				}
+			}
+			var held, failed atomic.Bool
+			written := make(chan error, 1)
+			files[0].HoldSyncs(func() {
+				if !held.CompareAndSwap(false, true) {
+					return
+				}
+				go func() { written <- write(tier) }()
+				select {
+				case err := <-written: // it was not to sync now
+					written <- err
+				case <-time.After(20 * time.Millisecond): // no longer than a fault needs to show
+				}
+			})
+			files[0].Fail(func(op string, _ int64) error {
+				if op == "sync" && failed.CompareAndSwap(false, true) {
+					return unix.EIO
+				}
+				return nil
+			})
+			if durable, err := load(tier, 0, 1, 2); len(durable) != 1 {
+				t.Errorf("the page was not written again: %v", err)
+			}
+			if err := <-written; err != nil {
+				t.Errorf("the %s has the error of the pages: %v", what, err)
+			}
+		})
 	}
 }
 

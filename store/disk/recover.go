@@ -105,6 +105,7 @@ func (t *Tier) format(devices []opened, b []byte) error {
 type found struct {
 	l      *log
 	number uint32
+	strays bool // it has bytes of no page: of its life before, or of pages written in part
 	*table
 }
 
@@ -131,13 +132,13 @@ func (t *Tier) recover() error {
 				continue
 			}
 			l.segments[i].state = full
-			tab := l.footer(i, seq)
+			tab, strays := l.footer(i, seq), false
 			if tab == nil {
 				end := uint32(0)
-				tab, end = l.scan(i, seq, whole.Elems())
+				tab, end, strays = l.scan(i, seq, whole.Elems())
 				l.resume(i, tab, end)
 			}
-			all = append(all, found{l, i, tab})
+			all = append(all, found{l, i, strays, tab})
 		}
 	}
 	for _, l := range t.logs {
@@ -190,18 +191,20 @@ func (l *log) life(seg uint32) uint64 {
 
 // scan reads a segment that has no footer: its groups, with the checksum of every page, because the
 // last group may have been written in part. A block that is no table is passed over. It returns
-// where the last group ends.
-func (l *log) scan(seg uint32, seq uint64, b []byte) (out *table, end uint32) {
+// where the last group ends, and whether there are bytes of no page.
+func (l *log) scan(seg uint32, seq uint64, b []byte) (out *table, end uint32, strays bool) {
 	t := l.t
 	out = &table{kind: kindFooter, seq: seq}
 	if l.file.ReadAt(b, l.offset(seg, 0)) != nil {
-		return out, t.segb // nothing is written into it
+		return out, t.segb, true // nothing is written into it
 	}
 	end = 1
 	index := map[space]uint16{}
 	for at := uint32(1); at < t.segb; {
 		tab, err := parse(b[at*block:min(int(at+1)*block, len(b))], t.id, kindGroup, seq, t.segb)
 		if err != nil {
+			strays = strays || slices.ContainsFunc(b[at*block:(at+1)*block],
+				func(b byte) bool { return b != 0 })
 			at++
 			continue
 		}
@@ -210,6 +213,7 @@ func (l *log) scan(seg uint32, seq uint64, b []byte) (out *table, end uint32) {
 			s := tab.spaces[e.space]
 			next = max(next, e.at+blocksOf(int(s.pageBytes)))
 			if mem.CRC32C(0, b[int(e.at)*block:][:s.pageBytes]) != e.crc {
+				strays = true
 				continue
 			}
 			i, ok := index[s]
@@ -224,13 +228,16 @@ func (l *log) scan(seg uint32, seq uint64, b []byte) (out *table, end uint32) {
 		at = next
 		end = next
 	}
-	return out, end
+	return out, end, strays
 }
 
 // adoptLocked puts the pages of a segment into the catalog whose eras count.
 func (t *Tier) adoptLocked(f found, ids map[page.Era]page.ID) {
 	base := (f.l.first + f.number) * t.segb
 	f.l.segments[f.number].eras = erasOf(f.spaces)
+	if f.strays { // their eras are unknown: it is one that has ended
+		f.l.segments[f.number].eras = append(f.l.segments[f.number].eras, page.Era{})
+	}
 	for i := range f.entries {
 		e := &f.entries[i]
 		s := f.spaces[e.space]

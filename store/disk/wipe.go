@@ -8,7 +8,7 @@ import (
 	"github.com/kvspray/kvspray/store/offheap"
 )
 
-// wipeBytes is what Wipe writes before others get the device again.
+// wipeBytes is what is overwritten at once. Others get the device in between.
 const wipeBytes = 1 << 20
 
 // mayHaveRemovedLocked reports whether a segment may have bytes of pages that count no more: those
@@ -55,18 +55,20 @@ func (t *Tier) Wipe() (left int, err error) {
 	}
 	err = l.wipe(seg)
 	t.mu.Lock()
-	if l.segments[seg].bad = err != nil; err != nil {
+	defer t.mu.Unlock()
+	s := &l.segments[seg]
+	if s.bad = err != nil; err != nil {
 		t.stats.Failed++
-	}
-	t.mu.Unlock()
-	if err != nil {
 		return left, fmt.Errorf("store.disk path %s: overwrite removed pages: %w", l.path, err)
 	}
-	return left - 1, nil
+	if !t.mayHaveRemovedLocked(s) { // it has, if it was taken again meanwhile
+		left--
+	}
+	return left, nil
 }
 
-// wipe overwrites a segment. Its header is the last: what is left of it after a crash is known
-// then.
+// wipe overwrites a segment. Its footer is the first, so that a start after a crash compares what is
+// left of each page; its header is the last, so that such a start finds that something is left.
 func (l *log) wipe(seg uint32) error {
 	took, err := l.vacate(seg)
 	if !took || err != nil {
@@ -78,27 +80,22 @@ func (l *log) wipe(seg uint32) error {
 		defer t.mu.Unlock()
 		s.state = free
 	}()
-	zeros, err := offheap.New[byte](min(wipeBytes, int(t.segb)*block))
-	if err != nil {
+	zero := func(from, to uint32) error {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return l.zero(seg, from, to)
+	}
+	if err := zero(t.segb-1, t.segb); err != nil { // the footer's end
 		return err
 	}
-	defer zeros.Free()
-	for at := uint32(1); at < t.segb; {
-		n := min(t.segb-at, uint32(len(zeros.Elems())/block))
-		if err := l.overwrite(zeros.Elems()[:n*block], seg, at); err != nil {
+	for at := uint32(1); at < t.segb-1; at += wipeBytes / block {
+		if err := zero(at, min(t.segb-1, at+wipeBytes/block)); err != nil {
 			return err
 		}
-		at += n
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if err := l.file.Sync(); err != nil {
-		return err
-	}
-	if err := l.file.WriteAt([][]byte{zeros.Elems()[:block]}, l.offset(seg, 0)); err != nil {
-		return err
-	}
-	if err := l.file.Sync(); err != nil {
+	if err := l.zero(seg, 0, 1); err != nil {
 		return err
 	}
 	t.mu.Lock()
@@ -107,10 +104,24 @@ func (l *log) wipe(seg uint32) error {
 	return nil
 }
 
-func (l *log) overwrite(zeros []byte, seg, at uint32) error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.file.WriteAt([][]byte{zeros}, l.offset(seg, at))
+// zero overwrites the blocks [from, to) of a segment, durably.
+func (l *log) zero(seg, from, to uint32) error {
+	if from >= to {
+		return nil
+	}
+	zeros, err := offheap.New[byte](int(min(to-from, wipeBytes/block)) * block)
+	if err != nil {
+		return err
+	}
+	defer zeros.Free()
+	for at := from; at < to; {
+		n := min(to-at, wipeBytes/block)
+		if err := l.durably([][]byte{zeros.Elems()[:n*block]}, l.offset(seg, at)); err != nil {
+			return err
+		}
+		at += n
+	}
+	return nil
 }
 
 // vacate moves the pages of a segment, and keeps it from being taken; false: it has been cleaned
@@ -120,7 +131,7 @@ func (l *log) vacate(seg uint32) (took bool, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.at == int(seg) {
-		l.close()
+		l.end()
 	}
 	look := func() (seq uint64, isFull bool) {
 		t.mu.Lock()

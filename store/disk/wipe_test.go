@@ -83,6 +83,61 @@ func TestWipe(t *testing.T) {
 	}
 }
 
+// A segment that is taken again still has bytes of removed pages behind what was written since:
+// while it is written, once it has ended early or in full, and after a start.
+func TestWipeOfWhatWasNotOverwritten(t *testing.T) {
+	for _, then := range []string{"wipe", "fill", "start"} {
+		files := sims(1, simBytes, 1)
+		tier := start(t, files)
+		const pages = 300 // more than fit: all segments are used
+		for i := range pages / 5 {
+			_, _ = load(tier, 0, i*5, i*5+5)
+		}
+		if err := tier.Remove(simSpace(0)); err != nil {
+			t.Fatal(err)
+		}
+		put := 0
+		again := func() int { // the segment that is written, if it was taken again
+			l := tier.logs[0]
+			if l.at < 0 || len(l.segments[l.at].eras) <= len(l.spaces) {
+				return -1
+			}
+			return l.at
+		}
+		for again() < 0 {
+			_, _ = load(tier, 1, put, put+1)
+			if put++; put > pages {
+				t.Fatal("no segment is taken again")
+			}
+		}
+		for at := again(); then == "fill" && tier.logs[0].at == at; put++ {
+			_, _ = load(tier, 1, put, put+1)
+		}
+		if then == "start" {
+			_ = tier.Close()
+			tier = start(t, files)
+		}
+		wipeAll(t, tier)
+		whole := make([]byte, simBytes)
+		if err := files[0].ReadAt(whole, 0); err != nil {
+			t.Fatal(err)
+		}
+		left := 0
+		for i := range pages {
+			if bytes.Contains(whole, content(simKey(0, i), simPages[0])[:simPages[0]]) {
+				left++
+			}
+		}
+		if left > 0 {
+			t.Errorf("%s: %d removed pages are on the device", then, left)
+		}
+		if !has(t, tier, 1, put-1) {
+			t.Errorf("%s: a page of another namespace is gone", then)
+		}
+		_ = tier.Close()
+	}
+}
+
 // A segment that cannot be overwritten does not keep the others from it.
 func TestWipeGoesOnAfterAnError(t *testing.T) {
 	files := sims(1, simBytes, 1)

@@ -2549,9 +2549,8 @@ func (x *Pong) GetNonce() uint64 {
 // PageHints reports pages that the sender holds, to the peer that keeps the hints of their keys.
 type PageHints struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Epoch         uint64                 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"` // hints of an earlier epoch of the sender are void
-	Held          []byte                 `protobuf:"bytes,2,opt,name=held,proto3" json:"held,omitempty"`    // first 16 bytes of keys
-	Gone          []byte                 `protobuf:"bytes,3,opt,name=gone,proto3" json:"gone,omitempty"`    // likewise
+	Held          []byte                 `protobuf:"bytes,1,opt,name=held,proto3" json:"held,omitempty"` // first 16 bytes of keys
+	Gone          []byte                 `protobuf:"bytes,2,opt,name=gone,proto3" json:"gone,omitempty"` // likewise
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2584,13 +2583,6 @@ func (x *PageHints) ProtoReflect() protoreflect.Message {
 // Deprecated: Use PageHints.ProtoReflect.Descriptor instead.
 func (*PageHints) Descriptor() ([]byte, []int) {
 	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{28}
-}
-
-func (x *PageHints) GetEpoch() uint64 {
-	if x != nil {
-		return x.Epoch
-	}
-	return 0
 }
 
 func (x *PageHints) GetHeld() []byte {
@@ -2660,64 +2652,11 @@ func (x *PageLookup) GetKeys() []byte {
 	return nil
 }
 
-// PageHolder is a process that reported pages.
-type PageHolder struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Boot          []byte                 `protobuf:"bytes,1,opt,name=boot,proto3" json:"boot,omitempty"` // 16 bytes
-	Epoch         uint64                 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *PageHolder) Reset() {
-	*x = PageHolder{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[30]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *PageHolder) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*PageHolder) ProtoMessage() {}
-
-func (x *PageHolder) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[30]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use PageHolder.ProtoReflect.Descriptor instead.
-func (*PageHolder) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{30}
-}
-
-func (x *PageHolder) GetBoot() []byte {
-	if x != nil {
-		return x.Boot
-	}
-	return nil
-}
-
-func (x *PageHolder) GetEpoch() uint64 {
-	if x != nil {
-		return x.Epoch
-	}
-	return 0
-}
-
 // PageHolders answers PageLookup.
 type PageHolders struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Id            uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
-	Holders       []*PageHolder          `protobuf:"bytes,2,rep,name=holders,proto3" json:"holders,omitempty"` // at most 255
+	Holders       [][]byte               `protobuf:"bytes,2,rep,name=holders,proto3" json:"holders,omitempty"` // boots of processes that reported pages, at most 255, of 16 bytes
 	At            []byte                 `protobuf:"bytes,3,opt,name=at,proto3" json:"at,omitempty"`           // four bytes for each key: positions in holders from 1 on; 0: none
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2725,7 +2664,7 @@ type PageHolders struct {
 
 func (x *PageHolders) Reset() {
 	*x = PageHolders{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[31]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2737,7 +2676,7 @@ func (x *PageHolders) String() string {
 func (*PageHolders) ProtoMessage() {}
 
 func (x *PageHolders) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[31]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2750,7 +2689,7 @@ func (x *PageHolders) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageHolders.ProtoReflect.Descriptor instead.
 func (*PageHolders) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{31}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *PageHolders) GetId() uint64 {
@@ -2760,7 +2699,7 @@ func (x *PageHolders) GetId() uint64 {
 	return 0
 }
 
-func (x *PageHolders) GetHolders() []*PageHolder {
+func (x *PageHolders) GetHolders() [][]byte {
 	if x != nil {
 		return x.Holders
 	}
@@ -2791,7 +2730,7 @@ type PageRequest struct {
 
 func (x *PageRequest) Reset() {
 	*x = PageRequest{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[32]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2803,7 +2742,7 @@ func (x *PageRequest) String() string {
 func (*PageRequest) ProtoMessage() {}
 
 func (x *PageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[32]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2816,7 +2755,7 @@ func (x *PageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageRequest.ProtoReflect.Descriptor instead.
 func (*PageRequest) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{32}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *PageRequest) GetId() uint64 {
@@ -2872,18 +2811,17 @@ type PageOffer struct {
 	Xfer  []byte                 `protobuf:"bytes,4,opt,name=xfer,proto3" json:"xfer,omitempty"`       // 16 bytes
 	Hash  []byte                 `protobuf:"bytes,5,opt,name=hash,proto3" json:"hash,omitempty"`       // 32 bytes
 	Load  uint64                 `protobuf:"varint,6,opt,name=load,proto3" json:"load,omitempty"`      // bytes that the sender has to send to all of its peers
-	Epoch uint64                 `protobuf:"varint,7,opt,name=epoch,proto3" json:"epoch,omitempty"`    // of the sender
 	// Pages from the first on that the sender has looked at. It has no room for the others now.
-	Looked uint32 `protobuf:"varint,8,opt,name=looked,proto3" json:"looked,omitempty"`
+	Looked uint32 `protobuf:"varint,7,opt,name=looked,proto3" json:"looked,omitempty"`
 	// The latest removal of the namespace that the sender had applied when it pinned the pages; 0: none.
-	Removal       uint64 `protobuf:"fixed64,9,opt,name=removal,proto3" json:"removal,omitempty"`
+	Removal       uint64 `protobuf:"fixed64,8,opt,name=removal,proto3" json:"removal,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *PageOffer) Reset() {
 	*x = PageOffer{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[33]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2895,7 +2833,7 @@ func (x *PageOffer) String() string {
 func (*PageOffer) ProtoMessage() {}
 
 func (x *PageOffer) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[33]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2908,7 +2846,7 @@ func (x *PageOffer) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageOffer.ProtoReflect.Descriptor instead.
 func (*PageOffer) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{33}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *PageOffer) GetId() uint64 {
@@ -2953,13 +2891,6 @@ func (x *PageOffer) GetLoad() uint64 {
 	return 0
 }
 
-func (x *PageOffer) GetEpoch() uint64 {
-	if x != nil {
-		return x.Epoch
-	}
-	return 0
-}
-
 func (x *PageOffer) GetLooked() uint32 {
 	if x != nil {
 		return x.Looked
@@ -2985,7 +2916,7 @@ type PageRemoval struct {
 
 func (x *PageRemoval) Reset() {
 	*x = PageRemoval{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[34]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2997,7 +2928,7 @@ func (x *PageRemoval) String() string {
 func (*PageRemoval) ProtoMessage() {}
 
 func (x *PageRemoval) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[34]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3010,7 +2941,7 @@ func (x *PageRemoval) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageRemoval.ProtoReflect.Descriptor instead.
 func (*PageRemoval) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{34}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *PageRemoval) GetSpace() []byte {
@@ -3043,7 +2974,7 @@ type PageRemovals struct {
 
 func (x *PageRemovals) Reset() {
 	*x = PageRemovals{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[35]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3055,7 +2986,7 @@ func (x *PageRemovals) String() string {
 func (*PageRemovals) ProtoMessage() {}
 
 func (x *PageRemovals) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[35]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3068,7 +2999,7 @@ func (x *PageRemovals) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageRemovals.ProtoReflect.Descriptor instead.
 func (*PageRemovals) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{35}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *PageRemovals) GetRemovals() []*PageRemoval {
@@ -3106,7 +3037,7 @@ type PageRemoved struct {
 
 func (x *PageRemoved) Reset() {
 	*x = PageRemoved{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[36]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3118,7 +3049,7 @@ func (x *PageRemoved) String() string {
 func (*PageRemoved) ProtoMessage() {}
 
 func (x *PageRemoved) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[36]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3131,7 +3062,7 @@ func (x *PageRemoved) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PageRemoved.ProtoReflect.Descriptor instead.
 func (*PageRemoved) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{36}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *PageRemoved) GetId() uint64 {
@@ -3369,22 +3300,17 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04Ping\x12\x14\n" +
 	"\x05nonce\x18\x01 \x01(\x04R\x05nonce\"\x1c\n" +
 	"\x04Pong\x12\x14\n" +
-	"\x05nonce\x18\x01 \x01(\x04R\x05nonce\"I\n" +
-	"\tPageHints\x12\x14\n" +
-	"\x05epoch\x18\x01 \x01(\x04R\x05epoch\x12\x12\n" +
-	"\x04held\x18\x02 \x01(\fR\x04held\x12\x12\n" +
-	"\x04gone\x18\x03 \x01(\fR\x04gone\"0\n" +
+	"\x05nonce\x18\x01 \x01(\x04R\x05nonce\"3\n" +
+	"\tPageHints\x12\x12\n" +
+	"\x04held\x18\x01 \x01(\fR\x04held\x12\x12\n" +
+	"\x04gone\x18\x02 \x01(\fR\x04gone\"0\n" +
 	"\n" +
 	"PageLookup\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x12\n" +
-	"\x04keys\x18\x02 \x01(\fR\x04keys\"6\n" +
-	"\n" +
-	"PageHolder\x12\x12\n" +
-	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x14\n" +
-	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\"d\n" +
+	"\x04keys\x18\x02 \x01(\fR\x04keys\"G\n" +
 	"\vPageHolders\x12\x0e\n" +
-	"\x02id\x18\x01 \x01(\x04R\x02id\x125\n" +
-	"\aholders\x18\x02 \x03(\v2\x1b.kvspray.peer.v1.PageHolderR\aholders\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x18\n" +
+	"\aholders\x18\x02 \x03(\fR\aholders\x12\x0e\n" +
 	"\x02at\x18\x03 \x01(\fR\x02at\"\xa1\x01\n" +
 	"\vPageRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x14\n" +
@@ -3394,17 +3320,16 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04keys\x18\x04 \x01(\fR\x04keys\x12\x1f\n" +
 	"\vdeadline_ms\x18\x05 \x01(\rR\n" +
 	"deadlineMs\x12\x18\n" +
-	"\aremoval\x18\x06 \x01(\x06R\aremoval\"\xc7\x01\n" +
+	"\aremoval\x18\x06 \x01(\x06R\aremoval\"\xb1\x01\n" +
 	"\tPageOffer\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x14\n" +
 	"\x05found\x18\x02 \x01(\fR\x05found\x12\x10\n" +
 	"\x03crc\x18\x03 \x03(\rR\x03crc\x12\x12\n" +
 	"\x04xfer\x18\x04 \x01(\fR\x04xfer\x12\x12\n" +
 	"\x04hash\x18\x05 \x01(\fR\x04hash\x12\x12\n" +
-	"\x04load\x18\x06 \x01(\x04R\x04load\x12\x14\n" +
-	"\x05epoch\x18\a \x01(\x04R\x05epoch\x12\x16\n" +
-	"\x06looked\x18\b \x01(\rR\x06looked\x12\x18\n" +
-	"\aremoval\x18\t \x01(\x06R\aremoval\"9\n" +
+	"\x04load\x18\x06 \x01(\x04R\x04load\x12\x16\n" +
+	"\x06looked\x18\a \x01(\rR\x06looked\x12\x18\n" +
+	"\aremoval\x18\b \x01(\x06R\aremoval\"9\n" +
 	"\vPageRemoval\x12\x14\n" +
 	"\x05space\x18\x01 \x01(\fR\x05space\x12\x14\n" +
 	"\x05stamp\x18\x02 \x01(\x06R\x05stamp\"l\n" +
@@ -3434,7 +3359,7 @@ func file_api_peer_v1_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_api_peer_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
+var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
 var file_api_peer_v1_peer_proto_goTypes = []any{
 	(Admitted_State)(0),     // 0: kvspray.peer.v1.Admitted.State
 	(GrantReply_Code)(0),    // 1: kvspray.peer.v1.GrantReply.Code
@@ -3469,14 +3394,13 @@ var file_api_peer_v1_peer_proto_goTypes = []any{
 	(*Pong)(nil),            // 30: kvspray.peer.v1.Pong
 	(*PageHints)(nil),       // 31: kvspray.peer.v1.PageHints
 	(*PageLookup)(nil),      // 32: kvspray.peer.v1.PageLookup
-	(*PageHolder)(nil),      // 33: kvspray.peer.v1.PageHolder
-	(*PageHolders)(nil),     // 34: kvspray.peer.v1.PageHolders
-	(*PageRequest)(nil),     // 35: kvspray.peer.v1.PageRequest
-	(*PageOffer)(nil),       // 36: kvspray.peer.v1.PageOffer
-	(*PageRemoval)(nil),     // 37: kvspray.peer.v1.PageRemoval
-	(*PageRemovals)(nil),    // 38: kvspray.peer.v1.PageRemovals
-	(*PageRemoved)(nil),     // 39: kvspray.peer.v1.PageRemoved
-	nil,                     // 40: kvspray.peer.v1.Part.TokensByTransportEntry
+	(*PageHolders)(nil),     // 33: kvspray.peer.v1.PageHolders
+	(*PageRequest)(nil),     // 34: kvspray.peer.v1.PageRequest
+	(*PageOffer)(nil),       // 35: kvspray.peer.v1.PageOffer
+	(*PageRemoval)(nil),     // 36: kvspray.peer.v1.PageRemoval
+	(*PageRemovals)(nil),    // 37: kvspray.peer.v1.PageRemovals
+	(*PageRemoved)(nil),     // 38: kvspray.peer.v1.PageRemoved
+	nil,                     // 39: kvspray.peer.v1.Part.TokensByTransportEntry
 }
 var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	3,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
@@ -3496,11 +3420,11 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	13, // 14: kvspray.peer.v1.ControlFrame.fragment:type_name -> kvspray.peer.v1.Fragment
 	31, // 15: kvspray.peer.v1.ControlFrame.page_hints:type_name -> kvspray.peer.v1.PageHints
 	32, // 16: kvspray.peer.v1.ControlFrame.page_lookup:type_name -> kvspray.peer.v1.PageLookup
-	34, // 17: kvspray.peer.v1.ControlFrame.page_holders:type_name -> kvspray.peer.v1.PageHolders
-	35, // 18: kvspray.peer.v1.ControlFrame.page_request:type_name -> kvspray.peer.v1.PageRequest
-	36, // 19: kvspray.peer.v1.ControlFrame.page_offer:type_name -> kvspray.peer.v1.PageOffer
-	38, // 20: kvspray.peer.v1.ControlFrame.page_removals:type_name -> kvspray.peer.v1.PageRemovals
-	39, // 21: kvspray.peer.v1.ControlFrame.page_removed:type_name -> kvspray.peer.v1.PageRemoved
+	33, // 17: kvspray.peer.v1.ControlFrame.page_holders:type_name -> kvspray.peer.v1.PageHolders
+	34, // 18: kvspray.peer.v1.ControlFrame.page_request:type_name -> kvspray.peer.v1.PageRequest
+	35, // 19: kvspray.peer.v1.ControlFrame.page_offer:type_name -> kvspray.peer.v1.PageOffer
+	37, // 20: kvspray.peer.v1.ControlFrame.page_removals:type_name -> kvspray.peer.v1.PageRemovals
+	38, // 21: kvspray.peer.v1.ControlFrame.page_removed:type_name -> kvspray.peer.v1.PageRemoved
 	15, // 22: kvspray.peer.v1.ControlFrame.session_over:type_name -> kvspray.peer.v1.SessionOver
 	23, // 23: kvspray.peer.v1.ControlFrame.check:type_name -> kvspray.peer.v1.Check
 	24, // 24: kvspray.peer.v1.ControlFrame.checked:type_name -> kvspray.peer.v1.Checked
@@ -3508,7 +3432,7 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	11, // 26: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
 	19, // 27: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
 	18, // 28: kvspray.peer.v1.Grant.tiers:type_name -> kvspray.peer.v1.RailTier
-	40, // 29: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
+	39, // 29: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
 	11, // 30: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
 	11, // 31: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
 	1,  // 32: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
@@ -3521,19 +3445,18 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	11, // 39: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
 	11, // 40: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
 	4,  // 41: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
-	33, // 42: kvspray.peer.v1.PageHolders.holders:type_name -> kvspray.peer.v1.PageHolder
-	37, // 43: kvspray.peer.v1.PageRemovals.removals:type_name -> kvspray.peer.v1.PageRemoval
-	5,  // 44: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
-	7,  // 45: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
-	9,  // 46: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
-	6,  // 47: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
-	8,  // 48: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
-	10, // 49: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
-	47, // [47:50] is the sub-list for method output_type
-	44, // [44:47] is the sub-list for method input_type
-	44, // [44:44] is the sub-list for extension type_name
-	44, // [44:44] is the sub-list for extension extendee
-	0,  // [0:44] is the sub-list for field type_name
+	36, // 42: kvspray.peer.v1.PageRemovals.removals:type_name -> kvspray.peer.v1.PageRemoval
+	5,  // 43: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
+	7,  // 44: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
+	9,  // 45: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
+	6,  // 46: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
+	8,  // 47: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
+	10, // 48: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
+	46, // [46:49] is the sub-list for method output_type
+	43, // [43:46] is the sub-list for method input_type
+	43, // [43:43] is the sub-list for extension type_name
+	43, // [43:43] is the sub-list for extension extendee
+	0,  // [0:43] is the sub-list for field type_name
 }
 
 func init() { file_api_peer_v1_peer_proto_init() }
@@ -3571,7 +3494,7 @@ func file_api_peer_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_peer_v1_peer_proto_rawDesc), len(file_api_peer_v1_peer_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   38,
+			NumMessages:   37,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -6,12 +6,7 @@ import (
 	"context"
 	"sync"
 	"time"
-
-	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/transfer"
 )
-
-const firstEpoch = 1
 
 // Times and sizes of announcements.
 const (
@@ -48,7 +43,6 @@ func (x *Exchange) announce(ctx context.Context) {
 	changed := x.o.Changed()
 	cursor, walking, twice, failed, gaveUp := uint64(0), false, false, 0, false
 	walk := func() {
-		x.announceEpoch()
 		if walking {
 			twice = true // pages that the walk has passed are announced, too
 			return
@@ -105,52 +99,18 @@ func (x *Exchange) announce(ctx context.Context) {
 	}
 }
 
-func (x *Exchange) now() uint64 {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	return x.epoch
-}
-
-// announceEpoch sends hints without pages to all peers: those of earlier epochs are void, even if
-// no page is left to announce.
-func (x *Exchange) announceEpoch() {
-	x.mu.Lock()
-	epoch := x.epoch
-	var to []transfer.Boot
-	for b, p := range x.peers {
-		if p.pages && epoch > firstEpoch {
-			to = append(to, b)
-		}
-	}
-	x.mu.Unlock()
-	for _, b := range to {
-		_ = x.taken(x.o.Send(b, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageHints{
-			PageHints: &peerv1.PageHints{Epoch: epoch}}}))
-	}
-}
-
-// begun takes the epoch of a peer's hints: earlier ones are void, whichever directory has them.
-func (x *Exchange) begun(from transfer.Boot, epoch uint64) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	if p := x.peers[from]; p != nil {
-		p.epoch = max(p.epoch, epoch)
-	}
-}
-
 // changes announces some of what has changed, and reports whether more may be left, and whether the
 // directory took it.
 func (x *Exchange) changes(ctx context.Context) (more bool, err error) {
 	ctx, stop := context.WithTimeout(ctx, announceTime)
 	defer stop()
-	epoch := x.now()
 	held, gone := x.store.Changes(announceKeys)
 	if len(held) > 0 {
-		err = x.told(x.o.Directory.Announce(ctx, epoch, held))
+		err = x.told(x.o.Directory.Announce(ctx, held))
 	}
 	if len(gone) > 0 {
 		// A hint that stays is only a stale one, and is not sent again.
-		_ = x.told(x.o.Directory.Withdraw(ctx, epoch, gone))
+		_ = x.told(x.o.Directory.Withdraw(ctx, gone))
 	}
 	return len(held)+len(gone) == announceKeys, err
 }
@@ -159,11 +119,10 @@ func (x *Exchange) changes(ctx context.Context) (more bool, err error) {
 func (x *Exchange) part(ctx context.Context, cursor uint64) (next uint64, err error) {
 	ctx, stop := context.WithTimeout(ctx, announceTime)
 	defer stop()
-	epoch := x.now()
 	keys, next := x.store.Walk(cursor, walkPlaces)
 	for len(keys) > 0 {
 		n := min(len(keys), announceKeys)
-		if err := x.told(x.o.Directory.Announce(ctx, epoch, keys[:n])); err != nil {
+		if err := x.told(x.o.Directory.Announce(ctx, keys[:n])); err != nil {
 			return 0, err
 		}
 		keys = keys[n:]

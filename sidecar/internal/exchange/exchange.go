@@ -132,8 +132,7 @@ type Exchange struct {
 	peers  map[transfer.Boot]*peer
 	leases map[uint64]func(engines.Completion) // open ones, by id
 	asks   map[uint64]*ask
-	last   uint64 // lease or request
-	epoch  uint64
+	last   uint64        // lease or request
 	served uint64        // bytes that are offered to peers
 	renew  chan struct{} // has room for one: all pages are announced again
 	stop   chan struct{} // closed when the node stops
@@ -147,7 +146,6 @@ type peer struct {
 	node     string
 	pages    bool          // it takes messages about pages
 	removes  bool          // it takes those about removals
-	epoch    uint64        // the latest that it named
 	asked    uint64        // bytes that it was asked for and that have not come
 	load     uint64        // bytes that it has to send, as it answered last
 	served   uint64        // bytes that are offered to it
@@ -174,7 +172,7 @@ func New(o Options) *Exchange {
 		lookups: health{call: "lookup"}, announces: health{call: "announce"},
 		damaged: admit.Log{Logger: o.Log},
 		peers:   map[transfer.Boot]*peer{},
-		leases:  map[uint64]func(engines.Completion){}, asks: map[uint64]*ask{}, epoch: firstEpoch,
+		leases:  map[uint64]func(engines.Completion){}, asks: map[uint64]*ask{},
 		renew: make(chan struct{}, 1), stop: make(chan struct{})}
 }
 
@@ -269,11 +267,7 @@ func (x *Exchange) PeerUp(boot transfer.Boot, node, endpoint string, features []
 		p.endpoint = endpoint
 	}
 	p.removes = removes
-	had := p.pages
 	p.pages = slices.Contains(features, Feature)
-	if p.pages && !had && x.epoch > firstEpoch {
-		x.announceAll() // the epoch, too
-	}
 }
 
 // PeerDown forgets a peer that cannot be reached. Requests to it end.
@@ -290,14 +284,6 @@ func (x *Exchange) PeerDown(boot transfer.Boot) {
 			close(a.offer)
 		}
 	}
-}
-
-// Renew starts a new epoch: all earlier hints are void, and what is held is announced again.
-func (x *Exchange) Renew() {
-	x.mu.Lock()
-	x.epoch++
-	x.mu.Unlock()
-	x.announceAll()
 }
 
 func (x *Exchange) announceAll() {

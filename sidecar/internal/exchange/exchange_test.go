@@ -44,7 +44,7 @@ type cable struct {
 	t     testing.TB
 	mu    sync.Mutex // guards what follows
 	nodes map[transfer.Boot]*node
-	hints map[page.Key][]directory.Holder
+	hints map[page.Key][]transfer.Boot
 	fails int  // announcements that the directory does not take
 	taken int  // pages
 	deaf  bool // the directory answers no lookup
@@ -113,7 +113,7 @@ func (n *node) remove(stamp uint64) {
 
 func newCable(t testing.TB, nodes int) (*cable, []*node) {
 	t.Helper()
-	c := &cable{t: t, nodes: map[transfer.Boot]*node{}, hints: map[page.Key][]directory.Holder{}}
+	c := &cable{t: t, nodes: map[transfer.Boot]*node{}, hints: map[page.Key][]transfer.Boot{}}
 	var all []*node
 	for i := range nodes {
 		all = append(all, c.add(transfer.Boot{byte(i + 1)}))
@@ -193,7 +193,7 @@ func (c *cable) send(from, to transfer.Boot, f *peerv1.ControlFrame) error {
 
 // The directory.
 
-func (c *cable) Announce(_ context.Context, _ uint64, keys []page.Key) error {
+func (c *cable) Announce(_ context.Context, keys []page.Key) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.fails > 0 {
@@ -203,8 +203,8 @@ func (c *cable) Announce(_ context.Context, _ uint64, keys []page.Key) error {
 	c.taken += len(keys)
 	return nil
 }
-func (c *cable) Withdraw(context.Context, uint64, []page.Key) error { return nil }
-func (c *cable) Close() error                                       { return nil }
+func (c *cable) Withdraw(context.Context, []page.Key) error { return nil }
+func (c *cable) Close() error                               { return nil }
 
 func (c *cable) Lookup(_ context.Context, keys []page.Key, found *directory.Found) error {
 	c.mu.Lock()
@@ -224,7 +224,7 @@ func (c *cable) hint(holder transfer.Boot, pages ...int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, k := range keysOf(pages...) {
-		c.hints[k] = append(c.hints[k], directory.Holder{Boot: holder, Epoch: 1})
+		c.hints[k] = append(c.hints[k], holder)
 	}
 }
 
@@ -382,8 +382,8 @@ func TestSeveralHolders(t *testing.T) {
 	}
 }
 
-// TestLies: hints of pages that are not there, of processes that are gone or in a later epoch, and
-// bytes that are not the page's cost a miss, or another holder's answer.
+// TestLies: hints of pages that are not there or of processes that are gone, and bytes that are not
+// the page's cost a miss, or another holder's answer.
 func TestLies(t *testing.T) {
 	c, n := newCable(t, 3)
 	a, b, liar := n[0], n[1], n[2]
@@ -401,18 +401,6 @@ func TestLies(t *testing.T) {
 	c.wrong = false
 	c.mu.Unlock()
 	want(t, b.get(2), store.Hit)
-	// The holder has begun a later epoch: its answer says so, and earlier hints are not followed.
-	c.mu.Lock()
-	c.drop = func(_, _ transfer.Boot, f *peerv1.ControlFrame) bool { return f.GetPageHints() != nil }
-	c.mu.Unlock()
-	a.Renew()
-	want(t, b.get(3), store.Hit)
-	c.hint(a.boot, 4)
-	want(t, b.get(4), store.Miss)
-	found := page.NewBitmap(2)
-	if b.Find(keysOf(4, 3), found); found.Count() != 0 {
-		t.Error("found by hints that are void")
-	}
 	// What did not come has left its slots: all of the memory can be filled.
 	var many []int
 	for i := range 60 {

@@ -33,7 +33,7 @@ func (x *Exchange) Find(keys []page.Key, found page.Bitmap) {
 	holders := x.lookup(context.Background(), missing, lookupTime)
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	usable := make(map[directory.Holder]bool, len(holders.Holders))
+	usable := make(map[transfer.Boot]bool, len(holders.Holders))
 	for _, h := range holders.Holders {
 		usable[h] = x.usableLocked(h)
 	}
@@ -64,11 +64,11 @@ func (x *Exchange) lookup(ctx context.Context, keys []page.Key,
 	return found
 }
 
-// usableLocked reports whether a hint can be followed: its process is up, takes messages about
-// pages, and has not begun a later epoch.
-func (x *Exchange) usableLocked(h directory.Holder) bool {
-	p := x.peers[h.Boot]
-	return p != nil && p.pages && h.Epoch >= p.epoch
+// usableLocked reports whether hints of a process can be followed: it is up, and takes messages
+// about pages.
+func (x *Exchange) usableLocked(boot transfer.Boot) bool {
+	p := x.peers[boot]
+	return p != nil && p.pages
 }
 
 // job is the pages of one Fetch.
@@ -167,8 +167,8 @@ func (j *job) choose(found *directory.Found) map[transfer.Boot][]int {
 	j.x.mu.Lock()
 	defer j.x.mu.Unlock()
 	for _, h := range found.Holders {
-		if p := j.x.peers[h.Boot]; p != nil {
-			load[h.Boot] = p.asked + p.load
+		if p := j.x.peers[h]; p != nil {
+			load[h] = p.asked + p.load
 		}
 	}
 	for i := range j.keys {
@@ -178,12 +178,12 @@ func (j *job) choose(found *directory.Found) map[transfer.Boot][]int {
 		var best transfer.Boot
 		some := false
 		for h := range found.Of(i) {
-			if !j.x.usableLocked(h) || slices.Contains(j.tried[i], h.Boot) ||
-				j.removal != 0 && !j.x.peers[h.Boot].removes { // it may have pages from before
+			if !j.x.usableLocked(h) || slices.Contains(j.tried[i], h) ||
+				j.removal != 0 && !j.x.peers[h].removes { // it may have pages from before
 				continue
 			}
-			if !some || load[h.Boot] < load[best] {
-				best, some = h.Boot, true
+			if !some || load[h] < load[best] {
+				best, some = h, true
 			}
 		}
 		if some {
@@ -327,9 +327,6 @@ func (j *job) receive(ctx context.Context, p *peer, m *peerv1.PageOffer, got []i
 	end := make(chan engines.Completion, 1)
 	x.mu.Lock()
 	endpoint := p.endpoint
-	if p.epoch < m.Epoch {
-		p.epoch = m.Epoch
-	}
 	p.load = m.Load
 	x.mu.Unlock()
 	var id transfer.LeaseID

@@ -13,7 +13,6 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/store"
-	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -115,27 +114,6 @@ func TestShareOfLessThanASlot(t *testing.T) {
 	if p := n[0].peers[n[1].boot]; p.served != used || n[0].served != used {
 		t.Errorf("%d and %d bytes are counted, of %d", p.served, n[0].served, used)
 	}
-}
-
-// TestRenewWithoutPages: hints of an earlier epoch are not followed, though the holder has nothing
-// to announce, also by a peer that comes later.
-func TestRenewWithoutPages(t *testing.T) {
-	c, n := newCable(t, 2)
-	c.hint(n[0].boot, 1)
-	void := func(x *node) bool {
-		found := page.NewBitmap(1)
-		x.Find(keysOf(1), found)
-		return found.Count() == 0
-	}
-	if void(n[1]) {
-		t.Fatal("a hint is not followed")
-	}
-	n[0].Renew()
-	until(t, func() bool { return void(n[1]) })
-	late := c.add(transfer.Boot{3})
-	late.PeerUp(n[0].boot, "n", "", []string{Feature}, true)
-	n[0].PeerUp(late.boot, "n", "", []string{Feature}, true)
-	until(t, func() bool { return void(late) })
 }
 
 // TestStopDuringAnOffer: a lease that would begin after the worker has gone fails at once, at both

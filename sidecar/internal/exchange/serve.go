@@ -29,8 +29,6 @@ func (x *Exchange) Handle(from transfer.Boot, f *peerv1.ControlFrame) error {
 		}
 	case *peerv1.ControlFrame_PageOffer:
 		return x.offered(from, b.PageOffer)
-	case *peerv1.ControlFrame_PageHints:
-		x.begun(from, b.PageHints.GetEpoch())
 	}
 	return nil
 }
@@ -160,7 +158,7 @@ func (x *Exchange) serve(r *request) {
 // answer sends an offer with the lease, 0: none.
 func (x *Exchange) answer(to transfer.Boot, offer *peerv1.PageOffer, id uint64) {
 	x.mu.Lock()
-	offer.Load, offer.Epoch = x.served, x.epoch
+	offer.Load = x.served
 	x.mu.Unlock()
 	err := x.o.Send(to, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageOffer{
 		PageOffer: offer}})

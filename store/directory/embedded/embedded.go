@@ -173,16 +173,16 @@ func (d *Directory) divide(keys []page.Key) []owner {
 }
 
 // Announce implements directory.Directory.
-func (d *Directory) Announce(_ context.Context, epoch uint64, held []page.Key) error {
+func (d *Directory) Announce(_ context.Context, held []page.Key) error {
 	return d.report(held, func(keys []byte) *peerv1.PageHints {
-		return &peerv1.PageHints{Epoch: epoch, Held: keys}
+		return &peerv1.PageHints{Held: keys}
 	})
 }
 
 // Withdraw implements directory.Directory.
-func (d *Directory) Withdraw(_ context.Context, epoch uint64, gone []page.Key) error {
+func (d *Directory) Withdraw(_ context.Context, gone []page.Key) error {
 	return d.report(gone, func(keys []byte) *peerv1.PageHints {
-		return &peerv1.PageHints{Epoch: epoch, Gone: keys}
+		return &peerv1.PageHints{Gone: keys}
 	})
 }
 
@@ -277,8 +277,7 @@ func (d *Directory) add(found *directory.Found, o *owner, m *peerv1.PageHolders)
 			if n == 0 {
 				break
 			}
-			h := m.Holders[n-1]
-			found.Add(int(i), directory.Holder{Boot: transfer.Boot(h.Boot), Epoch: h.Epoch})
+			found.Add(int(i), transfer.Boot(m.Holders[n-1]))
 		}
 	}
 }
@@ -339,8 +338,8 @@ func check(m *peerv1.PageHolders, keys int) error {
 		return fmt.Errorf("directory: answer with %d holders: at most %d", len(m.Holders), maxPerReply)
 	}
 	for _, h := range m.Holders {
-		if len(h.GetBoot()) != len(transfer.Boot{}) {
-			return fmt.Errorf("directory: answer with a boot of %d bytes: want %d", len(h.GetBoot()),
+		if len(h) != len(transfer.Boot{}) {
+			return fmt.Errorf("directory: answer with a boot of %d bytes: want %d", len(h),
 				len(transfer.Boot{}))
 		}
 	}
@@ -379,10 +378,9 @@ func (d *Directory) serve(q chan message) {
 // lockKeys is how many keys are looked up under one hold of the lock.
 const lockKeys = 512
 
-// takeHints takes hints of a process. Those of its earlier epochs are void, even if there are none.
+// takeHints takes hints of a process.
 func (d *Directory) takeHints(from transfer.Boot, m *peerv1.PageHints) {
 	now := d.now()
-	h := directory.Holder{Boot: from, Epoch: m.Epoch}
 	take := func(keys []byte, f func(*directory.Short, uint16)) {
 		for len(keys) > 0 {
 			n := min(len(keys), lockKeys*keyBytes)
@@ -391,7 +389,7 @@ func (d *Directory) takeHints(from transfer.Boot, m *peerv1.PageHints) {
 				d.mu.Unlock()
 				return
 			}
-			if number := d.hints.holder(h, now); number != 0 {
+			if number := d.hints.holder(from, now); number != 0 {
 				for i := 0; i < n; i += keyBytes {
 					f((*directory.Short)(keys[i:]), number)
 				}
@@ -399,14 +397,6 @@ func (d *Directory) takeHints(from transfer.Boot, m *peerv1.PageHints) {
 			d.mu.Unlock()
 			keys = keys[n:]
 		}
-	}
-	if len(m.Gone)+len(m.Held) == 0 {
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		if d.hints != nil {
-			d.hints.holder(h, now)
-		}
-		return
 	}
 	take(m.Gone, func(k *directory.Short, n uint16) { d.hints.drop(k, n) })
 	take(m.Held, func(k *directory.Short, n uint16) { d.hints.put(k, n, now) })
@@ -432,8 +422,8 @@ func (d *Directory) find(keys []byte) *peerv1.PageHolders {
 					if len(out.Holders) == maxPerReply {
 						return
 					}
-					h := d.hints.holders[n-1]
-					out.Holders = append(out.Holders, &peerv1.PageHolder{Boot: h.Boot[:], Epoch: h.Epoch})
+					boot := d.hints.holders[n-1].boot
+					out.Holders = append(out.Holders, boot[:])
 					p = byte(len(out.Holders))
 					position[n] = p
 				}

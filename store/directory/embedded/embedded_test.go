@@ -86,12 +86,12 @@ func randomKeys(n int) []page.Key {
 }
 
 // announce reports keys and waits until the members have taken them.
-func (n *net) announce(t testing.TB, from transfer.Boot, epoch uint64, keys []page.Key) {
+func (n *net) announce(t testing.TB, from transfer.Boot, keys []page.Key) {
 	t.Helper()
 	for len(keys) > 0 { // less than the queues hold at a time
 		some := keys[:min(len(keys), 100*hintKeys)]
 		keys = keys[len(some):]
-		if err := n.all[from].Announce(t.Context(), epoch, some); err != nil {
+		if err := n.all[from].Announce(t.Context(), some); err != nil {
 			t.Fatal(err)
 		}
 		n.settle(t)
@@ -114,7 +114,7 @@ func (n *net) settle(t testing.TB) {
 
 // holders looks keys up and counts those that have exactly this holder.
 func (n *net) holders(t testing.TB, at transfer.Boot, keys []page.Key,
-	want ...directory.Holder) int {
+	want ...transfer.Boot) int {
 	t.Helper()
 	found := directory.NewFound(len(keys))
 	ctx, stop := context.WithTimeout(t.Context(), 10*time.Second)
@@ -124,7 +124,7 @@ func (n *net) holders(t testing.TB, at transfer.Boot, keys []page.Key,
 	}
 	count := 0
 	for i := range keys {
-		got := map[directory.Holder]bool{}
+		got := map[transfer.Boot]bool{}
 		for h := range found.Of(i) {
 			got[h] = true
 		}
@@ -143,13 +143,12 @@ func TestLookup(t *testing.T) {
 	n := newNet(t, 3, 1<<16)
 	a, b, c := n.boots[0], n.boots[1], n.boots[2]
 	keys := randomKeys(page.MaxBatch)
-	ha, hb := directory.Holder{Boot: a, Epoch: 1}, directory.Holder{Boot: b, Epoch: 5}
-	n.announce(t, a, 1, keys)
-	n.announce(t, b, 5, keys[:100])
+	n.announce(t, a, keys)
+	n.announce(t, b, keys[:100])
 	// The hints taken last may still be on their way.
 	waitFor(t, func() bool {
-		return n.holders(t, c, keys[:100], ha, hb) == 100 &&
-			n.holders(t, c, keys[100:], ha) == len(keys)-100
+		return n.holders(t, c, keys[:100], a, b) == 100 &&
+			n.holders(t, c, keys[100:], a) == len(keys)-100
 	})
 	for _, d := range n.all {
 		if s := d.Stats(); s.Hints < 2000 || s.Hints > 5000 {
@@ -159,20 +158,10 @@ func TestLookup(t *testing.T) {
 	if n.holders(t, c, randomKeys(1000)) != 1000 {
 		t.Error("holders of pages that nobody has")
 	}
-	if err := n.all[a].Withdraw(t.Context(), 1, keys[:50]); err != nil {
+	if err := n.all[a].Withdraw(t.Context(), keys[:50]); err != nil {
 		t.Fatal(err)
 	}
-	waitFor(t, func() bool { return n.holders(t, c, keys[:50], hb) == 50 })
-	// An epoch ends the hints before it, and earlier ones do not come back.
-	n.announce(t, a, 2, keys[300:400]) // each owner has some of them
-	n.announce(t, a, 1, keys[20:30])
-	waitFor(t, func() bool {
-		return n.holders(t, c, keys[300:400], directory.Holder{Boot: a, Epoch: 2}) == 100 &&
-			n.holders(t, c, keys[400:]) == len(keys)-400
-	})
-	if got := n.holders(t, c, keys[20:30], hb); got != 10 {
-		t.Errorf("%d of 10 keys have a holder of an epoch that is over", 10-got)
-	}
+	waitFor(t, func() bool { return n.holders(t, c, keys[:50], b) == 50 })
 }
 
 func waitFor(t testing.TB, ok func() bool) {
@@ -191,92 +180,44 @@ func TestTimeEndsHints(t *testing.T) {
 		n := newNet(t, 1, 1<<10)
 		a := n.boots[0]
 		keys := randomKeys(100)
-		h := directory.Holder{Boot: a, Epoch: 1}
-		n.announce(t, a, 1, keys)
+		n.announce(t, a, keys)
 		time.Sleep(DefaultTTL - time.Minute)
-		n.announce(t, a, 1, keys[:50])
-		if got := n.holders(t, a, keys, h); got != 100 {
+		n.announce(t, a, keys[:50])
+		if got := n.holders(t, a, keys, a); got != 100 {
 			t.Errorf("%d of 100 before the time", got)
 		}
 		time.Sleep(2 * time.Minute)
-		if got := n.holders(t, a, keys, h); got != 50 {
+		if got := n.holders(t, a, keys, a); got != 50 {
 			t.Errorf("%d of 50 that were repeated", got)
 		}
 		time.Sleep(2 * DefaultTTL)
-		for i := range 20 {
-			n.announce(t, a, uint64(2+i), keys[:1])
-		}
-		if d := n.all[a]; len(d.hints.holders) > maxEpochs+1 {
+		n.all[a].takeHints(transfer.Boot{66}, &peerv1.PageHints{Held: keys[0][:keyBytes]})
+		if d := n.all[a]; len(d.hints.holders) != 1 || len(d.hints.current) != 1 {
 			t.Errorf("%d numbers of holders", len(d.hints.holders))
+		}
+		if got := n.holders(t, a, keys[:1], transfer.Boot{66}) + n.holders(t, a, keys[1:]); got != 100 {
+			t.Errorf("%d of 100 pages have the holder that they have", got)
 		}
 	})
 }
 
-// TestHintsWithoutKeys: they void those of earlier epochs.
-func TestHintsWithoutKeys(t *testing.T) {
-	n := newNet(t, 1, 100)
-	a := n.boots[0]
-	keys := randomKeys(10)
-	from := transfer.Boot{66}
-	for i := range keys {
-		n.all[a].takeHints(from, &peerv1.PageHints{Epoch: 1, Held: keys[i][:keyBytes]})
-	}
-	if got := n.holders(t, a, keys, directory.Holder{Boot: from, Epoch: 1}); got != 10 {
-		t.Errorf("%d of 10 hints", got)
-	}
-	n.all[a].takeHints(from, &peerv1.PageHints{Epoch: 2})
-	if got := n.holders(t, a, keys); got != 10 {
-		t.Errorf("%d of 10 pages have no holder", got)
-	}
-}
-
-// TestManyEpochs: the last of many epochs in a short time counts, and no earlier one does.
-func TestManyEpochs(t *testing.T) {
-	n := newNet(t, 1, 100)
-	a := n.boots[0]
-	keys := randomKeys(10)
-	const last = 3 * maxEpochs / 2
-	for epoch := range uint64(last) {
-		n.announce(t, a, epoch+1, keys)
-	}
-	if got := n.holders(t, a, keys, directory.Holder{Boot: a, Epoch: last}); got != 10 {
-		t.Errorf("%d of 10 hints of the last epoch", got)
-	}
-	// Beyond what is kept in so short a time, earlier hints are void nevertheless.
-	for epoch := range uint64(2 * maxEpochs) {
-		n.announce(t, a, last+1+epoch, keys)
-	}
-	if got := n.holders(t, a, keys); got != 10 {
-		t.Errorf("%d of 10 pages have no holder", got)
-	}
-}
-
-// TestFloods: the table is bounded, one that floods it leaves others half of each bucket, and one
-// that makes epochs leaves others their numbers.
+// TestFloods: the table is bounded, and one that floods it leaves others half of each bucket.
 func TestFloods(t *testing.T) {
 	n := newNet(t, 1, 1<<12)
 	a := n.boots[0]
 	d := n.all[a]
 	keys := randomKeys(1 << 11)
-	n.announce(t, a, 1, keys)
+	n.announce(t, a, keys)
 	hostile := transfer.Boot{66}
 	flood := randomKeys(1 << 16)
 	for i := range flood {
-		d.takeHints(hostile, &peerv1.PageHints{Epoch: 1, Held: flood[i][:keyBytes]})
+		d.takeHints(hostile, &peerv1.PageHints{Held: flood[i][:keyBytes]})
 	}
-	if got := n.holders(t, a, keys, directory.Holder{Boot: a, Epoch: 1}); got < len(keys)*95/100 {
+	if got := n.holders(t, a, keys, a); got < len(keys)*95/100 {
 		t.Errorf("%d of %d hints are left", got, len(keys))
 	}
 	if s := d.Stats(); s.Bytes > 80<<12 || s.Hints > s.Capacity {
 		t.Errorf("%+v", s)
-	}
-	for i := range 3 * maxHolders {
-		d.takeHints(hostile, &peerv1.PageHints{Epoch: uint64(i), Held: flood[0][:keyBytes]})
-	}
-	late := transfer.Boot{67}
-	d.takeHints(late, &peerv1.PageHints{Epoch: 1, Held: flood[1][:keyBytes]})
-	if s := d.Stats(); s.Holders != 3 {
-		t.Errorf("%d holders", s.Holders)
 	}
 }
 
@@ -288,12 +229,12 @@ func TestHostileAnswers(t *testing.T) {
 		return &peerv1.PageHolders{Id: id, At: make([]byte, keys*directory.MaxHolders)}
 	}
 	for name, change := range map[string]func(m *peerv1.PageHolders){
-		"boot":      func(m *peerv1.PageHolders) { m.Holders = []*peerv1.PageHolder{{Boot: boot[:5]}} },
-		"nil":       func(m *peerv1.PageHolders) { m.Holders = []*peerv1.PageHolder{nil} },
+		"boot":      func(m *peerv1.PageHolders) { m.Holders = [][]byte{boot[:5]} },
+		"nil":       func(m *peerv1.PageHolders) { m.Holders = [][]byte{nil} },
 		"short":     func(m *peerv1.PageHolders) { m.At = m.At[1:] },
 		"long":      func(m *peerv1.PageHolders) { m.At = append(m.At, 0) },
 		"position":  func(m *peerv1.PageHolders) { m.At[3] = 1 },
-		"positions": func(m *peerv1.PageHolders) { m.Holders = make([]*peerv1.PageHolder, 256) },
+		"positions": func(m *peerv1.PageHolders) { m.Holders = make([][]byte, 256) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := newNet(t, 2, 100)
@@ -307,7 +248,7 @@ func TestHostileAnswers(t *testing.T) {
 				// Answers of others, and to other questions, count for nothing.
 				keys := len(q.Keys) / keyBytes
 				stranger := good(q.Id, keys)
-				stranger.Holders = []*peerv1.PageHolder{{Boot: boot}}
+				stranger.Holders = [][]byte{boot}
 				stranger.At[0] = 1
 				frame := func(m *peerv1.PageHolders) *peerv1.ControlFrame {
 					return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageHolders{PageHolders: m}}
@@ -335,7 +276,7 @@ func TestOwnerIsSilent(t *testing.T) {
 	n := newNet(t, 3, 1<<12)
 	a, b := n.boots[0], n.boots[1]
 	keys := randomKeys(300)
-	n.announce(t, a, 1, keys)
+	n.announce(t, a, keys)
 	n.lost = func(to transfer.Boot, f *peerv1.ControlFrame) bool {
 		return to == n.boots[2] && f.GetPageLookup() != nil
 	}
@@ -363,11 +304,11 @@ func TestOwnerIsSilent(t *testing.T) {
 func FuzzHandle(f *testing.F) {
 	key := make([]byte, keyBytes)
 	for _, m := range []*peerv1.ControlFrame{
-		{Body: &peerv1.ControlFrame_PageHints{PageHints: &peerv1.PageHints{Epoch: 1, Held: key,
+		{Body: &peerv1.ControlFrame_PageHints{PageHints: &peerv1.PageHints{Held: key,
 			Gone: key}}},
 		{Body: &peerv1.ControlFrame_PageLookup{PageLookup: &peerv1.PageLookup{Id: 1, Keys: key}}},
 		{Body: &peerv1.ControlFrame_PageHolders{PageHolders: &peerv1.PageHolders{Id: 1,
-			Holders: []*peerv1.PageHolder{{Boot: key}}, At: []byte{1, 0, 0, 0}}}},
+			Holders: [][]byte{key}, At: []byte{1, 0, 0, 0}}}},
 	} {
 		b, err := proto.Marshal(m)
 		if err != nil {
@@ -417,7 +358,7 @@ func BenchmarkLookup(b *testing.B) {
 			n := newNet(b, members, 1<<20/members)
 			asker := n.join(b, transfer.Boot{250}, 64)
 			keys := randomKeys(page.MaxBatch)
-			if err := n.all[n.boots[0]].Announce(b.Context(), 1, keys); err != nil {
+			if err := n.all[n.boots[0]].Announce(b.Context(), keys); err != nil {
 				b.Fatal(err)
 			}
 			n.settle(b)

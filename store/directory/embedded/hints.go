@@ -28,7 +28,6 @@ const (
 	spare, perHint = 3, 2
 
 	maxHolders = 4096 // in one table
-	maxEpochs  = 8    // of one process, until the hints of the earlier ones have ended by their time
 )
 
 // hints are the hints that this process keeps. It is a table of buckets, off the heap: a hint that
@@ -40,14 +39,11 @@ type hints struct {
 	holders []holder     // holder i+1 of hints
 	current map[transfer.Boot]uint16
 	used    int
-	swept   bool
-	sweptAt uint16 // tick of the last sweep
 }
 
-// holder is a process in one epoch.
+// holder is a process that reported pages.
 type holder struct {
-	directory.Holder
-	over bool   // a later epoch has begun
+	boot transfer.Boot
 	seen uint16 // tick of the last hint
 }
 
@@ -69,65 +65,20 @@ func (t *hints) bucket(k *directory.Short) []hint {
 
 // live reports whether a hint still counts.
 func (t *hints) live(h *hint, now uint16) bool {
-	return h.holder != 0 && now-h.at <= t.ttl && !t.holders[h.holder-1].over
+	return h.holder != 0 && now-h.at <= t.ttl
 }
 
-// holder returns the number of a process in an epoch; 0: the epoch is over, or there are too many.
-// A later epoch always ends the earlier ones, whether or not it gets a number.
-func (t *hints) holder(h directory.Holder, now uint16) uint16 {
-	n := t.current[h.Boot]
-	if n != 0 {
-		cur := &t.holders[n-1]
-		if cur.Epoch > h.Epoch {
-			return 0
-		}
-		if cur.Epoch == h.Epoch && !cur.over {
-			cur.seen = now
-			return n
-		}
-		cur.Epoch, cur.over = h.Epoch, true
-		if t.epochs(h.Boot, now) >= maxEpochs && !t.sweep(now) {
-			return 0
-		}
-	}
-	n = t.freeHolder(now)
+// holder returns the number of a process; 0: there are too many.
+func (t *hints) holder(boot transfer.Boot, now uint16) uint16 {
+	n := t.current[boot]
 	if n == 0 {
-		return 0
-	}
-	t.holders[n-1] = holder{Holder: h, seen: now}
-	t.current[h.Boot] = n
-	return n
-}
-
-// sweep frees the numbers of all epochs that are over, with their hints. It passes over the whole
-// table, so it does that once in a tick at most: false.
-func (t *hints) sweep(now uint16) bool {
-	if t.swept && t.sweptAt == now {
-		return false
-	}
-	t.swept, t.sweptAt = true, now
-	all := t.array.Elems()
-	for i := range all {
-		if h := &all[i]; h.holder != 0 && t.holders[h.holder-1].over {
-			*h = hint{}
-			t.used--
+		if n = t.freeHolder(now); n == 0 {
+			return 0
 		}
+		t.holders[n-1].boot = boot
+		t.current[boot] = n
 	}
-	for i := range t.holders {
-		if h := &t.holders[i]; h.over {
-			h.seen = now - t.ttl - 1
-		}
-	}
-	return true
-}
-
-// epochs counts the numbers that a process has.
-func (t *hints) epochs(boot transfer.Boot, now uint16) (n int) {
-	for i := range t.holders {
-		if h := &t.holders[i]; h.Boot == boot && now-h.seen <= t.ttl {
-			n++
-		}
-	}
+	t.holders[n-1].seen = now
 	return n
 }
 
@@ -136,9 +87,7 @@ func (t *hints) freeHolder(now uint16) uint16 {
 	for i := range t.holders {
 		// All of its hints have ended by their time: none can count as another's.
 		if h := &t.holders[i]; now-h.seen > t.ttl {
-			if t.current[h.Boot] == uint16(i+1) {
-				delete(t.current, h.Boot)
-			}
+			delete(t.current, h.boot)
 			return uint16(i + 1)
 		}
 	}

@@ -10,7 +10,6 @@ package redis
 import (
 	"context"
 	"crypto/tls"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
@@ -96,20 +95,12 @@ func (d *Directory) key(k *page.Key) string {
 	return d.prefix + string(s[:])
 }
 
-// memberBytes are of a boot and an epoch.
-const memberBytes = len(transfer.Boot{}) + 8
-
-func member(h directory.Holder) string {
-	return string(binary.BigEndian.AppendUint64(h.Boot[:len(h.Boot):len(h.Boot)], h.Epoch))
-}
-
-func holder(s string) (h directory.Holder, ok bool) {
-	if len(s) != memberBytes {
-		return h, false
+// holder reads a member of a set: the boot of a process.
+func holder(s string) (boot transfer.Boot, ok bool) {
+	if len(s) != len(boot) {
+		return boot, false
 	}
-	copy(h.Boot[:], s)
-	h.Epoch = binary.BigEndian.Uint64([]byte(s[len(h.Boot):]))
-	return h, true
+	return transfer.Boot([]byte(s)), true
 }
 
 // each runs a pipeline for every part of the keys.
@@ -184,10 +175,9 @@ func (d *Directory) explain(err error) error {
 }
 
 // Announce implements directory.Directory.
-func (d *Directory) Announce(ctx context.Context, epoch uint64, held []page.Key) error {
+func (d *Directory) Announce(ctx context.Context, held []page.Key) error {
 	now := d.now()
-	z := redis.Z{Score: float64(now.Add(ttl).Unix()), Member: member(directory.Holder{Boot: d.self,
-		Epoch: epoch})}
+	z := redis.Z{Score: float64(now.Add(ttl).Unix()), Member: string(d.self[:])}
 	over := strconv.FormatInt(now.Unix(), 10)
 	return d.each(ctx, held, func(p redis.Pipeliner, k *page.Key) {
 		key := d.key(k)
@@ -198,9 +188,10 @@ func (d *Directory) Announce(ctx context.Context, epoch uint64, held []page.Key)
 }
 
 // Withdraw implements directory.Directory.
-func (d *Directory) Withdraw(ctx context.Context, epoch uint64, gone []page.Key) error {
-	m := member(directory.Holder{Boot: d.self, Epoch: epoch})
-	return d.each(ctx, gone, func(p redis.Pipeliner, k *page.Key) { p.ZRem(ctx, d.key(k), m) })
+func (d *Directory) Withdraw(ctx context.Context, gone []page.Key) error {
+	return d.each(ctx, gone, func(p redis.Pipeliner, k *page.Key) {
+		p.ZRem(ctx, d.key(k), string(d.self[:]))
+	})
 }
 
 // Lookup implements directory.Directory.

@@ -228,11 +228,7 @@ func (ss *Table) get(w *engines.Worker, id uint64) *Lease {
 func (ss *Table) due(now Instant, s *Lease) {
 	switch {
 	case ss.waited(now, s):
-		// The engine, too, counts the deadline anew.
-		s.MatchBy = min(now+min(ss.Cfg.MatchTimeout, s.span), s.holdEnd)
-		s.Deadline = max(s.Deadline, s.MatchBy)
-		ss.out.HeldOn(s.ws.Worker, s.ID.ID)
-		ss.Agenda.Arm(s.t, min(s.Deadline, s.MatchBy))
+		ss.holdOn(now, s)
 	case now >= s.MatchBy:
 		// No new receiver may bind; bound ones finish.
 		s.MatchBy = lease.Never

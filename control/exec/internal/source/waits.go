@@ -89,6 +89,14 @@ func (ss *Table) waited(now Instant, s *Lease) bool {
 	return false
 }
 
+// holdOn starts the match timeout anew. The engine, too, counts the deadline anew.
+func (ss *Table) holdOn(now Instant, s *Lease) {
+	s.MatchBy = min(now+min(ss.Cfg.MatchTimeout, s.span), s.holdEnd)
+	s.Deadline = max(s.Deadline, s.MatchBy)
+	ss.out.HeldOn(s.ws.Worker, s.ID.ID)
+	ss.Agenda.Arm(s.t, min(s.Deadline, s.MatchBy))
+}
+
 // unmatched is why a lease ends that served no receiver.
 func (ss *Table) unmatched(now Instant, s *Lease) string {
 	switch {
@@ -143,12 +151,10 @@ func (ss *Table) peerDown(now Instant, boot transfer.Boot, over bool) {
 			ss.waiterGone(now, w, "the sidecar of the decode engine is gone")
 			continue
 		}
-		for k := range ss.waits.keys[w] {
+		for _, k := range slices.SortedFunc(maps.Keys(ss.waits.keys[w]), compareKeys) {
 			for _, s := range ss.byKey[k] {
-				if s.Held && s.MatchBy != lease.Never {
-					s.MatchBy = now + ss.Cfg.MatchTimeout
-					s.Deadline = max(s.Deadline, s.MatchBy)
-					ss.Agenda.Arm(s.t, min(s.Deadline, s.MatchBy))
+				if s.Held && s.MatchBy != lease.Never && now < s.holdEnd {
+					ss.holdOn(now, s)
 				}
 			}
 		}
