@@ -17,29 +17,49 @@ func (s *Store) eraseSoon() {
 	}
 }
 
-// eraseRemoved overwrites what removed pages have left on the disk, until Close. It spreads its
-// work over the time that it has.
+// eraseRemoved overwrites what removed pages have left on the disk, until Close. Overwriting a
+// segment moves the pages of others, so a tenant that removes its pages all the time must not have
+// it done each time. For a third of the time that it has, it waits for more removals; then it
+// overwrites the segments that these have left, in another third. What is removed meanwhile comes
+// next, and is overwritten in time, too.
 func (s *Store) eraseRemoved() {
-	var next <-chan time.Time
-	var until time.Time
-	for {
-		asked := s.erase
-		if next != nil {
-			asked = nil // the segments that are left are counted again each time
-		}
+	part := s.eraseWithin / 3
+	for wait := time.Duration(0); ; wait = part { // what earlier starts have left waits no more
 		select {
 		case <-s.noErase:
 			return
-		case <-asked:
-			until = time.Now().Add(s.eraseWithin)
-		case <-next:
+		case <-s.erase:
 		}
-		next = nil
-		switch left, err := s.disk.Wipe(); {
-		case err != nil:
-			next = time.After(eraseRetry)
-		case left > 0:
-			next = time.After(max(0, time.Until(until)/time.Duration(left+1)))
+		if !s.eraseLater(wait) {
+			return
 		}
+		select {
+		case <-s.erase: // it has waited long enough, too
+		default:
+		}
+		until := time.Now().Add(part)
+		for segments := -1; segments != 0; {
+			left, err := s.disk.Wipe()
+			next := eraseRetry
+			if err == nil {
+				if segments--; segments < 0 || left < segments {
+					segments = left
+				}
+				next = time.Until(until) / time.Duration(segments+1)
+			}
+			if segments != 0 && !s.eraseLater(next) {
+				return
+			}
+		}
+	}
+}
+
+// eraseLater waits; false: the store is closed.
+func (s *Store) eraseLater(wait time.Duration) bool {
+	select {
+	case <-s.noErase:
+		return false
+	case <-time.After(max(0, wait)):
+		return true
 	}
 }

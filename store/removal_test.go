@@ -8,7 +8,9 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/disk/disktest"
 	"github.com/kvspray/kvspray/store/memory"
@@ -526,4 +528,39 @@ func TestNoteOfAStore(t *testing.T) {
 	if note, err := s.Note(); err != nil || note != nil {
 		t.Errorf("%q %v", note, err)
 	}
+}
+
+// A tenant that puts and removes in a loop has the pages of others moved a few times in an hour, not
+// each time. What it leaves is overwritten in time.
+func TestRemovalsInALoopMoveFewPages(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		tier, err := disk.OpenFiles([]disk.OpenDevice{{Path: "sim", File: disktest.New(32<<20, 1),
+			Size: 32 << 20}}, disk.Config{SegmentBytes: simSegment, MaxPages: 2048})
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := Open(Config{Memory: inMemoryConfig(), Opened: tier, EraseWithin: time.Hour})
+		if err != nil {
+			t.Fatal(err)
+		}
+		e, f := newEngine(t, s, "a", 4096), newEngine(t, s, "b", 4096)
+		for i := range 3600 {
+			f.put(i % 40)
+			e.put(1)
+			if err := e.space.Remove(); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(time.Second)
+		}
+		if st := s.Stats().Disk; st.Moved > 200 || st.Cleaned > 100 {
+			t.Errorf("%d pages were moved, of %d segments", st.Moved, st.Cleaned)
+		}
+		time.Sleep(time.Hour)
+		if st := s.Stats().Disk; st.Removed > 0 {
+			t.Errorf("%d bytes are left after an hour: %+v", st.Removed, st)
+		}
+		e.close()
+		f.close()
+		shut(t, s)
+	})
 }

@@ -39,10 +39,11 @@ func (t *Tier) Wipe() (left int, err error) {
 			if s.state == wiped || !t.mayHaveRemovedLocked(s) {
 				continue
 			}
-			// The one with the fewest bytes to move is the first, and one that has failed the last.
-			key := s.live
+			// The oldest is the first, so that it does not wait for those that removals make in a loop;
+			// one that has failed is the last.
+			key := s.seq
 			if s.bad {
-				key += 1 << 62
+				key |= 1 << 63
 			}
 			if left++; key < least {
 				l, seg, least = of, uint32(i), key

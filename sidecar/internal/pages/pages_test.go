@@ -74,6 +74,11 @@ func startOver(t *testing.T, sim *disktest.Sim, objects *objecttest.Store) *rig 
 		c.Object = &object.Config{Bucket: objects.Open(), Prefix: "node", Size: 64 << 20,
 			ObjectBytes: object.MinObjectBytes, MaxPages: 2048, Buffers: 4}
 	}
+	return startWith(t, c)
+}
+
+func startWith(t *testing.T, c store.Config) *rig {
+	t.Helper()
 	s, err := store.Open(c)
 	if err != nil {
 		t.Fatal(err)

@@ -56,6 +56,8 @@ const (
 	settleTime   = 5 * time.Second // from the start, until pages of an earlier start count
 	forgetTime   = time.Hour
 	forwardPause = 20 * time.Millisecond
+	// removePause is between two rounds of removals. A round writes and syncs the disk of all.
+	removePause = 100 * time.Millisecond
 )
 
 // Store is what holds the pages. *store.Store has these methods.
@@ -401,6 +403,11 @@ func (r *Removals) remover(ctx context.Context) {
 		retry = nil
 		if !r.apply() {
 			retry = time.After(retryTime)
+		}
+		select { // so that removals in a loop leave the disk to others
+		case <-ctx.Done():
+			return
+		case <-time.After(removePause):
 		}
 	}
 }

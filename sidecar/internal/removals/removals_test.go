@@ -834,3 +834,22 @@ func FuzzHandle(f *testing.F) {
 		}
 	})
 }
+
+// Removals in a loop do not write and sync the node's disk all the time. A single one does not wait.
+func TestRemovalsInALoopArePaced(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		_, all := newNet(t, 1)
+		time.Sleep(settleTime)
+		began := time.Now()
+		remove(t, all[0])
+		if took := time.Since(began); took > 0 {
+			t.Errorf("one removal took %v", took)
+		}
+		for range 100 {
+			remove(t, all[0])
+		}
+		if took := time.Since(began); took < 100*removePause {
+			t.Errorf("100 removals took %v", took)
+		}
+	})
+}
