@@ -65,8 +65,8 @@ func (t *Tier) Wipe() (left int, err error) {
 	return left - 1, nil
 }
 
-// wipe overwrites a segment. Its header is the last: what is left of it after a crash is known
-// then.
+// wipe overwrites a segment, its header last: after a crash the header still shows that pages are
+// left.
 func (l *log) wipe(seg uint32) error {
 	took, err := l.vacate(seg)
 	if !took || err != nil {

@@ -37,7 +37,7 @@ func Overhead(pool uint64) uint64 { return overheadBytes + pool/overheadShare }
 type Limit struct {
 	File  string // which has it
 	Bytes uint64
-	Used  uint64 // of these, without the cache of files, which the kernel gives up when it must
+	Used  uint64 // of these, without the cache of files, which the kernel can reclaim
 }
 
 // Left is what may still be taken below this limit.
@@ -50,8 +50,8 @@ type Memory struct {
 }
 
 // ReadMemory reads the limits below root: "" is this machine, another one is for tests. Limits of
-// cgroups that the process's namespace does not show cannot be read, except by cgroup v1, which has
-// the least of them.
+// cgroups outside the process's namespace cannot be read, except that cgroup v1 has the lowest of
+// them.
 func ReadMemory(root string) (*Memory, error) {
 	info, err := read(root + "/proc/meminfo")
 	if err != nil {
