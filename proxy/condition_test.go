@@ -53,7 +53,7 @@ func TestHealthCondition(t *testing.T) {
 			asks(2 * s), answers(2*s, signLost)}, 2 * s, down},
 		{"a good check ends it", []step{asks(0), answers(0, signRefused), asks(s),
 			answers(s, signAlive)}, s, fit},
-		{"a check by a resolver that is ill", []step{asks(0), answers(0, signAlive), asks(s),
+		{"a check by a resolver that fails", []step{asks(0), answers(0, signAlive), asks(s),
 			answers(s, signNone), asks(2 * s), answers(2*s, signNone)}, 99 * s, fit},
 		{"no answer yet", []step{asks(0)}, 2*s - 1, fit},
 		{"no answer for long", []step{asks(0)}, 2 * s, slow},
