@@ -130,7 +130,7 @@ func TestRestIsBounded(t *testing.T) {
 	}
 	h.request(now, signFailed, 0, errors.New("x"))
 	if rest := h.restUntil.Sub(now); rest != longestRest {
-		t.Errorf("after 101 failures it rests for %s", rest)
+		t.Errorf("after 101 failures the engine gets no requests for %s", rest)
 	}
 	if !h.trial() {
 		t.Error("it gets all requests at once after its rest")

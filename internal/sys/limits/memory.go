@@ -106,12 +106,12 @@ func (m *Memory) Fits(pool uint64) *Fits {
 	if need <= free {
 		return nil
 	}
-	f := &Fits{Why: fmt.Sprintf("with %d MiB for the process itself %d MiB are needed, and this host "+
+	f := &Fits{Why: fmt.Sprintf("with %d MiB for the process itself, %d MiB are needed, and this host "+
 		"has %d MiB available", Overhead(pool)>>20, need>>20, free>>20),
 		Remedy: "end what uses the memory"}
 	if binds != nil {
-		f.Why = fmt.Sprintf("with %d MiB for the process itself %d MiB are needed, and %d MiB are left "+
-			"of the %d MiB of %s", Overhead(pool)>>20, need>>20, free>>20, binds.Bytes>>20, binds.File)
+		f.Why = fmt.Sprintf("with %d MiB for the process itself, %d MiB are needed, and %d MiB are "+
+			"left of the %d MiB of %s", Overhead(pool)>>20, need>>20, free>>20, binds.Bytes>>20, binds.File)
 		f.Remedy = "raise that limit (resources.limits.memory of a container, MemoryMax= of a unit)"
 	}
 	if most := most(free); most > 0 {

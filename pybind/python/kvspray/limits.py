@@ -42,7 +42,7 @@ def refusal(pool: int, root: str = "") -> str:
     if need <= free:
         return ""
     what = f"{free >> 20} MiB are left of the limit in {where}" if where else f"the host has {free >> 20} MiB"
-    return f"{pool >> 20} MiB, with what the process itself needs {need >> 20} MiB, and {what}"
+    return f"{pool >> 20} MiB ({need >> 20} MiB with what the process itself needs), and {what}"
 
 
 def free_memory(root: str = "") -> tuple[int, str]:
