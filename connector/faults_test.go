@@ -219,7 +219,7 @@ func TestSchedulerGone(t *testing.T) {
 		asked.Wait()
 	}
 	if sessions[0] == 0 || sessions[0] == sessions[1] {
-		t.Errorf("sessions %v", sessions)
+		t.Errorf("ended sessions %v, want that of the queries", sessions)
 	}
 }
 

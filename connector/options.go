@@ -93,8 +93,8 @@ type Options struct {
 	// FenceWait bounds the wait of a takeover for the fence of the older session's leases, before
 	// the sidecar answers "fencing". Zero: a quarter of Grace, DefaultFenceWait at most.
 	FenceWait time.Duration
-	// Look is the time between two looks at the socket's path: cleaners of /tmp and administrators
-	// remove sockets, after which no engine finds the sidecar. Zero: DefaultLook.
+	// Look is the time between two checks that the socket's path leads to the socket: cleaners of
+	// /tmp and administrators remove sockets. Zero: DefaultLook.
 	Look time.Duration
 	// Layouts holds the strategies that layouts may name. nil: parseblock.Default().
 	Layouts *parseblock.Registry

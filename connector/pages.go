@@ -111,7 +111,7 @@ type openPool struct {
 	guarded blocks.Pool
 	leases  int    // open GETs and PUTs
 	used    uint64 // when a request named it last: a number of Server.uses
-	closed  bool   // it goes with its last lease
+	closed  bool   // it ends with its last lease
 }
 
 func (w *worker) pagesLocked(rec board.Record) error {
@@ -192,7 +192,7 @@ func (w *worker) unusePoolLocked(l *lease) {
 	}
 }
 
-// closePool closes a pool of the session that no request can name any more, now or with its last
+// closePool ends a pool of the session that no request can name any more: now, or with its last
 // lease.
 func (w *worker) closePool(id uint64) {
 	w.mu.Lock()
@@ -306,8 +306,8 @@ func (c *session) onOpen(m *msg.Open) {
 	c.send(&msg.Opened{ID: m.ID, Space: space})
 }
 
-// onClose closes a namespace. One that is not open any more was given up, or lay in a region that
-// was dropped.
+// onClose closes a namespace. If it is not open any more, boundSpaces closed it, or one of its
+// regions was dropped.
 func (c *session) onClose(m *msg.Close) {
 	for space, o := range c.spaces.open {
 		if o.by == m.Open {
@@ -324,8 +324,8 @@ func (c *session) closeSpace(space uint64) {
 	}
 }
 
-// boundSpaces gives up the namespace whose last use is the oldest if the session has more than it
-// may. It can be opened again. Those with open GETs and PUTs stay.
+// boundSpaces closes the namespace whose last use is the oldest if the session has too many. The
+// engine may open it again. Namespaces with open GETs and PUTs stay.
 func (c *session) boundSpaces() {
 	closing := 0
 	used := make(map[uint64]uint64, len(c.spaces.open))
@@ -459,7 +459,7 @@ func (c *session) onExists(m *msg.Exists) {
 	c.send(&msg.Found{ID: m.ID, Pages: uint32(h.Len()), Found: out})
 }
 
-// roomForPins forgets those whose time is over if there are as many as there may be.
+// roomForPins removes expired pins if the table is full, and reports whether it has room.
 func (c *session) roomForPins() bool {
 	if len(c.spaces.pins) >= maxPins {
 		now := time.Now()

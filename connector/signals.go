@@ -82,7 +82,7 @@ func (w *worker) Follow(partners bool) {
 	}
 }
 
-// HeldOn sends HELD. An engine whose socket is closed gets the lease's end by its own deadline.
+// HeldOn sends HELD. If the socket is closed, the engine ends the lease at its own deadline.
 func (w *worker) HeldOn(lease uint64) {
 	w.mu.Lock()
 	c := w.session

@@ -182,8 +182,8 @@ func (s *Server) rebind() {
 	at, err := s.bind(old.lock)
 	if err != nil {
 		if err.Error() != lost {
-			s.log.Error("the engines' socket was removed, and cannot be made again; it is tried again "+
-				"each second", "err", err)
+			s.log.Error("the engines' socket was removed, and cannot be made again; retrying each "+
+				"second", "err", err)
 		}
 		s.mu.Lock()
 		s.lost = err.Error()
@@ -193,12 +193,12 @@ func (s *Server) rebind() {
 	s.mu.Lock()
 	if s.closed {
 		s.mu.Unlock()
-		at.close() // closed twice is closed, too
+		at.close() // idempotent
 		return
 	}
 	s.at, s.lost = *at, ""
 	s.mu.Unlock()
-	// Serve goes on with the new one.
+	// Serve continues with the new one.
 	_ = old.ln.Close()
 	if old.lock != at.lock {
 		_ = old.lock.Close()

@@ -129,10 +129,10 @@ func TestPoolsOverOneMemory(t *testing.T) {
 	}
 	same, why := begin(t, l.Worker, l.store, true, first, 1)
 	if why != "" {
-		t.Errorf("two PUTs: %s", why)
+		t.Errorf("a PUT beside another one was refused: %s", why)
 	}
 	if _, why = begin(t, l.Worker, l.store, false, first, 0); !strings.Contains(why, "is read for") {
-		t.Errorf("a GET beside a PUT of another stride: %q", why)
+		t.Errorf("a GET beside a PUT of another stride: refusal %q, want one", why)
 	}
 	end(t, l.r, l.Worker, put)
 	end(t, l.r, l.Worker, same)
@@ -225,7 +225,7 @@ func TestManyNamespaces(t *testing.T) {
 		last = open(i)
 	}
 	if _, why := begin(t, l.Worker, l.store, false, first, 0); !strings.Contains(why, "send OPEN") {
-		t.Errorf("a GET in a pool that was given up: %q", why)
+		t.Errorf("a GET in a closed pool: refusal %q, want one", why)
 	}
 	refused(t, exists(first), msg.CodeStore, "spaces[0]", "is not open")
 	if _, why := begin(t, l.Worker, l.store, false, last, 0); why != "" {
@@ -338,6 +338,6 @@ func TestPinsThatHaveEnded(t *testing.T) {
 		eventually(t, "room for pins", func() bool { return pin(60_000) == nil })
 	}
 	if err := pin(60_000); err == nil || !strings.Contains(err.Error(), "send UNPIN") {
-		t.Errorf("one too many: %v", err)
+		t.Errorf("more pins than a session may have: %v, want a refusal with its remedy", err)
 	}
 }

@@ -42,7 +42,7 @@ type backend struct {
 // alive notes bytes of an answer.
 func (b *backend) alive(now time.Time) { b.lastByte.Store(now.UnixNano()) }
 
-// quiet reports whether the engine is silent, and whether it is so for so long that it is down.
+// quiet reports whether the engine is silent, and whether that has lasted until it is down.
 func (b *backend) quiet() (quiet, dead bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -53,7 +53,7 @@ func TestHealthCondition(t *testing.T) {
 			asks(2 * s), answers(2*s, signLost)}, 2 * s, down},
 		{"a good check ends it", []step{asks(0), answers(0, signRefused), asks(s),
 			answers(s, signAlive)}, s, fit},
-		{"a check by a resolver that is ill", []step{asks(0), answers(0, signAlive), asks(s),
+		{"a check by a resolver that fails", []step{asks(0), answers(0, signAlive), asks(s),
 			answers(s, signNone), asks(2 * s), answers(2*s, signNone)}, 99 * s, fit},
 		{"no answer yet", []step{asks(0)}, 2*s - 1, fit},
 		{"no answer for long", []step{asks(0)}, 2 * s, slow},
@@ -130,7 +130,7 @@ func TestRestIsBounded(t *testing.T) {
 	}
 	h.request(now, signFailed, 0, errors.New("x"))
 	if rest := h.restUntil.Sub(now); rest != longestRest {
-		t.Errorf("after 101 failures it rests for %s", rest)
+		t.Errorf("after 101 failures the engine gets no requests for %s", rest)
 	}
 	if !h.trial() {
 		t.Error("it gets all requests at once after its rest")

@@ -384,7 +384,8 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) (answered bool
 	return true
 }
 
-// retryOwn makes engines a choice again that were not reached by a fault of the router's own host.
+// retryOwn makes the engines a choice again that only a fault of the router's own host failed to
+// reach.
 func (j *job) retryOwn() {
 	for _, b := range j.own {
 		delete(j.tried, b)

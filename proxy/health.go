@@ -13,10 +13,10 @@ type condition uint8
 const (
 	fit     condition = iota
 	slow              // its health check takes long
-	busy              // it wants no request for a time
+	busy              // it has answered 429, or 503 with a time, which is not over
 	failing           // its requests failed
-	silent            // no sign of life: requests without a byte leave it for a better engine
-	down              // nobody is there: no request goes there
+	silent            // no sign of life: a better engine takes over requests without a byte
+	down              // no process serves there: it gets no requests
 )
 
 func (c condition) String() string {
@@ -25,13 +25,13 @@ func (c condition) String() string {
 
 const (
 	downAfter    = 2 // failed health checks in a row
-	deadFactor   = 5 // a silent engine is down after so many times Times.Silent
+	deadFactor   = 5 // a silent engine is down after this multiple of Times.Silent
 	maxDoublings = 10
 	longestRest  = 30 * time.Second // of an engine whose requests fail
 )
 
-// health is the verdict on one engine, from its health checks and its requests. It has no clock:
-// times are arguments. lastByte is when any of its requests got bytes.
+// health derives the condition of one engine from its health checks and its requests. It has no
+// clock: times are arguments. lastByte is when any of its requests got bytes.
 type health struct {
 	slowAfter   time.Duration // of an unanswered check
 	silentAfter time.Duration // the same
@@ -57,8 +57,8 @@ func (h *health) asks(now time.Time) {
 	}
 }
 
-// passes notes that the router runs. What it slept through, stopped or without a CPU, is no silence
-// of the engine. every is the time between two calls.
+// passes notes that the router runs. Time in which the router itself was stopped, or had no CPU, is
+// no silence of the engine. every is the time between two calls.
 func (h *health) passes(now time.Time, every time.Duration) {
 	slept := now.Sub(h.passed) - every
 	if first := h.passed.IsZero(); !first && slept > every && !h.asked.IsZero() {
@@ -121,7 +121,7 @@ func (h *health) request(now time.Time, s sign, after time.Duration, err error) 
 	h.reason = err.Error()
 }
 
-// trial reports whether one request at a time shows whether the engine still fails.
+// trial reports whether the engine gets one request at a time, to see whether it still fails.
 func (h *health) trial() bool { return h.failures > 0 && !h.begun }
 
 // begins notes the first bytes of a good answer.

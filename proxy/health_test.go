@@ -167,7 +167,7 @@ func TestHealthWarnsOfAWrongPeer(t *testing.T) {
 				t.Errorf("%s: want warning %q", body, c.warning)
 			}
 			if c.peer != "" && b.endpoint() != c.peer {
-				t.Errorf("the operator's word is overruled by %s", b.endpoint())
+				t.Errorf("endpoint %s, want the configured one", b.endpoint())
 			}
 		})
 	}

@@ -24,8 +24,8 @@ type identity struct {
 	checkedSidecar  string // the sidecarEndpoint of that comparison
 	endpointWarning string // why that endpoint contradicts
 
-	sidecarErr      string // why the sidecar cannot be asked
-	sidecarDown     bool   // it has not answered its last question
+	sidecarErr      string // why the sidecar does not answer
+	sidecarDown     bool   // it has not answered the last request
 	sidecarAnswered time.Time
 	leaving         bool // by its sidecar, the engine ends soon
 }
@@ -55,8 +55,8 @@ func (i *identity) ended() {
 	}
 }
 
-// asked takes the outcome of a question for the endpoint. learns: the endpoint is for a policy, or
-// of a prefill engine. An answer is expected only while the engine is up.
+// asked takes the result of a request for the endpoint. learns: the endpoint is for a policy, or of
+// a prefill engine. An answer is expected only while the engine is up.
 func (i *identity) asked(endpoint string, err error, up, learns bool) (changed bool, was string) {
 	was, i.sidecarErr = i.sidecarErr, ""
 	if err != nil {
@@ -80,7 +80,7 @@ func (i *identity) asked(endpoint string, err error, up, learns bool) (changed b
 	return endpoint != "", was
 }
 
-// costs is the loss by a sidecar that cannot be asked.
+// costs is what is lost while the sidecar does not answer.
 func (i *identity) costs() string {
 	switch {
 	case i.role == roleDecode:

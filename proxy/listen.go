@@ -69,7 +69,7 @@ func (l *limitedListener) wait() bool {
 			c := e.Value.(*limitedConn)
 			c.leaveIdleLocked()
 			l.mu.Unlock()
-			_ = c.Close() // nobody waits for it
+			_ = c.Close() // no request waits for it
 			l.mu.Lock()
 			continue
 		}
@@ -117,7 +117,7 @@ func (l *limitedListener) state(conn net.Conn, s http.ConnState) {
 	}
 }
 
-// limitedConn gives its place back once.
+// limitedConn releases its place once.
 type limitedConn struct {
 	net.Conn
 	l    *limitedListener

@@ -401,7 +401,7 @@ func (p *Proxy) Serve(ctx context.Context, l net.Listener) error {
 	err := srv.Shutdown(stop)
 	if errors.Is(err, context.DeadlineExceeded) {
 		p.log.Warn("requests were cut because they did not end in time", "requests", len(p.slots),
-			"within", p.times.Drain, "remedy", "a longer --drain-timeout")
+			"within", p.times.Drain, "remedy", "set a longer --drain-timeout")
 		err = srv.Close()
 	}
 	if serr := <-failed; !errors.Is(serr, http.ErrServerClosed) {

@@ -95,7 +95,7 @@ func TestEndOfARequestEndsThePrefillsHold(t *testing.T) {
 				for _, s := range p.requests() {
 					if own(s)["release"] == true && (s.body["model"] != "m" || own(s)["fanout"] == nil ||
 						own(s)["peer"] != "p:1" || s.header.Get("Authorization") != "Bearer client") {
-						t.Errorf("released by %v", s)
+						t.Errorf("the release has the body %v", s)
 					}
 				}
 			})

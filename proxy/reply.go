@@ -67,7 +67,7 @@ func begin(b *backend, k kind, resp *http.Response, asked, whole bool) (*reply, 
 	case ok && atEnd && len(a.buf) == 0 && resp.Request.Method != http.MethodHead:
 		return nil, errEmpty
 	case unmarked && !stream && ok && !(atEnd && json.Valid(a.buf)):
-		return nil, fmt.Errorf("its end cannot be told from a broken connection: %w",
+		return nil, fmt.Errorf("its end looks like a broken connection: %w",
 			io.ErrUnexpectedEOF)
 	case whole && !stream && !atEnd:
 		return nil, fmt.Errorf("an answer for an HTTP/1.0 client is larger than %d bytes", maxCopied)
@@ -100,7 +100,7 @@ func (a *reply) header(dst http.Header) {
 	}
 }
 
-// copyTo copies the answer as it arrives. gone: the client is.
+// copyTo copies the answer as it arrives. gone: the client has disconnected.
 func (a *reply) copyTo(w http.ResponseWriter) (gone bool, err error) {
 	flush := http.NewResponseController(w)
 	data, rerr := a.buf, a.err

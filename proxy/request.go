@@ -150,7 +150,7 @@ type kvsprayParams struct {
 	Fanout int    `json:"fanout"`
 
 	Traceparent string `json:"traceparent,omitempty"` // of the span above the connector's
-	Release     bool   `json:"release,omitempty"`     // nobody will fetch the cache
+	Release     bool   `json:"release,omitempty"`     // no engine will fetch the cache
 }
 
 const paramsVersion = 1

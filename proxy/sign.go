@@ -58,7 +58,7 @@ func signOfError(err error) sign {
 	case errors.As(err, &status):
 		return status.sign
 	case errors.As(err, &dns) && !dns.IsNotFound:
-		return signNone // the resolver is ill; it has not denied that the engine exists
+		return signNone // the resolver failed: this does not show that the name does not exist
 	case errors.As(err, &dns):
 		return signRefused
 	case errors.Is(err, errEmpty):
@@ -113,7 +113,7 @@ func newStatusError(resp *http.Response, body []byte) *statusError {
 	return &statusError{resp.StatusCode, s, after, resp.Status, text}
 }
 
-// refused reports whether an engine found the client's request wrong.
+// refused reports whether an engine rejected the client's request as wrong.
 func refused(err error) bool {
 	e := (*statusError)(nil)
 	return errors.As(err, &e) && e.sign == signAlive
@@ -126,8 +126,8 @@ func notReached(err error) bool {
 	return errors.As(err, &op) && op.Op == "dial"
 }
 
-// ended names an end of an answer as the router means it: Go's clients return io.EOF for a
-// connection that closes before an answer.
+// ended replaces io.EOF, which Go's client returns for a connection that closes before an answer,
+// by io.ErrUnexpectedEOF.
 func ended(err error) error {
 	if errors.Is(err, io.EOF) {
 		return io.ErrUnexpectedEOF

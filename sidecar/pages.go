@@ -122,7 +122,7 @@ func (p *pageStore) open(ctx context.Context) (err error) {
 func fits(want config.Size, root string) error {
 	m, err := limits.ReadMemory(root)
 	if err != nil {
-		return nil //nolint:nilerr // a host that does not tell is no reason to refuse
+		return nil //nolint:nilerr // unknown limits are no reason to refuse
 	}
 	if f := m.Fits(uint64(want)); f != nil {
 		return fmt.Errorf("sidecar: store.memory: %q: %s: %s", want.String(), f.Why, f.Remedy)

@@ -11,11 +11,11 @@ import (
 // problemLooks is the time between two looks for problems that are to be logged.
 const problemLooks = time.Second
 
-// problem is why an optional part of the store does not work. The node goes on without it, so
-// nobody would notice.
+// problem is why an optional part of the store does not work. The node runs without it, so only a
+// report shows this.
 type problem struct{ part, why string }
 
-// problems are what an operator has to mend, or to wait for.
+// problems need an operator, or end by themselves.
 func (n *Node) problems() (out []string) {
 	if !n.serving.Load() {
 		return nil
@@ -61,7 +61,7 @@ func logProblems(ctx context.Context, log *slog.Logger, problems func() []proble
 		for _, p := range problems() {
 			now[p.part] = true
 			if !failing[p.part] {
-				log.Warn("a part fails; the node goes on without it", "part", p.part, "err", p.why)
+				log.Warn("a part fails; the node runs without it", "part", p.part, "err", p.why)
 			}
 		}
 		for part := range failing {

@@ -142,7 +142,7 @@ func TestRemovePagesThatTheIndexLacks(t *testing.T) {
 			// Segments that could not be read are overwritten: they may have removed pages.
 			if rs := f.get(upTo(0, 10)...); count(rs, Hit) != 10 &&
 				!strings.HasPrefix(name, "unreadable") {
-				t.Errorf("of another namespace: %+v", rs)
+				t.Errorf("pages of another namespace are not served: %+v", rs)
 			}
 			e.close()
 			f.close()

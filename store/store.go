@@ -448,8 +448,8 @@ func (s *Store) reclaimLocked() {
 	}
 }
 
-// numberLocked is the number of a namespace that has one, or one that is free. It lets go of mu
-// while it empties a namespace for that.
+// numberLocked is the number of a namespace that has one, or a free one. If it has to empty another
+// namespace for that, it releases mu meanwhile.
 func (s *Store) numberLocked(id page.ID) (uint16, error) {
 	tried := map[uint16]bool{}
 	for {
@@ -471,7 +471,7 @@ func (s *Store) numberLocked(id page.ID) (uint16, error) {
 		}
 		n, ok := s.oldestLocked(tried)
 		if !ok {
-			return 0, fmt.Errorf("store: %d namespaces are in use: a store has no more; close those "+
+			return 0, fmt.Errorf("store: all %d namespaces that a store can have are in use; close those "+
 				"that are not needed", MaxSpaces)
 		}
 		tried[n] = true // its pages may be pinned, or it may be opened meanwhile
@@ -485,8 +485,8 @@ func (s *Store) numberLocked(id page.ID) (uint16, error) {
 	}
 }
 
-// oldestLocked is the number that has not been open for longest, of those that nobody uses; the
-// first of all are those that this process has not opened.
+// oldestLocked is the number of the namespace whose last use is the oldest, among those that are
+// not in use. Namespaces that this process has not opened come first.
 func (s *Store) oldestLocked(but map[uint16]bool) (number uint16, ok bool) {
 	var last [MaxSpaces]uint64
 	for _, sp := range s.spaces {
@@ -638,9 +638,9 @@ func (sp *Space) remove() error {
 	return removed(sp.id, err, objects)
 }
 
-// wanted returns what reports, at any later time, whether what the namespace has in memory from now
-// on may go to other tiers. The tier that it goes to calls it with its lock held: a removal that
-// has not begun then finds the page there.
+// wanted returns a function that reports, at any later time, whether pages that the namespace has
+// in memory from now on may still go to another tier. That tier calls the function with its lock
+// held, so a removal that begins later finds the page there.
 func (sp *Space) wanted() func() bool {
 	before := sp.removals.Load()
 	if sp.s.removing[sp.number].Load() > 0 {
@@ -677,7 +677,7 @@ func (s *Store) RemoveSpace(id page.ID) error {
 			err = s.disk.Remove(id)
 			s.eraseSoon()
 		}
-		// Whoever opened it meanwhile may have read pages into memory before they were removed.
+		// If it was opened meanwhile, memory may have pages that were read before their removal.
 		if sp = s.opened(id); sp == nil {
 			return removed(id, err, objects)
 		}

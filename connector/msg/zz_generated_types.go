@@ -496,7 +496,7 @@ type Done struct {
 // Type implements Message.
 func (*Done) Type() Type { return TypeDone }
 
-// Held a source lease is held on for an engine that lives and waits: its deadline counts anew.
+// Held reports that a source lease is still held, for an engine that lives and waits; its deadline starts again.
 type Held struct {
 	Lease uint64
 }

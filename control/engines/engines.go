@@ -51,7 +51,7 @@ type Session interface {
 	// Follow sets whether a source lease of the worker has a matching receiver. Its layers are then
 	// checked one by one.
 	Follow(partners bool)
-	// HeldOn reports that a source lease is held on: an engine that lives waits for it.
+	// HeldOn reports that a source lease is still held, because an engine that lives waits for it.
 	HeldOn(lease uint64)
 }
 

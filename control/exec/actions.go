@@ -51,8 +51,8 @@ const (
 	Measure
 	// LogViolation logs Text, once for each peer and kind of Violation.
 	LogViolation
-	// HeldOn reports to the engine of Worker that the source lease Held waits on for a receiver whose
-	// engine lives.
+	// HeldOn reports to the engine of Worker that the source lease Held is still held, for a receiver
+	// whose engine lives.
 	HeldOn
 	// Complete ends a lease towards the engine of Worker; ReceiveParts are those of its last grant.
 	Complete

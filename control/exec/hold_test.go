@@ -42,7 +42,7 @@ func waiting(t *testing.T) (s *sim, p, d *simNode, pw, dw *engines.Worker, src *
 }
 
 // The queue of a decode engine may be longer than the match timeout, and than the deadline of a
-// lease: while the engine lives, nothing that was computed for it is given up.
+// lease: while the engine lives, the source keeps what was computed for it.
 func TestHeldForALongQueue(t *testing.T) {
 	for _, queue := range []time.Duration{5 * sec, 12 * sec, 30 * sec} {
 		for _, concurrent := range []bool{true, false} {
@@ -85,7 +85,7 @@ func TestHoldIsBounded(t *testing.T) {
 	s, p, _, _, _, src := waiting(t)
 	s.rest(core.DefaultHoldTimeout - 500*time.Millisecond)
 	if src.done != nil {
-		t.Fatalf("gave up early: %s", src.done.Reason)
+		t.Fatalf("the hold ended early: %s", src.done.Reason)
 	}
 	s.until("the end of the hold", sec, func() bool { return src.done != nil })
 	wantStatus(t, src, engines.StatusExpired)

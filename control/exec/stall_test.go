@@ -39,7 +39,7 @@ func TestSilenceIsBounded(t *testing.T) {
 				l.hung = true
 			}
 			p.steps(src)
-		}, worth, "its bytes do not come"},
+		}, worth, "its bytes do not arrive"},
 		"its engine": {func(*sim, *simNode, *simLease) {}, dest.EngineQuiet + worth,
 			"prefill engine hangs"},
 	} {

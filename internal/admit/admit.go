@@ -59,8 +59,8 @@ const (
 	maxMembers = 8192 // addresses that are remembered as those of members
 	sourceBits = 64   // of an IPv6 address: one host may have all that share them
 
-	// A gate has at most one in so many descriptors of the process. A sidecar has a dozen gates or
-	// less, so the rest is for members' lanes, engines and files.
+	// A gate has at most one in descriptorPart descriptors of the process. A sidecar has a dozen
+	// gates or less, so the rest is for members' lanes, engines and files.
 	descriptorPart = 16
 	minUnproved    = 8 // connections, however few descriptors there are
 )
@@ -346,8 +346,8 @@ func (v *Visit) Spoke() {
 	}
 }
 
-// Waits tells the gate that the other end is to send its next message, which may never come: the
-// connection is one that has sent nothing again, and the newest of these.
+// Waits reports that the other end has to send its next message, which may never come. The
+// connection counts again as one that has sent nothing, and as the newest of these.
 func (v *Visit) Waits() {
 	g := v.gate
 	g.mu.Lock()

@@ -40,7 +40,7 @@ type Config struct {
 type Engine struct {
 	Socket      string `yaml:"socket" unit:"path" doc:"Unix socket. A missing directory is made with mode 0700, the socket with 0600. With allowed_uids the modes are 0711 and 0666, and the sidecar checks the caller's credentials from the kernel." default:"$XDG_RUNTIME_DIR/kvspray.sock, else /tmp/kvspray-UID/kvspray.sock"`
 	AllowedUIDs []int  `yaml:"allowed_uids" unit:"user ids" doc:"Users besides the sidecar's own whose processes may connect, for pods whose containers run under different users."`
-	AdminUIDs   []int  `yaml:"admin_uids" unit:"user ids" doc:"Users besides root and the sidecar's own whose processes may change this node with 'kvspray drain' and 'kvspray store'. These use a second socket beside the first, with .admin behind its name: mode 0600, with admin_uids 0666. The sidecar checks the caller's credentials from the kernel."`
+	AdminUIDs   []int  `yaml:"admin_uids" unit:"user ids" doc:"Users besides root and the sidecar's own whose processes may run 'kvspray drain', and those commands of 'kvspray store' that change this node or name its pages. The commands use a second socket: engine.socket with the suffix .admin, mode 0600, or 0666 with admin_uids. The sidecar checks the caller's credentials from the kernel."`
 	MaxSessions int    `yaml:"max_sessions" unit:"sessions" doc:"Largest number of engine sessions. Each worker rank and each scheduler has one, and ranks of SGLang one more for each kind of state."`
 	MaxRegions  int    `yaml:"max_regions" unit:"regions" doc:"Largest number of memory regions of one session."`
 	MaxLeases   int    `yaml:"max_leases" unit:"leases" doc:"Largest number of open leases of one session."`
@@ -136,7 +136,7 @@ type SHM struct {
 type Transfer struct {
 	Deadline    Duration `yaml:"deadline" unit:"duration" doc:"Longest time of a transfer until its commit. After it the transfer is fenced, and the engine recomputes."`
 	Partner     Duration `yaml:"partner" unit:"duration" doc:"Match timeout: longest wait for the other side of a transfer."`
-	Hold        Duration `yaml:"hold" unit:"duration" doc:"Longest time that the blocks of a finished prefill are held while a decode engine that asked for them lives, and its request waits in its queue. At most 10m."`
+	Hold        Duration `yaml:"hold" unit:"duration" doc:"Longest time that the blocks of a finished prefill are held for a decode engine that lives and whose request waits in its queue. At most 10m."`
 	Grace       Duration `yaml:"grace" unit:"duration" doc:"Time after the deadline that a fence or a stopped sidecar has before the next stronger measure."`
 	MaxSlices   int      `yaml:"max_slices" unit:"slices" doc:"Largest number of slices in flight over all lanes of one peer."`
 	MaxAttempts int      `yaml:"max_attempts" unit:"attempts" doc:"Attempts to move a chunk before the transfer fails with its blocks named."`
@@ -148,9 +148,9 @@ type Store struct {
 	Memory      Size         `yaml:"memory" unit:"bytes" doc:"Memory for pages. 0B: this node has no store."`
 	Disk        []StoreDisk  `yaml:"disk" doc:"Where pages go that memory gives up: files, directories or block devices. With --set: path=size, several separated by commas."`
 	WriteBack   bool         `yaml:"write_back" unit:"true or false" doc:"false: a put ends when its pages are on the disk. true: it ends when they are in memory, and they go to the disk afterwards."`
-	Object      StoreObject  `yaml:"object" doc:"Object store below memory and disk, over S3's API. Off unless its bucket is set. A start refuses a service that does not list in the order of names, or ignores If-Match and If-None-Match. Credentials come from the environment, the shared credentials file or the instance's role."`
+	Object      StoreObject  `yaml:"object" doc:"Object store below memory and disk, over S3's API. Off unless its bucket is set. The sidecar does not start with a service that does not list in the order of names, or that ignores If-Match and If-None-Match. Credentials come from the environment, the shared credentials file or the instance's role."`
 	Segment     Size         `yaml:"segment" unit:"bytes" doc:"Segment of a new disk tier: what is written in sequence, and cleaned together. A power of two of 1MiB to 1GiB. An existing store keeps its own." default:"64MiB, less if a disk is smaller than 1GiB"`
-	EraseWithin Duration     `yaml:"erase_within" unit:"duration" doc:"Time in which the bytes of removed namespaces are overwritten on disks. Their pages are served no more as soon as the removal is confirmed. A short time costs writes: the other pages of a segment are moved first."`
+	EraseWithin Duration     `yaml:"erase_within" unit:"duration" doc:"Time in which the bytes of removed namespaces are overwritten on disks. A page of a removed namespace is not served from the confirmation of the removal on. A shorter time causes more writes: the other pages of a segment are moved first."`
 	Quota       Portion      `yaml:"quota" unit:"bytes or percent" doc:"Most memory of one namespace: the cache of one model on one rank, and of one tenant. A namespace that has it gives up its own pages for new ones. 0B: no limit."`
 	Directory   string       `yaml:"directory" unit:"embedded, redis or off" doc:"Where sidecars look for pages that others hold. embedded: in the sidecars themselves. redis: in a Redis or Valkey service. off: not at all. It has effect with peer.gossip, and only hints are kept there."`
 	Redis       StoreRedis   `yaml:"redis" doc:"The service of store.directory redis."`
@@ -230,7 +230,7 @@ func (g *Gossip) On() bool {
 // HTTP configures the operators' endpoint.
 type HTTP struct {
 	Listen string   `yaml:"listen" unit:"host:port or off" doc:"Serves /healthz, /readyz, /metrics and /v1/node. Port 0 takes a free one."`
-	Hosts  []string `yaml:"hosts" unit:"names" doc:"Names by which clients may ask http.listen, besides addresses, localhost, the host's own name and that of peer.advertise. '*.example.com' stands for all names below example.com. Requests for other names are refused: browsers send them for web pages whose name has come to lead here (DNS rebinding)."`
+	Hosts  []string `yaml:"hosts" unit:"names" doc:"Host names that requests to http.listen may have, besides IP addresses, localhost, the host's own name and that of peer.advertise. '*.example.com' stands for all names below example.com. Requests for other names are refused: a web page whose name resolves to this host could otherwise read the port through a browser (DNS rebinding)."`
 }
 
 // Log configures logging.
@@ -321,7 +321,7 @@ func DefaultSocket(runtimeDir string, uid int) string {
 	return fmt.Sprintf("/tmp/kvspray-%d/kvspray.sock", uid)
 }
 
-// AdminSocket is the path of the socket for calls that change a sidecar, beside that of its engines.
+// AdminSocket is the path of the socket for calls that change a sidecar, beside that of engines.
 func AdminSocket(engine string) string { return engine + adminSuffix }
 
 // RailsOrDefault returns the tcp rails with addresses of their own: the loopback rail if none is

@@ -403,7 +403,7 @@ func written(n *yaml.Node) string {
 	return n.Value
 }
 
-// unrepeated is the value of an unknown key as errors have it.
+// unrepeated is the value of an unknown key, as errors show it.
 func unrepeated(key, value string) string {
 	if value != "" && redact.Names(key) {
 		return fmt.Sprintf("(%d bytes, not repeated here)", len(value))

@@ -63,8 +63,8 @@ func (c *Config) Validate() error {
 
 	v.check(c.Engine.Socket != "", "engine.socket", c.Engine.Socket, "empty", "name a path")
 	v.check(len(c.Engine.Socket) <= maxSocketPath, "engine.socket", c.Engine.Socket,
-		fmt.Sprintf("longer than %d bytes: a unix socket address has 107, and one of another socket "+
-			"beside it has %q more", maxSocketPath, adminSuffix),
+		fmt.Sprintf("longer than %d bytes: a unix socket address has 107, and the path of the admin "+
+			"socket beside it has the suffix %q", maxSocketPath, adminSuffix),
 		"use a shorter path, for instance below /run")
 	v.check(strings.HasPrefix(c.Engine.Socket, "/"), "engine.socket", c.Engine.Socket,
 		"not an absolute path", "start it with /")

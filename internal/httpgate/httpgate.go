@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package httpgate has a server of HTTP serve behind a gate (package admit): its connections are
-// bounded in all and for each source, and a newcomer replaces the oldest one without a request.
+// Package httpgate serves HTTP behind a gate (package admit): it bounds connections, in all and for
+// each source, and a new connection replaces the oldest one without a request.
 //
 // A connection counts as silent until the header of a request has come, and again after the answer.
-// So clients that send nothing, or half a header, give way to those that ask, and of the clients
-// that ask one gives way only where all others of its source, or all others, ask too.
+// Connections without a whole header are therefore replaced first. One with a request is replaced
+// only if all others of its source, or all others, have a request, too.
 //
 // Invariants: at most the gate's connections are open. No error of accept ends the server: a
 // process that is out of descriptors serves again when it has some. Goroutines are those of

@@ -283,7 +283,7 @@ const (
 	CausePeerLost   = "peer_lost"
 	CauseEngineGone = "engine_gone"
 	CauseDrain      = "drain"
-	// Nothing came for as long as the engine would compute: of these the silent one.
+	// No byte came for as long as the engine would compute. The name is the silent part.
 	CausePeerSilent   = "peer_silent"
 	CauseSourceSilent = "source_silent"
 	CauseLanesSilent  = "lanes_silent"

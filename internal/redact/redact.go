@@ -30,7 +30,8 @@ func (s Secret) Reveal() string {
 	return *s.text
 }
 
-// Hide is a text without the secret: others repeat what they got, as in an error about a command.
+// Hide removes the secret from a text, for instance from the error of a service that repeats the
+// command that it got.
 func (s Secret) Hide(text string) string {
 	if s.Reveal() == "" {
 		return text
@@ -77,8 +78,8 @@ func Text(b []byte) []byte {
 // quotation mark, as the URL may be malformed.
 var userOf = regexp.MustCompile(`://[^\s"]*@`)
 
-// URLs is a text without the users and passwords of URLs in it. Another @ in a URL costs what is
-// before it.
+// URLs is a text without the users and passwords of URLs in it. If a URL has another @, the text
+// before that is removed, too.
 func URLs(text string) string { return userOf.ReplaceAllLiteralString(text, "://"+Hidden+"@") }
 
 // URL is a text that is to be one URL or address, without its user and password. It may be

@@ -417,7 +417,7 @@ static void watch(void)
 /* Ops whose streams have come to them. Returns whether any has not begun. */
 static bool begin(void)
 {
-	static bool told;
+	static bool logged;
 	bool some = false, unkillable = false;
 	for (struct op *o = ops; o < ops + SLOTS; o++) {
 		pthread_mutex_lock(&mu);
@@ -437,9 +437,9 @@ static bool begin(void)
 		some |= before_start(o);
 		pthread_mutex_unlock(&mu);
 	}
-	if (unkillable && !told)
+	if (unkillable && !logged)
 		say("the driver makes all copies: %s", kvs_strerror(KVS_E_UNKILLABLE));
-	told |= unkillable;
+	logged |= unkillable;
 	return some;
 }
 

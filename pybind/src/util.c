@@ -88,7 +88,7 @@ const char *kvs_strerror(int error)
 		[-KVS_E_DEGRADED] = "session is being replaced or the sidecar drains",
 		[-KVS_E_TOO_BIG] = "record exceeds 1 MiB or half the submission ring",
 		[-KVS_E_UNKNOWN] = "no such open lease",
-		[-KVS_E_LIMIT] = "too many open leases, copies, questions, watches or regions",
+		[-KVS_E_LIMIT] = "too many open leases, copies, queries, watches or regions",
 		[-KVS_E_FORKED] = "client belongs to the parent process",
 		[-KVS_E_CLOSED] = "client is closed",
 		[-KVS_E_SYS] = "system call failed",

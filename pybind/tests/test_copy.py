@@ -126,10 +126,10 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(
-    ("cause", "told"),
+    ("cause", "reason"),
     [("no sidecar", "not connected to a sidecar"), ("closed", "client is closed"), ("old", "is older than this library")],
 )
-def test_the_reason_of_a_refusal(sidecar: Make, two: Make, cause: str, told: str) -> None:
+def test_the_reason_of_a_refusal(sidecar: Make, two: Make, cause: str, reason: str) -> None:
     s: Sidecar = sidecar(**({"features": ["x"]} if cause == "old" else {}))
     w, cache, host = two()
     if cause == "no sidecar":
@@ -137,10 +137,10 @@ def test_the_reason_of_a_refusal(sidecar: Make, two: Make, cause: str, told: str
         until(lambda: not w.connected, "the end of the session")
     if cause == "closed":
         w.close()
-    assert w.copy(cache, host, [(0, 0, 8)]) == 0 and told in w.refusal, w.refusal
+    assert w.copy(cache, host, [(0, 0, 8)]) == 0 and reason in w.refusal, w.refusal
     w.refusal = ""
     if cause != "old":
-        assert w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]]) == 0 and told in w.refusal, w.refusal
+        assert w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]]) == 0 and reason in w.refusal, w.refusal
 
 
 def test_an_older_sidecar_copies_nothing(sidecar: Make, two: Make) -> None:

@@ -34,7 +34,7 @@ def test_memory_is_read_where_it_is_limited(case: dict[str, Any], tmp_path: path
 def test_a_pool_needs_room_for_its_process(tmp_path: pathlib.Path) -> None:
     root = host(tmp_path, {"proc/meminfo": "MemAvailable: 67108864 kB\n", "sys/fs/cgroup/memory.max": f"{4 * GIB}\n"})
     why = limits.refusal(4 * GIB, root)
-    assert "4096 MiB, with what the process itself needs 4288 MiB" in why and "4096 MiB are left of the limit in /sys/fs/cgroup/memory.max" in why
+    assert "4096 MiB (4288 MiB with what the process itself needs)" in why and "4096 MiB are left of the limit in /sys/fs/cgroup/memory.max" in why
     assert limits.refusal(3906 << 20, root) == ""
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
     assert "the host has 65536 MiB" in limits.refusal(64 * GIB, root)

@@ -51,8 +51,8 @@ type Catalog struct {
 	removed func(owner uint16, k *page.Key)
 }
 
-// OnRemove has f called with each page that RemoveSome drops. f does not call the catalog. It is
-// set before the first page.
+// OnRemove makes the catalog call f for each page that RemoveSome drops. f does not call the
+// catalog. OnRemove is called before the first page is added.
 func (c *Catalog) OnRemove(f func(owner uint16, k *page.Key)) { c.removed = f }
 
 // OnEvict has f called with each page that is given up, while its bytes are still at its Loc. f

@@ -25,8 +25,8 @@ const (
 	MaxBatch   = page.MaxBatch // keys of one call
 )
 
-// ErrDown is what the error of a call is if the service behind a directory refused it, or is not
-// there: the next call will fare no better. Other errors may be those of a moment.
+// ErrDown marks an error of a call if the service behind a directory refused the call, or cannot be
+// reached: a retry does not help. Other errors may be transient.
 var ErrDown = errors.New("the directory is down")
 
 // Directory maps pages to their holders. Its methods can be called from any goroutine.

@@ -110,7 +110,7 @@ type owner struct {
 	pageBytes uint32
 	// bytes of a device that a page takes at most, with its part of tables and of what stays unused
 	cost     uint64
-	emptying int // calls that forget its pages: it takes none meanwhile
+	emptying int // calls that remove its pages: it takes none meanwhile
 }
 
 // perSegment is how many pages of a size a segment holds if each is written alone: the worst case.
@@ -464,7 +464,7 @@ type Pinned struct {
 	Bytes uint64 // that it takes of Capacity
 }
 
-// Keep finds a page and keeps it from being given up.
+// Keep finds a page and protects it from eviction.
 func (t *Tier) Keep(id uint16, k *page.Key) (p Pinned, ok bool, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -485,8 +485,8 @@ func (t *Tier) Unpin(p Pinned) {
 	t.pages.Drop(p.node)
 }
 
-// OnRemove has f called with each page that is removed, as OnEvict. It is set before the first
-// page.
+// OnRemove makes the tier call f for each page that is removed, as OnEvict. It is called before the
+// first page is added.
 func (t *Tier) OnRemove(f func(owner uint16, k *page.Key)) { t.pages.OnRemove(f) }
 
 // OnEvict has f called with each page that is given up. f returns whether it will have read called,

@@ -18,18 +18,18 @@ type era struct {
 	since uint64 // the change of the ledger that began it; 0: one of an earlier start
 }
 
-// ledger is what a removal rests on, whatever happens to the segments. It has the era of each
-// namespace, and a bound of the lives that were given to segments.
+// ledger decides which pages count. It has the era of each namespace, and a bound of the lives that
+// segments have got.
 //
-// A removal wins over everything that is found in the segments, because
+// A removal holds whatever the segments contain, because
 //   - each table names eras and no namespaces, and a page counts only if the ledger has its era;
 //   - an era is random, and never begins again;
-//   - it is durable in the ledger before a page has it, so what the ledger lacks was removed, given
-//     up or lost. No entry keeps a removed page from counting: none is needed.
+//   - it is durable in the ledger before a page has it, so an era that the ledger lacks was
+//     removed, replaced or lost. A removal needs no entry of its own.
 //
-// Lives tell the groups of a segment from those that it had before. No number is given twice,
-// whatever the headers look like: each start takes numbers from a bound on that the ledger had, and
-// the bound is durable before one is used.
+// Lives distinguish the groups of a segment from those that it had before. No number is used twice,
+// whatever the headers contain: each start takes numbers from the ledger's bound on, and makes a
+// new bound durable before it uses one.
 //
 // Both copies are durable before a removal returns and before a start uses a life, so damage to one
 // of them loses nothing. The copy that is older, or not whole, is written first.

@@ -130,8 +130,8 @@ func TestRemovalWinsOverAHeaderThatComesBack(t *testing.T) {
 	}
 }
 
-// Far more namespaces come and are removed than the ledger has room for, while the first segment is
-// never given up.
+// Far more namespaces come and are removed than the ledger has room for, while the first segment
+// stays in use.
 func TestManyRemovals(t *testing.T) {
 	files := sims(2, simBytes, 1)
 	tier := start(t, files)

@@ -72,9 +72,9 @@ func TestNoteAndPower(t *testing.T) {
 	}
 }
 
-// The kernel reports an error of a write once, to whoever syncs next. It goes to the pages that
-// were not written, which are then written again, and not to a note or a removal that is written
-// meanwhile: they would count as durable.
+// The kernel reports an error of a write once, to the next sync. The error must go to the pages
+// that were not written, which are then written again. If it went to a note or a removal
+// that is written meanwhile, the pages would count as durable.
 func TestErrorOfASyncGoesToItsWriter(t *testing.T) {
 	for what, write := range map[string]func(*Tier) error{
 		"note":    func(tier *Tier) error { return tier.SetNote([]byte("note")) },

@@ -7,10 +7,10 @@ import (
 	"github.com/kvspray/kvspray/store/page"
 )
 
-// Remove forgets all pages of a namespace, durably: after it returned nil, none of them comes back,
-// whatever the index had of them, and whatever happens to the disk's segments. After an error they
-// may come back with the next start. Where the ledger has no era of the namespace there is nothing
-// to do, and no I/O.
+// Remove removes all pages of a namespace, durably: after it returned nil, none of them is found
+// again, also if the index lacked it, and whatever happens to the disk's segments. After an error
+// the next start may find them again. If the ledger has no era of the namespace, Remove does no
+// I/O.
 func (t *Tier) Remove(id page.ID) error {
 	t.mu.Lock()
 	_, has := t.ledger.eras[id]
@@ -28,8 +28,7 @@ func (t *Tier) Remove(id page.ID) error {
 	return t.writeEras(change)
 }
 
-// Forget gives up all pages of an owner. They are found again by the next start, unless DropOwner
-// follows.
+// Forget drops all pages of an owner. The next start finds them again, unless DropOwner follows.
 func (t *Tier) Forget(n uint16) {
 	t.mu.Lock()
 	o := t.owners[n]
@@ -42,8 +41,8 @@ func (t *Tier) Forget(n uint16) {
 	}
 }
 
-// empty forgets what an owner has, and ends one count of its emptying. Until then nothing is
-// written for it: all its pages are of one era.
+// empty drops all pages of an owner, and ends one count of its emptying. Until then nothing is
+// written for the owner, so all its pages are of one era.
 func (t *Tier) empty(n uint16) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -54,7 +53,8 @@ func (t *Tier) empty(n uint16) {
 	t.owners[n].emptying--
 }
 
-// endEraLocked has no page of a namespace count any more, from the next write of the ledger on.
+// endEraLocked ends the era of a namespace: from the next write of the ledger on, none of its pages
+// counts.
 func (t *Tier) endEraLocked(id page.ID) {
 	if e, ok := t.ledger.eras[id]; ok {
 		delete(t.ledger.eras, id)
@@ -99,8 +99,8 @@ func (t *Tier) enterEra(n uint16, wanted func() bool) (*owner, space, error) {
 	return o, s, t.writeEras(e.since)
 }
 
-// roomForEraLocked has a full ledger give up a namespace whose pages this start has not found.
-// There is one: each owner has a number, and the one that needs room has no era.
+// roomForEraLocked removes a namespace from a full ledger: one without an owner. There is one,
+// because each owner has a number, and the owner that needs room has no era.
 func (t *Tier) roomForEraLocked() {
 	if len(t.ledger.eras) < maxSpaces {
 		return

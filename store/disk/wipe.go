@@ -68,8 +68,8 @@ func (t *Tier) Wipe() (left int, err error) {
 	return left, nil
 }
 
-// wipe overwrites a segment. Its footer is the first, so that a start after a crash compares what is
-// left of each page; its header is the last, so that such a start finds that something is left.
+// wipe overwrites a segment. Its footer is the first, so that a start after a crash compares what
+// is left of each page. Its header is the last: after a crash it still shows that pages are left.
 func (l *log) wipe(seg uint32) error {
 	took, err := l.vacate(seg)
 	if !took || err != nil {

@@ -18,7 +18,7 @@ func wipeAll(t *testing.T, tier *Tier) (n int) {
 			t.Fatal(err)
 		}
 		if n++; n > 100 {
-			t.Fatal("it does not end")
+			t.Fatal("Wipe still reports segments that are left")
 		}
 	}
 	return n

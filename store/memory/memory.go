@@ -270,8 +270,8 @@ func (t *Tier) Doom(p Page) {
 	t.pages.Doom(p.node)
 }
 
-// OnRemove has f called with each page that is removed, as OnEvict. It is set before the first
-// page.
+// OnRemove makes the tier call f for each page that is removed, as OnEvict. It is called before the
+// first page is added.
 func (t *Tier) OnRemove(f func(owner uint16, k *page.Key)) { t.pages.OnRemove(f) }
 
 // OnEvict has f called with each page that is given up. The bytes are dead when f returns. f calls
@@ -282,8 +282,8 @@ func (t *Tier) OnEvict(f func(owner uint16, k, after *page.Key, crc uint32, byte
 	})
 }
 
-// RemoveOwner forgets all pages that an owner has, those that are being filled among them. Those
-// that are pinned go with their last pin.
+// RemoveOwner removes all pages that an owner has, also those that are being filled. Pages with
+// pins end with their last pin.
 func (t *Tier) RemoveOwner(id uint16) {
 	var r catalog.Removing
 	for done := false; !done; {

@@ -176,12 +176,12 @@ func parse(b []byte, store storeID, life uint64, size int64) (*header, error) {
 	return h, nil
 }
 
-// ledger is what a removal rests on: the era of each namespace, and which lives were given to
-// objects. An object counts only if the ledger has its era, which it has before the object is
-// uploaded, and has no more once the namespace was removed. So it does not matter when an upload
-// arrives, nor which objects a start has found. The ledger is one object that is replaced whole,
-// and only by the process that read or wrote it last. It holds its content twice, so that a bit
-// that flips loses nothing.
+// ledger decides which objects count. It has the era of each namespace, and the lives that objects
+// have got. An object counts only if the ledger has its era: from before its upload until the
+// removal of its namespace. A removal therefore also covers uploads that arrive later, and objects
+// that a start has not found. The ledger is one object that is replaced whole, and only by the
+// process that read or wrote it last. It holds its content twice, so that a flipped bit loses
+// nothing.
 type ledger struct {
 	store      storeID
 	epoch      uint64   // starts of the store: lives of this one are epoch<<epochShift and more

@@ -190,7 +190,7 @@ type Owner struct {
 	users     int
 	last      uint64 // of Tier.uses
 	objects   int    // that have pages of it
-	emptying  int    // calls that forget its pages: it takes none meanwhile
+	emptying  int    // calls that remove its pages: it takes none meanwhile
 }
 
 // cost is what a page takes of an object.
@@ -425,8 +425,8 @@ func (t *Tier) usedLocked(o *Owner) {
 // maxVictims bounds the owners that are emptied for another one: a page of each can be pinned.
 const maxVictims = 8
 
-var errOwners = fmt.Errorf("store.object: %d namespaces are in use: a store has no more; close "+
-	"those that are not needed", evict.MaxOwners)
+var errOwners = fmt.Errorf("store.object: all %d namespaces that a store can have are in use; "+
+	"close those that are not needed", evict.MaxOwners)
 
 func (t *Tier) ownerLocked(id page.ID, pageBytes int) (*Owner, error) {
 	if o := t.owners[id]; o != nil {
@@ -463,9 +463,9 @@ func (t *Tier) reclaimLocked() {
 	}
 }
 
-// giveUpOwnerLocked has the owner give up its pages that has not been used for longest, of those
-// that nobody uses and that have nothing to upload. Its objects are deleted in the background. It
-// lets go of mu meanwhile. false: there is none.
+// giveUpOwnerLocked drops the pages of the owner whose last use is the oldest, among those that are
+// not in use and have nothing to upload. Its objects are deleted in the background. It releases mu
+// meanwhile. false: there is none.
 func (t *Tier) giveUpOwnerLocked() bool {
 	waits := map[*Owner]bool{}
 	for _, x := range t.objects {
@@ -540,7 +540,7 @@ type Pinned struct {
 	Bytes uint64 // that it takes of Capacity
 }
 
-// Keep finds a page and keeps it from being given up.
+// Keep finds a page and protects it from eviction.
 func (o *Owner) Keep(k *page.Key) (p Pinned, ok bool, err error) {
 	o.t.mu.Lock()
 	defer o.t.mu.Unlock()

@@ -50,8 +50,8 @@ func (t *Tier) Has(id page.ID) bool {
 	return ok || t.state == opening
 }
 
-// emptyLocked forgets what an owner has, and lets go of mu meanwhile. Until it returns the owner
-// takes no page: all its pages are of one era.
+// emptyLocked drops all pages of an owner, and releases mu meanwhile. Until it returns the owner
+// takes no page, so all its pages are of one era.
 func (t *Tier) emptyLocked(o *Owner) {
 	o.emptying++
 	for r := (catalog.Removing{}); !t.pages.RemoveSome(o.number, &r); {
@@ -61,7 +61,8 @@ func (t *Tier) emptyLocked(o *Owner) {
 	o.emptying--
 }
 
-// endEraLocked has no object of a namespace count any more, from the next write of the ledger on.
+// endEraLocked ends the era of a namespace: from the next write of the ledger on, none of its
+// objects counts.
 func (t *Tier) endEraLocked(id page.ID) {
 	if _, ok := t.ledger.eras[id]; ok {
 		delete(t.ledger.eras, id)
@@ -84,8 +85,8 @@ func (t *Tier) eraLocked(o *Owner) (e era, ok bool) {
 	return e, true
 }
 
-// roomForEraLocked has a full ledger give up a namespace that has no owner. There is one: the owner
-// that needs room has no era.
+// roomForEraLocked removes a namespace without an owner from a full ledger. There is one, because
+// the owner that needs room has no era.
 func (t *Tier) roomForEraLocked() {
 	if len(t.ledger.eras) < maxSpaces {
 		return

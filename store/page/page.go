@@ -33,9 +33,9 @@ type Key [KeyBytes]byte
 func (k Key) String() string { return hex.EncodeToString(k[:]) }
 
 // Era is a random name of the pages that one tier takes of a namespace from one removal to the
-// next. Each page on a medium has the era that it came in, and a ledger has the one era of each
-// namespace that counts. A removal takes it from the ledger. So a page of an earlier era is
-// nothing, wherever it is found, and whenever; and a namespace that the ledger lacks has no pages.
+// next. Each page on a medium has its era, and the tier's ledger has the present era of each
+// namespace. A removal deletes the era from the ledger. A page of another era never counts, and a
+// namespace that the ledger lacks has no pages.
 type Era [16]byte
 
 // NewEra returns one that no other namespace or time has.

@@ -11,11 +11,11 @@ PARAMETERS = {"parameters", "named_parameters", "state_dict", "get_parameter", "
 NO_WRITE = {"requires_grad_", "share_memory_", "detach_"}
 
 
-def find(root: pathlib.Path, folders: Iterable[str]) -> dict[str, pathlib.Path]:
+def find(root: pathlib.Path, directories: Iterable[str]) -> dict[str, pathlib.Path]:
     """Functions, "Class.method" or "function", and where the first of each name is."""
     found: dict[str, pathlib.Path] = {}
-    for folder in folders:
-        for path in sorted((root / folder).rglob("*.py")):
+    for directory in directories:
+        for path in sorted((root / directory).rglob("*.py")):
             text = path.read_text()
             if ".data" in text or any(p in text for p in PARAMETERS):
                 for name in _writers(ast.parse(text)):

@@ -150,8 +150,8 @@ func (g *Guard) Reserve(lease uint64, tables [][]uint32, written func(table int)
 	return nil
 }
 
-// isTwice corrects an error where the list itself, whose first index is given, has the block
-// before.
+// isTwice corrects an error if the block is also in the list before it. first is the index of the
+// list's first block.
 func isTwice(e *msg.Error, before []uint32, first int, id uint32) bool {
 	j := slices.Index(before, id)
 	if j >= 0 {

@@ -8,7 +8,7 @@ import "github.com/kvspray/kvspray/connector/msg"
 type Piece = msg.PagePiece
 
 // maxPairs bounds the pairs of pieces that relation compares, some milliseconds. Two pools with
-// more are taken to share memory in no known way.
+// more count as sharing each block with all others.
 const maxPairs = 1 << 17
 
 // relation reports whether two numberings share memory, and whether only blocks of the same number

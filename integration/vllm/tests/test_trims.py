@@ -94,7 +94,7 @@ def one(seed: int) -> str:
     done = worker.collect()
     scheduler.worker_reported(done.sent, done.received, worker.take_landed())
     touched = {b for b in range(BLOCKS) if worker_shim.memory[b] != before[b]}
-    assert touched <= set(table[computed // BLOCK :]), "a block of somebody else was written"
+    assert touched <= set(table[computed // BLOCK :]), "a block of another request was written"
     if not external:
         assert worker_shim.sent is None and not done.received and not done.failed, "a load of which the engine expects nothing"
         return "none"

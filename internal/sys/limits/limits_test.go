@@ -131,7 +131,7 @@ func FuzzFolders(f *testing.F) {
 	f.Add("0::/a/b\n4:memory:/x\n", "31 23 0:28 /a /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"+
 		"35 31 0:32 /.. /cg/memory rw - cgroup cgroup rw,memory\n")
 	f.Fuzz(func(t *testing.T, own, mounts string) {
-		for _, d := range folders(own, mounts) {
+		for _, d := range cgroupDirs(own, mounts) {
 			if strings.Contains("/"+d.path+"/", "/../") {
 				t.Errorf("%q leads out of its mount", d.path)
 			}

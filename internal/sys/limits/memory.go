@@ -37,7 +37,7 @@ func Overhead(pool uint64) uint64 { return overheadBytes + pool/overheadShare }
 type Limit struct {
 	File  string // which has it
 	Bytes uint64
-	Used  uint64 // of these, without the cache of files, which the kernel gives up when it must
+	Used  uint64 // of these, without the cache of files, which the kernel can reclaim
 }
 
 // Left is what may still be taken below this limit.
@@ -50,8 +50,8 @@ type Memory struct {
 }
 
 // ReadMemory reads the limits below root: "" is this machine, another one is for tests. Limits of
-// cgroups that the process's namespace does not show cannot be read, except by cgroup v1, which has
-// the least of them.
+// cgroups outside the process's namespace cannot be read, except that cgroup v1 has the lowest of
+// them.
 func ReadMemory(root string) (*Memory, error) {
 	info, err := read(root + "/proc/meminfo")
 	if err != nil {
@@ -65,7 +65,7 @@ func ReadMemory(root string) (*Memory, error) {
 	own, _ := read(root + "/proc/self/cgroup")
 	mounts, _ := read(root + "/proc/self/mountinfo")
 	seen := map[string]bool{}
-	for _, d := range folders(own, mounts) {
+	for _, d := range cgroupDirs(own, mounts) {
 		if !seen[d.path] {
 			seen[d.path] = true
 			m.Limits = append(m.Limits, d.limits(root)...)
@@ -106,12 +106,12 @@ func (m *Memory) Fits(pool uint64) *Fits {
 	if need <= free {
 		return nil
 	}
-	f := &Fits{Why: fmt.Sprintf("with %d MiB for the process itself %d MiB are needed, and this host "+
+	f := &Fits{Why: fmt.Sprintf("with %d MiB for the process itself, %d MiB are needed, and this host "+
 		"has %d MiB available", Overhead(pool)>>20, need>>20, free>>20),
 		Remedy: "end what uses the memory"}
 	if binds != nil {
-		f.Why = fmt.Sprintf("with %d MiB for the process itself %d MiB are needed, and %d MiB are left "+
-			"of the %d MiB of %s", Overhead(pool)>>20, need>>20, free>>20, binds.Bytes>>20, binds.File)
+		f.Why = fmt.Sprintf("with %d MiB for the process itself, %d MiB are needed, and %d MiB are "+
+			"left of the %d MiB of %s", Overhead(pool)>>20, need>>20, free>>20, binds.Bytes>>20, binds.File)
 		f.Remedy = "raise that limit (resources.limits.memory of a container, MemoryMax= of a unit)"
 	}
 	if most := most(free); most > 0 {
@@ -148,15 +148,15 @@ func field(text, name string) (uint64, bool) {
 	return 0, false
 }
 
-// folder is a directory of a cgroup.
-type folder struct {
+// cgroupDir is the directory of a cgroup.
+type cgroupDir struct {
 	path string
 	v2   bool
 }
 
-// folders are the process's own cgroup with all parents up to the mount's root, of each hierarchy
+// cgroupDirs are the process's own cgroup and all parents up to the mount's root, of each hierarchy
 // that may limit memory; the usual places follow, which a runtime may have mounted over.
-func folders(own, mounts string) (out []folder) {
+func cgroupDirs(own, mounts string) (out []cgroupDir) {
 	v1Path, v2Path := ownPaths(own)
 	for line := range strings.Lines(mounts) {
 		m, ok := parseMount(line)
@@ -176,13 +176,13 @@ func folders(own, mounts string) (out []folder) {
 			rel = ""
 		}
 		for dir := path.Join(m.point, rel); ; dir = path.Dir(dir) {
-			out = append(out, folder{dir, m.v2})
+			out = append(out, cgroupDir{dir, m.v2})
 			if dir == path.Clean(m.point) || dir == "/" {
 				break
 			}
 		}
 	}
-	return append(out, folder{"/sys/fs/cgroup", true}, folder{"/sys/fs/cgroup/memory", false})
+	return append(out, cgroupDir{"/sys/fs/cgroup", true}, cgroupDir{"/sys/fs/cgroup/memory", false})
 }
 
 // ownPaths are the process's paths in the hierarchies, as /proc/self/cgroup has them; empty: none.
@@ -241,7 +241,7 @@ func parseMount(line string) (m mount, ok bool) {
 var unescape = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`)
 
 // limits are those of one cgroup.
-func (d folder) limits(root string) (out []Limit) {
+func (d cgroupDir) limits(root string) (out []Limit) {
 	number := func(file string) (uint64, bool) {
 		text, err := read(root + path.Join(d.path, file))
 		if err != nil {

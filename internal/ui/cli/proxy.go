@@ -196,16 +196,16 @@ type timeFlag struct {
 
 func timeFlags(t *proxy.Times) []timeFlag {
 	return []timeFlag{
-		{"slow-after", &t.Slow, "an engine that does not answer its health check for so long is slow, " +
-			"and gets requests only if no other one is better"},
-		{"silent-after", &t.Silent, "an engine without an answer to a health check, and without a byte " +
-			"of any request, for so long loses the requests that have no byte, if another one is better; " +
-			"after five times as long it is down"},
+		{"slow-after", &t.Slow, "time without an answer to a health check after which an engine is " +
+			"slow: it gets requests only if no engine is better"},
+		{"silent-after", &t.Silent, "time without an answer to a health check and without a byte of " +
+			"any request after which an engine is silent: a better engine takes over its requests that " +
+			"have no byte yet; after five times as long it is down"},
 		{"prefill-timeout", &t.Prefill, "longest wait for a prefill engine's answer"},
-		{"first-byte-timeout", &t.FirstByte, "longest wait for the first byte of a decode engine; an " +
-			"answer that is no stream has it when it is whole"},
-		{"drain-timeout", &t.Drain, "for the requests in flight at the end of the router; then they " +
-			"are cut"},
+		{"first-byte-timeout", &t.FirstByte, "longest wait for the first byte of a decode engine, or " +
+			"for its whole answer if that is no stream"},
+		{"drain-timeout", &t.Drain, "longest wait for requests in flight at the end of the router, " +
+			"which then cuts them"},
 	}
 }
 

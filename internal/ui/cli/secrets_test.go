@@ -156,12 +156,12 @@ func TestNoSecretLeavesTheProcess(t *testing.T) {
 	}
 	report := filepath.Join(p.dir, "report.tar.gz")
 	log := filepath.Join(p.dir, "log")
-	said := "" // what a log of another program could have
+	lines := "" // of another program's log
 	for name, s := range p.secrets {
-		said += fmt.Sprintf("%s password=%s token: \"%s\" http://u:%s@h/ http://%s@h/\n", name[:1],
+		lines += fmt.Sprintf("%s password=%s token: \"%s\" http://u:%s@h/ http://%s@h/\n", name[:1],
 			s, s, s, s)
 	}
-	if err := os.WriteFile(log, []byte(said), 0o600); err != nil {
+	if err := os.WriteFile(log, []byte(lines), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	at := []string{"--http", addrs["http"]}

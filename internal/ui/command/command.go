@@ -27,7 +27,7 @@ const (
 	ExitOK      = 0
 	ExitFailure = 1 // it ran, and failed
 	ExitUsage   = 2 // usage error in arguments, flags or configuration: nothing ran
-	// ExitPipe: nobody reads the output any more. Shells show it for programs that SIGPIPE ended.
+	// ExitPipe: the output has no reader any more. Shells show it for programs that SIGPIPE ended.
 	ExitPipe = 141
 )
 
@@ -47,17 +47,16 @@ func Finish(root *cobra.Command) {
 func Help(c *cobra.Command, _ []string) error { return c.Help() }
 
 // Run runs a command line and returns the exit code. A second SIGINT or SIGTERM ends the process at
-// once. SIGPIPE does not: what a command does is worth more than the reader of its log, or of its
-// output, and ends only by an error that it returns.
+// once. SIGPIPE does not: a command continues without a reader of its log or output, and ends only
+// by an error that it returns.
 func Run(root *cobra.Command, args []string, stdout, stderr io.Writer) int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	// After the first signal the default action is restored, so that a second one ends a hanging
 	// process.
 	context.AfterFunc(ctx, stop)
-	// The runtime lets a write to standard output or error fail in place of ending the process once
-	// SIGPIPE is taken. To ignore the signal would do as much, but programs that are started inherit
-	// that.
+	// With a handler of SIGPIPE a write to standard output or error fails, and the runtime does not
+	// end the process. An ignored signal would do the same, but child processes inherit that.
 	pipe := make(chan os.Signal, 1)
 	signal.Notify(pipe, syscall.SIGPIPE)
 	defer signal.Stop(pipe)
@@ -83,7 +82,8 @@ func Run(root *cobra.Command, args []string, stdout, stderr io.Writer) int {
 	return ExitFailure
 }
 
-// noReader reports whether the output has failed because nobody reads it any more, as by `| head`.
+// noReader reports whether the output has failed because it has no reader any more, as with
+// `| head`.
 func noReader(err error) bool {
 	var at *os.PathError
 	return errors.As(err, &at) && at.Err == syscall.EPIPE && at.Path == os.Stdout.Name()

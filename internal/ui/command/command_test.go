@@ -24,7 +24,7 @@ func TestMain(m *testing.M) {
 	root := &cobra.Command{Use: "program"}
 	root.AddCommand(
 		&cobra.Command{Use: "serve", RunE: func(c *cobra.Command, _ []string) error {
-			for range 3 { // the log, which nobody reads
+			for range 3 { // a log without a reader
 				if _, err := fmt.Fprintln(c.ErrOrStderr(), "line"); !errors.Is(err, syscall.EPIPE) {
 					return fmt.Errorf("log: %w, want EPIPE", err)
 				}
@@ -56,7 +56,7 @@ func program(t *testing.T, name string) (cmd *exec.Cmd, pipe *os.File) {
 	return cmd, w
 }
 
-// A log that nobody reads any more ends no command: serve has engines and peers to serve.
+// The loss of a log's reader ends no command: serve has engines and peers to serve.
 func TestReaderOfTheLogGoesAway(t *testing.T) {
 	t.Parallel()
 	cmd, pipe := program(t, "serve")
@@ -66,7 +66,7 @@ func TestReaderOfTheLogGoesAway(t *testing.T) {
 	}
 }
 
-// A command whose output nobody reads ends with the status of SIGPIPE and without a message.
+// A command whose output has no reader ends with the status of SIGPIPE and without a message.
 func TestReaderOfTheOutputGoesAway(t *testing.T) {
 	t.Parallel()
 	cmd, pipe := program(t, "print")

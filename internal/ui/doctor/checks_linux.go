@@ -244,7 +244,7 @@ func storeDirectory(ctx context.Context, h *Host) Result {
 	ctx, stop := context.WithTimeout(ctx, directoryTime)
 	defer stop()
 	if err := d.Lookup(ctx, make([]page.Key, 1), directory.NewFound(1)); err != nil {
-		return warn("see the message; until it works, pages of other nodes are missed", "%s: %v",
+		return warn("repair the service: until it answers, pages of other nodes are misses", "%s: %v",
 			strings.Join(h.Config.Store.Redis.Addresses, ", "), err)
 	}
 	return good("%s answers", strings.Join(h.Config.Store.Redis.Addresses, ", "))

@@ -294,7 +294,7 @@ struct kvs_admission {
 	char message[232];
 };
 
-/* Asks once per (xfer, hash): further calls add an asker to the same query. Asked again after a reconnection. Forgotten at ttl_ms + 60 s. */
+/* Asks once per (xfer, hash): further calls add an asker to the same query. Sent again after a reconnection. Dropped at ttl_ms + 60 s. */
 int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, uint32_t tokens,
               uint32_t ttl_ms);
 int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], struct kvs_admission *out);

@@ -42,7 +42,7 @@ def refusal(pool: int, root: str = "") -> str:
     if need <= free:
         return ""
     what = f"{free >> 20} MiB are left of the limit in {where}" if where else f"the host has {free >> 20} MiB"
-    return f"{pool >> 20} MiB, with what the process itself needs {need >> 20} MiB, and {what}"
+    return f"{pool >> 20} MiB ({need >> 20} MiB with what the process itself needs), and {what}"
 
 
 def free_memory(root: str = "") -> tuple[int, str]:
@@ -52,14 +52,14 @@ def free_memory(root: str = "") -> tuple[int, str]:
     if free is None:
         raise ValueError("/proc/meminfo has no MemAvailable")
     free <<= 10
-    for path, v2 in dict.fromkeys(_folders(_read(f"{root}/proc/self/cgroup"), _read(f"{root}/proc/self/mountinfo"))):
+    for path, v2 in dict.fromkeys(_directories(_read(f"{root}/proc/self/cgroup"), _read(f"{root}/proc/self/mountinfo"))):
         for file, left in _limits(root, path, v2):
             if left < free:
                 free, where = left, file
     return free, where
 
 
-def _folders(own: str, mounts: str) -> Iterator[tuple[str, bool]]:
+def _directories(own: str, mounts: str) -> Iterator[tuple[str, bool]]:
     """Directories of cgroups: the process's own and its parents up to the mount's root. The usual places follow, which a runtime may
     have mounted over."""
     paths: dict[bool, str] = {}
@@ -78,12 +78,12 @@ def _folders(own: str, mounts: str) -> Iterator[tuple[str, bool]]:
         if v2 not in paths or not point.startswith("/"):
             continue
         at = posixpath.normpath(point)
-        folder = posixpath.normpath(f"{at}/{_under(paths[v2], top)}")
+        directory = posixpath.normpath(f"{at}/{_under(paths[v2], top)}")
         while True:
-            yield folder, v2
-            if folder in (at, "/"):
+            yield directory, v2
+            if directory in (at, "/"):
                 break
-            folder = posixpath.dirname(folder)
+            directory = posixpath.dirname(directory)
     yield "/sys/fs/cgroup", True
     yield "/sys/fs/cgroup/memory", False
 
@@ -98,7 +98,7 @@ def _under(path: str, top: str) -> str:
 
 
 def _limits(root: str, path: str, v2: bool) -> Iterator[tuple[str, int]]:
-    """The limits of one cgroup: the file, and the bytes that are left. The cache of files is given up when it must be."""
+    """The limits of one cgroup: the file, and the bytes that are left. The kernel can reclaim the cache of files, so it counts as free."""
     stat = _read(f"{root}{path}/memory.stat")
     cached, files, usage = ("", ["memory.max", "memory.high"], "memory.current")
     if not v2:

@@ -106,11 +106,11 @@ func (x *Exchange) changes(ctx context.Context) (more bool, err error) {
 	defer stop()
 	held, gone := x.store.Changes(announceKeys)
 	if len(held) > 0 {
-		err = x.told(x.o.Directory.Announce(ctx, held))
+		err = x.noted(x.o.Directory.Announce(ctx, held))
 	}
 	if len(gone) > 0 {
 		// A hint that stays is only a stale one, and is not sent again.
-		_ = x.told(x.o.Directory.Withdraw(ctx, gone))
+		_ = x.noted(x.o.Directory.Withdraw(ctx, gone))
 	}
 	return len(held)+len(gone) == announceKeys, err
 }
@@ -122,7 +122,7 @@ func (x *Exchange) part(ctx context.Context, cursor uint64) (next uint64, err er
 	keys, next := x.store.Walk(cursor, walkPlaces)
 	for len(keys) > 0 {
 		n := min(len(keys), announceKeys)
-		if err := x.told(x.o.Directory.Announce(ctx, keys[:n])); err != nil {
+		if err := x.noted(x.o.Directory.Announce(ctx, keys[:n])); err != nil {
 			return 0, err
 		}
 		keys = keys[n:]
@@ -130,8 +130,8 @@ func (x *Exchange) part(ctx context.Context, cursor uint64) (next uint64, err er
 	return next, nil
 }
 
-// told notes what the directory returned, and returns it.
-func (x *Exchange) told(err error) error {
+// noted notes the result of an announcement, and returns it.
+func (x *Exchange) noted(err error) error {
 	x.announces.note(err)
 	return x.taken(err)
 }

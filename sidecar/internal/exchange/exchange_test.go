@@ -41,13 +41,13 @@ var namespace = page.Namespace{Weights: "w", DType: "bfloat16", Layout: "l", Pag
 // cable joins nodes: it carries their frames, and moves the bytes of a lease when both sides have
 // it. It is the directory, too.
 type cable struct {
-	t     testing.TB
-	mu    sync.Mutex // guards what follows
-	nodes map[transfer.Boot]*node
-	hints map[page.Key][]transfer.Boot
-	fails int  // announcements that the directory does not take
-	taken int  // pages
-	deaf  bool // the directory answers no lookup
+	t      testing.TB
+	mu     sync.Mutex // guards what follows
+	nodes  map[transfer.Boot]*node
+	hints  map[page.Key][]transfer.Boot
+	fails  int  // announcements that the directory does not take
+	taken  int  // pages
+	silent bool // the directory answers no lookup
 
 	drop   func(from, to transfer.Boot, f *peerv1.ControlFrame) bool // changes or loses a frame
 	stuck  bool                                                      // no bytes are moved
@@ -209,8 +209,8 @@ func (c *cable) Close() error                               { return nil }
 func (c *cable) Lookup(_ context.Context, keys []page.Key, found *directory.Found) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.deaf {
-		return errors.New("nobody answers")
+	if c.silent {
+		return errors.New("no answer")
 	}
 	for i := range keys {
 		for _, h := range c.hints[keys[i]] {

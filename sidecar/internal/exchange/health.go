@@ -15,9 +15,9 @@ import (
 // failing, unless it refuses: one that is late, as for a moment of load, is no problem.
 const downAfter = 3
 
-// health is whether the directory works, by what its calls of one kind return: a read-only replica
-// takes nothing, and answers lookups. Without a directory pages of other nodes are missed, which
-// nobody would notice.
+// health is whether the directory works, by the results of its calls of one kind: a read-only
+// replica takes nothing, but answers lookups. Without a directory, pages of other nodes are misses,
+// and only a report shows the cause.
 type health struct {
 	call string
 

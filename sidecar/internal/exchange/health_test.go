@@ -63,17 +63,17 @@ func TestDirectoryIsReadOnly(t *testing.T) {
 			t.Errorf("problem %q of a directory that works", s)
 		}
 		c.mu.Lock()
-		c.deaf = true
+		c.silent = true
 		c.mu.Unlock()
 		for range downAfter {
 			n[0].Find(keysOf(3), page.NewBitmap(1))
 		}
-		if s := n[0].Problem(); s != "lookup: nobody answers" {
+		if s := n[0].Problem(); s != "lookup: no answer" {
 			t.Errorf("problem %q", s)
 		}
 		// What is held is announced again at once: the directory may have forgotten all.
 		c.mu.Lock()
-		c.deaf, c.taken = false, 0
+		c.silent, c.taken = false, 0
 		c.mu.Unlock()
 		n[0].Find(keysOf(3), page.NewBitmap(1))
 		time.Sleep(time.Second)

@@ -128,7 +128,7 @@ func (s *Service) Open(w *engines.Worker, p connector.Pool) (id page.ID, err err
 	case mine[p.ID] != nil:
 		return id, &store.RequestError{Field: "pool", Problem: fmt.Sprintf("%d is open already", p.ID),
 			Remedy: "give each pool of a session its own number"}
-	case len(mine) > MaxPools: // one more: the connector opens a pool before it gives up another
+	case len(mine) > MaxPools: // one more: the connector opens a pool before it closes another
 		return id, &store.RequestError{Field: "pool", Problem: fmt.Sprintf("%d are open", len(mine)),
 			Remedy: fmt.Sprintf("use at most %d", MaxPools)}
 	}

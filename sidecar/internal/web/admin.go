@@ -11,8 +11,8 @@ import (
 )
 
 // Admin makes the server of the admin socket: requests that change the node, take its time, or name
-// its pages. The kernel names the user of a caller. A port would serve them to whatever a proxy of
-// this host forwards.
+// its pages. The kernel reports the user of a caller. On a port, a proxy of this host could forward
+// such requests of others.
 func (w *Server) Admin() *httpgate.Server {
 	return httpgate.New(httpgate.Options{Handler: w.permitted(w.admin()), ReplyTimeout: replyTimeout,
 		Failed: w.failed, Trusted: w.mayChange})

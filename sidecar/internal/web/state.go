@@ -28,7 +28,7 @@ type Node struct {
 	LeavingSeconds int `json:"leaving_seconds"`
 	// SourceLeases are those of engines: blocks that wait to be fetched
 	SourceLeases int `json:"source_leases"`
-	// Problems are what an operator has to mend, or to wait for; kvspray status and doctor show them.
+	// Problems need an operator, or end by themselves; kvspray status and doctor show them.
 	Problems []string `json:"problems"`
 }
 

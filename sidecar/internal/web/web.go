@@ -60,7 +60,7 @@ type Options struct {
 	Transports    func() []string
 	Store         func() *Store     // nil: the node has none
 	StoreCalls    func() StoreCalls // likewise
-	Problems      func() []string   // what an operator has to mend
+	Problems      func() []string   // for Node.Problems
 	Recent        func() []trace.Ended
 }
 
@@ -180,7 +180,7 @@ func (w *Server) handler() http.Handler {
 }
 
 // readsOnly refuses requests that change something: the port has no authentication, and no header
-// or address proves who asks, as proxies of this host ask for others.
+// or address proves the sender, because proxies on this host forward requests of others.
 func readsOnly(serve http.Handler) http.Handler {
 	return http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
 		if r.Method != http.MethodGet && r.Method != http.MethodHead {
@@ -193,13 +193,13 @@ func readsOnly(serve http.Handler) http.Handler {
 	})
 }
 
-// forHost refuses requests that do not name this host: a browser sends one where the name of a web
-// page has come to lead here (DNS rebinding), and gives the page the answer. An address cannot come
-// to lead elsewhere, and a client without a host is no browser.
+// forHost refuses requests that do not name this host. Otherwise a web page whose name resolves to
+// this host (DNS rebinding) could read the port through a browser. A page cannot do this with an IP
+// address, and every browser sends a host.
 func (w *Server) forHost(serve http.Handler) http.Handler {
 	return http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
 		if !w.named(r.Host) {
-			reply(rw, http.StatusForbidden, fmt.Sprintf("%.100q is not a name of this sidecar: ask its "+
+			reply(rw, http.StatusForbidden, fmt.Sprintf("%.100q is not a name of this sidecar: use its "+
 				"address, or add the name to http.hosts of its configuration\n", r.Host))
 			return
 		}

@@ -114,7 +114,7 @@ func (d *Directory) each(ctx context.Context, keys []page.Key,
 		}
 		keys = keys[n:]
 		if cmds, err := p.Exec(ctx); err != nil && !errors.Is(err, redis.Nil) {
-			for _, c := range cmds { // a refusal explains more than a time that is over
+			for _, c := range cmds { // a refusal explains more than a timeout
 				var answer redis.Error
 				if errors.As(c.Err(), &answer) && !errors.Is(answer, redis.Nil) {
 					return d.explain(answer)

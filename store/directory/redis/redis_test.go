@@ -152,7 +152,7 @@ func TestServiceRefuses(t *testing.T) {
 	s := miniredis.RunT(t)
 	d := open(t, s.Addr(), 1)
 	keys := randomKeys(2)
-	for said, want := range map[string]string{
+	for text, want := range map[string]string{
 		"NOAUTH Authentication required.":                              "store.redis.password_file",
 		"READONLY You can't write against a read only replica.":        "name the primary",
 		"OOM command not allowed when used memory > 'maxmemory'.":      "maxmemory-policy",
@@ -161,12 +161,12 @@ func TestServiceRefuses(t *testing.T) {
 		"CLUSTERDOWN The cluster is down":                              "repair",
 		"WRONGPASS invalid username-password pair or user is disabled": "store.redis.username",
 	} {
-		s.SetError(said)
+		s.SetError(text)
 		for _, err := range []error{d.Announce(t.Context(), keys),
 			d.Lookup(t.Context(), keys, directory.NewFound(len(keys)))} {
-			if !errors.Is(err, directory.ErrDown) || !strings.Contains(err.Error(), said) ||
+			if !errors.Is(err, directory.ErrDown) || !strings.Contains(err.Error(), text) ||
 				!strings.Contains(err.Error(), want) {
-				t.Errorf("%v: want %q and %q", err, said, want)
+				t.Errorf("%v: want %q and %q", err, text, want)
 			}
 		}
 	}
@@ -239,8 +239,8 @@ func TestErrorsHideThePassword(t *testing.T) {
 					}
 					// one answer for each command of the pipeline
 					for range strings.Count(string(b[:n]), "*") {
-						said := strings.Join(strings.Fields(string(b[:n])), " ")
-						if _, err := fmt.Fprintf(c, "-ERR unknown command, with args: %s\r\n", said); err != nil {
+						args := strings.Join(strings.Fields(string(b[:n])), " ")
+						if _, err := fmt.Fprintf(c, "-ERR unknown command, with args: %s\r\n", args); err != nil {
 							return
 						}
 					}

@@ -59,7 +59,7 @@ func (s *Store) Fail(f func(op, name string) Fault) {
 	s.fault = f
 }
 
-// Deliver has all requests that are late reach the store, and returns how many there were.
+// Deliver makes all late requests reach the store, and returns how many there were.
 func (s *Store) Deliver() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -104,7 +104,7 @@ func (qs *Queries) ask(now Instant, w *query) {
 		Session: w.a.Session}}})
 }
 
-// SessionOver ends a scheduler's session: what it has asked for is not wanted any more.
+// SessionOver ends a scheduler's session, and with it all its queries.
 func (qs *Queries) SessionOver(session uint64) {
 	for _, id := range slices.Sorted(maps.Keys(qs.byToken)) {
 		if w := qs.byToken[id]; w.a.Session == session {
@@ -119,7 +119,7 @@ func (qs *Queries) SessionOver(session uint64) {
 	delete(qs.asked, session)
 }
 
-// PeerGone forgets a peer: its process is over.
+// PeerGone removes a peer whose process has ended.
 func (qs *Queries) PeerGone(boot transfer.Boot) {
 	for session := range qs.asked {
 		qs.asked.Remove(session, boot)

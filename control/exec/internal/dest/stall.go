@@ -14,13 +14,13 @@ import (
 	"github.com/kvspray/kvspray/control/lease"
 )
 
-// The request of an engine has the longest wait without a byte that is worth it: about as long as
-// the engine would compute what is missing. After half of that time the source's sidecar is asked
-// for a sign of life. A source that is still computed resets the wait, as bytes do. After all of it
-// the lease ends by a fence, as after its deadline, and the engine computes.
+// An engine limits the wait of its request for the next byte: to about the time in which it would
+// compute the missing tokens itself. After half of that time the source's sidecar is asked for a
+// sign of life. A source that is still computed restarts the wait, as bytes do. At its end a fence
+// ends the lease, as after the deadline, and the engine computes.
 
-// EngineQuiet is how long the source's engine may show no sign of life before a receiver gives up
-// that would not wait so long for bytes: a step may take so long before its first layer.
+// EngineQuiet is the shortest time without a sign of life of the source's engine that ends a wait:
+// a step may take so long before its first layer.
 const EngineQuiet = 2 * time.Second
 
 // stall is the wait of a lease for its next byte.
@@ -90,14 +90,14 @@ func (ds *Table) stallDue(now Instant, d *Lease) {
 	}
 }
 
-// giveUp ends a lease that costs more than it is worth, and names the process that is silent.
+// giveUp ends a lease whose wait is over, and names the silent process.
 func (ds *Table) giveUp(now Instant, d *Lease) {
 	cause, silent := ByPeerSilent, "the sidecar of the prefill engine does not answer: it hangs, or "+
 		"the network to it is down"
 	switch {
 	case d.stall.answer == peerv1.Checked_SENDING:
-		cause, silent = ByLanesSilent, "the sidecar of the prefill engine sends, and its bytes do "+
-			"not come"
+		cause, silent = ByLanesSilent, "the sidecar of the prefill engine sends, but its bytes do "+
+			"not arrive"
 	case d.live == nil:
 		silent = "there is no connection to the sidecar of the prefill engine"
 	}
@@ -105,7 +105,7 @@ func (ds *Table) giveUp(now Instant, d *Lease) {
 }
 
 func (ds *Table) stalled(now Instant, d *Lease, cause Cause, quiet time.Duration, silent string) {
-	ds.CloseBy(now, d, cause, engines.StatusExpired, fmt.Sprintf("nothing came for %v: %s",
+	ds.CloseBy(now, d, cause, engines.StatusExpired, fmt.Sprintf("no byte arrived for %v: %s",
 		quiet.Round(time.Millisecond), silent))
 }
 

@@ -29,8 +29,8 @@ func (mt *Matcher) OnCheck(now Instant, p *lanes.Peer, m *peerv1.Check) error {
 	return nil
 }
 
-// sign is how far the source of a grant is, and how long it has been quiet: its slowest rank while
-// any is computed, else since the last one was.
+// sign returns the state of a grant's source, and the time since its last sign of life: of the
+// slowest rank while a rank computes, else of the rank that was the last to complete.
 func (in *inboundGrant) sign(now Instant) (state peerv1.Checked_State, quiet time.Duration) {
 	state, slowest, last := peerv1.Checked_SENDING, now, in.came
 	for _, c := range in.bindings {

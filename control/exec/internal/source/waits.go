@@ -76,7 +76,7 @@ func (ss *Table) hold(now Instant, s *Lease) {
 	s.holdEnd = max(s.MatchBy, now+ss.Cfg.HoldTimeout)
 }
 
-// waited reports whether a lease is held on for an engine that lives.
+// waited reports whether a lease is still held, for an engine that lives.
 func (ss *Table) waited(now Instant, s *Lease) bool {
 	if !s.Held || s.MatchBy == lease.Never || s.yielded != "" || now >= s.holdEnd {
 		return false
@@ -105,7 +105,7 @@ func (ss *Table) unmatched(now Instant, s *Lease) string {
 	case len(ss.waits.byKey[s.Key]) == 0:
 		return fmt.Sprintf("no partner came within %v", ss.Cfg.MatchTimeout)
 	case now >= s.holdEnd:
-		return fmt.Sprintf("the decode engine lives and did not come within %v (transfer.hold)",
+		return fmt.Sprintf("the decode engine lives, but fetched nothing within %v (transfer.hold)",
 			max(ss.Cfg.HoldTimeout, ss.Cfg.MatchTimeout))
 	}
 	return fmt.Sprintf("the sidecar of the decode engine that waits was unreachable for %v",

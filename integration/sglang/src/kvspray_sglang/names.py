@@ -112,7 +112,7 @@ def _watch() -> None:
         methods = [n for n in dir(owner) if n.startswith(begins)]
         if not methods:
             raise ValueError(
-                "kvspray: the way in which this release of SGLang replaces weights is not known "
+                "kvspray: this release of SGLang replaces weights in an unknown way "
                 f"(no {cls} with {begins[0]}... in {module}), so nothing is stored or found; use "
                 "0.5.23, or start without this storage backend"
             )

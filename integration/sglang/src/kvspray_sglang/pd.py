@@ -574,7 +574,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             if own and not o.ended:
                 done = min(len(o.table) * o.part.block_tokens, o.tokens)
                 if not o.part.session.progress(o.lease, done, o.table):
-                    return f"the prompt's pages are not taken: {self._no_sidecar(o.part)}"
+                    return f"the sidecar does not accept the prompt's pages: {self._no_sidecar(o.part)}"
         return ""
 
     def _state_blocks(self, lists: Sequence[Any]) -> dict[str, list[int]]:
@@ -995,7 +995,7 @@ class KVSprayBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
 def _too_long(blocks: int) -> str:
     if blocks <= MAX_PAGES:
         return ""
-    return f"a prompt of {blocks} pages, at most {MAX_PAGES}: raise the page size"
+    return f"the prompt has {blocks} pages, at most {MAX_PAGES} fit: raise the page size"
 
 
 def _flat(blocks: Any) -> list[int]:

@@ -409,7 +409,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler.reset():
             return True
         logger.warning(
-            "kvspray: vLLM resets its caches, and pages stay in the store, for all engines with these weights: other weights need another name "
+            "kvspray: vLLM resets its caches; the store keeps its pages, which all engines with these weights share; give other weights another name "
             "(kvspray_vllm.set_weights)"
         )
         return None  # with False, vLLM would fail each pause and sleep

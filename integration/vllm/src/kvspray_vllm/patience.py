@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long this engine's own prefills take, by those that it has shown. A load that makes no progress
-for as long is given up: the engine computes the rest itself."""
+"""How long this engine's own prefills take, measured from its last ones. A load without progress for
+that time is cancelled, and the engine computes the rest itself."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# A load waits at least so long for a byte, in seconds: a busy machine runs no process for shorter.
+# Shortest wait of a load for a byte, in seconds: a busy machine may delay a process for so long.
 STALL_MIN_S = 0.5
 # The same before any prefill was measured.
 STALL_UNKNOWN_S = 1.0
@@ -25,7 +25,7 @@ class Patience:
         self._open: dict[str, tuple[float, int, Any]] = {}
 
     def begins(self, req: str, request: Any, tokens: int, now: float) -> None:
-        """A prefill of so many tokens is scheduled."""
+        """A prefill of this number of tokens is scheduled."""
         if tokens >= MEASURED_TOKENS and len(self._open) < MAX_MEASURED:
             self._open[req] = now, tokens, request
 
@@ -51,7 +51,7 @@ class Patience:
         self._token_s = token_s if mean is None else mean + NEWEST * (token_s - mean)
 
     def stall_s(self, tokens: int) -> float:
-        """How long a load of so many tokens waits for a byte."""
+        """How long a load of this number of tokens waits for a byte."""
         if self._token_s is None:
             return STALL_UNKNOWN_S
         return max(STALL_MIN_S, tokens * self._token_s)

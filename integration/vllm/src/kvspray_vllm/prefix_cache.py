@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class PrefixCache:
-    """vLLM keeps its blocks when weights change. They are of other weights until it empties the cache while no block is in use.
+    """When weights change, vLLM keeps cached blocks of the weights before, until it empties the cache while no block is in use.
 
     Everything runs on the engine core's thread.
     """

@@ -222,7 +222,7 @@ class Copies:
         why = limits.refusal(nbytes)
         if why or len(self._slabs) >= MAX_SLABS:
             _log.warning(
-                "kvspray: vLLM's own sleep mode is used: host memory is needed: %s",
+                "kvspray: vLLM's own sleep mode is used, because host memory is missing: %s",
                 why or f"{nbytes >> 20} MiB, and all {MAX_SLABS} ranges are in use",
             )
             return None

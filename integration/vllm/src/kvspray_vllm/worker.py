@@ -45,7 +45,7 @@ class _Source:
 class _Load:
     expect: Expect
     cancelled: bool = False
-    outdated: str = ""  # why what comes means nothing to the engine
+    outdated: str = ""  # why the engine cannot use what arrives
 
     def usable(self, lacks: int, block: int) -> int:
         """How many tokens the engine can go on from, in whole blocks, given that one of them lacks."""
