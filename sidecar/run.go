@@ -278,11 +278,35 @@ func (n *Node) listenAdmin(ctx context.Context) (net.Listener, error) {
 	if err != nil {
 		return fail(err)
 	}
-	if err := os.Chmod(path, os.FileMode(socketMode(n.cfg.Engine.AdminUIDs))); err != nil {
+	made, err := os.Lstat(path)
+	if err == nil {
+		err = os.Chmod(path, os.FileMode(socketMode(n.cfg.Engine.AdminUIDs)))
+	}
+	if err != nil {
 		_ = ln.Close()
 		return fail(err)
 	}
-	return ln, nil
+	if u, ok := ln.(*net.UnixListener); ok {
+		u.SetUnlinkOnClose(false) // the path may lead to another sidecar's socket then
+	}
+	return &adminSocket{Listener: ln, path: path, made: made}, nil
+}
+
+// adminSocket removes its file when it is closed.
+type adminSocket struct {
+	net.Listener
+	path string
+	made os.FileInfo
+	once sync.Once
+}
+
+func (a *adminSocket) Close() error {
+	a.once.Do(func() {
+		if st, err := os.Lstat(a.path); err == nil && os.SameFile(st, a.made) {
+			_ = os.Remove(a.path)
+		}
+	})
+	return a.Listener.Close() //nolint:wrapcheck // the listener's own
 }
 
 // hosts are the names of this node in requests to its HTTP port.

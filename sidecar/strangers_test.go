@@ -81,8 +81,20 @@ func TestAdminSocketFile(t *testing.T) {
 			t.Errorf("the socket is left: %v", err)
 		}
 	}
+	// Nor does the end of a sidecar remove the socket of another one.
+	r := start(t, nil)
+	path := config.AdminSocket(r.cfg.Engine.Socket)
+	ok(t, os.Rename(path, path+".old"))
+	other, err := net.Listen("unix", path)
+	ok(t, err)
+	defer func() { _ = other.Close() }()
+	ok(t, r.stop())
+	if _, err := os.Lstat(path); err != nil {
+		t.Errorf("the socket of another sidecar: %v", err)
+	}
+
 	cfg := testConfig(t, nil)
-	path := config.AdminSocket(cfg.Engine.Socket)
+	path = config.AdminSocket(cfg.Engine.Socket)
 	ok(t, os.WriteFile(path, []byte("mine"), 0o600))
 	n, err := New(Options{Config: cfg, Version: "test", Log: slog.New(slog.DiscardHandler)})
 	ok(t, err)
