@@ -51,6 +51,13 @@ def test_a_prompt_of_which_the_engine_takes_nothing(e: Engine, computed: int) ->
     assert len(e.scheduler_shim.declined) == 1
 
 
+def test_a_prompt_that_the_engine_has_is_no_refusal(e: Engine) -> None:  # noqa: F811
+    r = e.add("r", 40, prefill_first())
+    assert e.scheduler.matched(r, 40) == (0, False)
+    e.scheduler.allocated(r, table(e, "r"), 0)
+    assert declined(e) == [(X, hash_of(40), "p:1")] and e.scheduler.take_stats() is None
+
+
 def test_a_load_is_not_declined_but_cancelled(e: Engine) -> None:  # noqa: F811
     r = e.add("r", 40, prefill_first())
     e.scheduler.matched(r, 0)

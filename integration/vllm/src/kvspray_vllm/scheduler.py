@@ -427,11 +427,12 @@ class SchedulerSide:
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
         if external <= 0:
-            self._stats.local("not_taken")
-            self._log.info(
-                "kvspray: request %s is prefilled without a transfer: the engine takes none of the %d tokens that were offered behind its own %d",
-                request.request_id, dest.tokens - dest.computed, dest.computed,
-            )  # fmt: skip
+            if dest.computed < dest.tokens:
+                self._stats.local("not_taken")
+                self._log.info(
+                    "kvspray: request %s is prefilled without a transfer: the engine takes none of the %d tokens that were offered behind its own %d",
+                    request.request_id, dest.tokens - dest.computed, dest.computed,
+                )  # fmt: skip
             self._decline(dest, "the engine takes none of it")
             return
         # vLLM may take fewer tokens than it was offered, from the end (down to a block's boundary, say). They begin behind what it
