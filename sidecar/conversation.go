@@ -33,6 +33,7 @@ type conversation struct {
 	log          *slog.Logger
 	refused      admit.Log // grants
 	unsent       admit.Log // frames
+	unlearned    admit.Log // layouts of peers
 	boot         transfer.Boot
 	host         string // kernel boot id
 	version      string
