@@ -124,6 +124,7 @@ test-nightly: ## Hours: attacks, laws, truth, schedules, mutants, releases, fuzz
 	$(MAKE) test-mesh
 	$(MAKE) soak SOAK=2h
 	$(MAKE) soak-sglang
+	$(MAKE) soak-store
 	$(MAKE) test-fuzz
 
 .PHONY: test-attack
@@ -140,6 +141,11 @@ soak: build env ## Real engines under load for SOAK (10m) while sidecars, rails 
 	@mkdir -p $(TOOLS)
 	go build -o $(TOOLS)/ ./test/soak
 	$(VENV)/bin/python test/soak/soak.py --for $(SOAK)
+
+SOAK_STORE ?= 1h
+.PHONY: soak-store
+soak-store: ## A store for SOAK_STORE (1h) while its process is killed and disk and bucket fail: every page compared
+	KVSPRAY_STORE_SOAK=$(SOAK_STORE) go test -timeout 24h -count=1 -v ./store -run '^TestSoak$$' | grep -v '^=== '
 
 SOAK_SGLANG ?= 60
 .PHONY: soak-sglang

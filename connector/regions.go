@@ -5,6 +5,7 @@ package connector
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"sync"
 
@@ -91,7 +92,7 @@ func (c *session) onAddRegions(m *msg.AddRegions, fds descriptorSet) {
 	err := c.addRegions(m, fds)
 	if err != nil {
 		c.s.hookMalformed("regions")
-		c.log.Warn("regions refused", "err", err)
+		c.refused.Note(slog.LevelWarn, "regions refused", "err", err)
 		c.sendError(errorMessage(m.ID, msg.CodeRegion, err, false))
 		return
 	}

@@ -3,6 +3,7 @@ package connector
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"runtime"
 	"slices"
@@ -26,7 +27,7 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 	w, err := c.register(m, fds)
 	if err != nil {
 		c.s.hookMalformed("register")
-		c.log.Warn("registration refused", "err", err)
+		c.refused.Note(slog.LevelWarn, "registration refused", "err", err)
 		c.sendError(errorMessage(m.ID, msg.CodeState, err, false))
 		return
 	}
@@ -153,7 +154,7 @@ func (c *session) sharedMemory(id uint64, owner *worker, mine, theirs *memory.Ex
 			owner.pub.Name), "try again in a moment"
 	}
 	c.s.hookMalformed("register")
-	c.log.Warn("registration refused", "field", e.Field, "err", e.Message)
+	c.refused.Note(slog.LevelWarn, "registration refused", "field", e.Field, "err", e.Message)
 	c.sendError(e)
 }
 

@@ -144,6 +144,7 @@ func (s *Server) accept(uc *net.UnixConn) {
 	}
 	c := &session{s: s, uc: uc, peer: p, outbox: make(chan []byte, maxOutbox),
 		closed: make(chan struct{}), wrote: make(chan struct{}), log: s.log}
+	c.refused.Logger = c.log
 	s.mu.Lock()
 	full := len(s.sessions) >= s.opt.Limits.Sessions
 	ok := !s.closed && !full

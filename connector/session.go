@@ -15,6 +15,7 @@ import (
 	"github.com/kvspray/kvspray/connector/internal/process"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -26,6 +27,8 @@ type session struct {
 	uc   *net.UnixConn
 	peer *process.Peer
 	log  *slog.Logger
+
+	refused admit.Log // messages
 
 	outbox chan []byte   // nil packet: close the socket after the queued packets
 	closed chan struct{} // closed when the reader has ended
@@ -265,6 +268,7 @@ func (c *session) onHello(h *msg.Hello) error {
 	c.hello, c.version = h, v
 	c.log = c.log.With("role", h.Role, "engine", h.Engine.Name, "engine_id", h.Engine.ID, "boot",
 		transfer.Boot(h.Boot).String())
+	c.refused.Logger = c.log
 	c.s.hookSession(h.Role, 1)
 	o := &c.s.opt
 	c.send(&msg.Welcome{ID: h.ID, Version: v, Boot: o.Boot, Node: o.Node, Endpoint: o.Endpoint(),

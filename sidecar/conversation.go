@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"strings"
+	"sync/atomic"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/driver"
@@ -32,6 +33,7 @@ type conversation struct {
 	log          *slog.Logger
 	refused      admit.Log // grants
 	unsent       admit.Log // frames
+	unlearned    admit.Log // layouts of peers
 	boot         transfer.Boot
 	host         string // kernel boot id
 	version      string
@@ -45,6 +47,8 @@ type conversation struct {
 	rails        *railSet
 	workers      func() []*engines.Worker
 	pages        *pageStore
+
+	missed atomic.Pointer[[]string] // of peer.gossip.join; nil: not known yet
 
 	mesh  *peer.Mesh        // set before Run opens a backend
 	creds *keys.Credentials // likewise; nil: none

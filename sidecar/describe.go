@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"time"
 
 	"github.com/kvspray/kvspray/control/exec"
@@ -29,8 +30,8 @@ func (c *conversation) Describe(boot transfer.Boot, geometry [32]byte) {
 			err = fmt.Errorf("%w: %w", exec.ErrNoAnswer, err)
 		}
 		if err != nil && !errors.Is(err, context.Canceled) {
-			c.log.Warn("layout of a peer", "peer", boot.String(), "geometry", fmt.Sprintf("%.8x", geometry),
-				"err", err)
+			c.unlearned.Note(slog.LevelWarn, "layout of a peer", "peer", boot.String(), "geometry",
+				fmt.Sprintf("%.8x", geometry), "err", err)
 		}
 		c.driver.Do(func(ex *exec.Exec, now exec.Instant) { ex.Described(now, boot, geometry, err) })
 	})

@@ -155,8 +155,8 @@ func (n *Node) join(self transport.Peer) error {
 	n.dial = newDialer(n.cfg, n.boot, n.host, n.log)
 	n.dial.proc, n.dial.rails, n.dial.gpus = n.proc, n.rails, n.gpus
 	n.conv = &conversation{cfg: n.cfg, log: n.log, refused: admit.Log{Logger: n.log},
-		unsent: admit.Log{Logger: n.log}, boot: n.boot, host: n.host, version: n.version,
-		self: self, proc: n.proc,
+		unsent: admit.Log{Logger: n.log}, unlearned: admit.Log{Logger: n.log}, boot: n.boot,
+		host: n.host, version: n.version, self: self, proc: n.proc,
 		metrics: n.metrics, plans: n.plans, descriptions: newDescriptions(n.plans), dial: n.dial,
 		rails: n.rails, workers: n.workers}
 	n.driver = driver.New(driver.Config{

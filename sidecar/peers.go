@@ -35,7 +35,8 @@ func (c *conversation) open() error {
 		Refused: c.metrics.HelloRefused}
 	if cfg.Gossip.On() {
 		join := gossip.Joiner(gossip.Options{Listen: cfg.Gossip.Listen,
-			Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join, Keys: keysOfGossip, Log: c.log})
+			Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join, Keys: keysOfGossip, Log: c.log,
+			Missed: func(addresses []string) { c.missed.Store(&addresses) }})
 		opt.Join = func(m cluster.Member, known *admit.Members) (cluster.Cluster, error) {
 			m.Labels = c.pages.labels()
 			return join(m, known)

@@ -5,6 +5,7 @@ package sidecar
 import (
 	"context"
 	"log/slog"
+	"strings"
 	"time"
 )
 
@@ -25,6 +26,14 @@ func (n *Node) problems() (out []string) {
 	}
 	for _, p := range n.pages.problems() {
 		out = append(out, p.part+": "+p.why)
+	}
+	if missed := n.conv.missed.Load(); missed != nil && len(*missed) > 0 {
+		out = append(out, "peer.gossip.join: no answer from "+strings.Join(*missed, ", "))
+	}
+	if t := n.observer.tracing; t != nil {
+		if why := t.spans.Problem(); why != "" {
+			out = append(out, "trace.otlp: "+why)
+		}
 	}
 	return out
 }

@@ -48,3 +48,20 @@ func TestReadyWithTheEnginesSocket(t *testing.T) {
 		return code == 200
 	})
 }
+
+// What only leaves parts of a node without their service is shown, and the node stays ready.
+func TestReadyWithProblems(t *testing.T) {
+	n := start(t, nil)
+	n.conv.missed.Store(&[]string{"dead:1", "dead:2"})
+	if _, body := get(t, n, "/v1/node"); !strings.Contains(body,
+		"peer.gossip.join: no answer from dead:1, dead:2") {
+		t.Error(body)
+	}
+	if code, body := get(t, n, "/readyz"); code != 200 {
+		t.Errorf("%d %s", code, body)
+	}
+	n.conv.missed.Store(&[]string{})
+	if _, body := get(t, n, "/v1/node"); strings.Contains(body, "peer.gossip.join") {
+		t.Error(body)
+	}
+}

@@ -62,6 +62,9 @@ type Options struct {
 	Join      []string
 	Keys      [][]byte // of 32 bytes, the one to encrypt with first; none: loopback only
 	Log       *slog.Logger
+	// Missed gets the addresses of Join that do not answer, for joinPatience or more, after
+	// each try. nil: nobody asks.
+	Missed func(addresses []string)
 
 	reunion time.Duration // 0: reunionEvery
 }
@@ -216,7 +219,7 @@ func (g *Gossip) begin(o Options) {
 	ctx, stop := context.WithCancel(context.Background())
 	g.stop = stop
 	if len(o.Join) > 0 {
-		g.wg.Go(func() { joinAll(ctx, o.Join, g.ask, o.Log) })
+		g.wg.Go(func() { joinAll(ctx, o, g.ask) })
 	}
 	g.wg.Go(func() { g.reunite(ctx, o) })
 }
@@ -252,13 +255,12 @@ func (g *Gossip) ask(ctx context.Context, addr string) error {
 
 // joinAll tries each address until it answers. Members start at the same time, so a missing one is
 // logged only after joinPatience, and once.
-func joinAll(ctx context.Context, addrs []string, ask func(context.Context, string) error,
-	log *slog.Logger) {
+func joinAll(ctx context.Context, o Options, ask func(context.Context, string) error) {
 	wait := backoff.NewExponentialBackOff()
 	wait.InitialInterval, wait.MaxInterval = joinFirst, joinMax
 	wait.Reset()
 	start, missed := time.Now(), map[string]bool{}
-	left := slices.Clone(addrs)
+	left := slices.Clone(o.Join)
 	for {
 		left = slices.DeleteFunc(left, func(a string) bool {
 			if ctx.Err() != nil {
@@ -267,16 +269,20 @@ func joinAll(ctx context.Context, addrs []string, ask func(context.Context, stri
 			err := ask(ctx, a)
 			switch {
 			case err == nil && missed[a]:
-				log.Info("gossip: joined a member that did not answer before", "join", a)
+				delete(missed, a)
+				o.Log.Info("gossip: joined a member that did not answer before", "join", a)
 			case err != nil && ctx.Err() == nil && !missed[a] && time.Since(start) >= joinPatience:
 				missed[a] = true
-				log.Warn("gossip: cannot join a member; retrying", "join",
+				o.Log.Warn("gossip: cannot join a member; retrying", "join",
 					a, "err", err,
 					"remedy", "start it, or correct peer.gossip.join: it names the peer.gossip.listen of "+
 						"others, which hold the same key")
 			}
 			return err == nil
 		})
+		if o.Missed != nil {
+			o.Missed(slices.Sorted(maps.Keys(missed)))
+		}
 		if len(left) == 0 {
 			return
 		}

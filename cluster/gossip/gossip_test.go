@@ -127,8 +127,17 @@ func TestMissedMember(t *testing.T) {
 			}
 			return nil
 		}
-		joinAll(t.Context(), []string{"up:1", "late:1", "dead:1"}, ask,
-			slog.New(slog.NewTextHandler(&log, nil)))
+		var missed [][]string
+		joinAll(t.Context(), Options{Join: []string{"up:1", "late:1", "dead:1"},
+			Log: slog.New(slog.NewTextHandler(&log, nil)), Missed: func(a []string) {
+				if len(missed) == 0 || !slices.Equal(a, missed[len(missed)-1]) {
+					missed = append(missed, a)
+				}
+			}}, ask)
+		if len(missed) != 3 || len(missed[0])+len(missed[2]) > 0 ||
+			!slices.Equal(missed[1], []string{"dead:1"}) {
+			t.Errorf("missed: %v", missed)
+		}
 		lines := strings.Split(strings.TrimSpace(log.String()), "\n")
 		if len(lines) != 2 || !strings.Contains(lines[0], "level=WARN") || !strings.Contains(lines[0],
 			"join=dead:1") || !strings.Contains(lines[0], "peer.gossip.join") ||
@@ -156,7 +165,8 @@ func TestMissedMemberEnds(t *testing.T) {
 			return ctx.Err()
 		}
 		start := time.Now()
-		joinAll(ctx, []string{"a:1", "b:1"}, ask, slog.New(slog.NewTextHandler(&log, nil)))
+		joinAll(ctx, Options{Join: []string{"a:1", "b:1"}, Log: slog.New(slog.NewTextHandler(&log,
+			nil))}, ask)
 		if took := time.Since(start); took != 2*joinPatience || log.Len() > 0 {
 			t.Errorf("it took %v, logged %s", took, &log)
 		}

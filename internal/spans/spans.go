@@ -177,6 +177,16 @@ type Recorder struct {
 	ended    []sdk.ReadOnlySpan
 	lost     int       // since the last complaint
 	quiet    time.Time // until then no complaint is logged
+
+	problem atomic.Pointer[string] // why the last spans were not taken; nil: they were
+}
+
+// Problem is why the collector takes no spans; empty: it does, or none were sent.
+func (r *Recorder) Problem() string {
+	if why := r.problem.Load(); why != nil {
+		return *why
+	}
+	return ""
 }
 
 // put is what waits: at most so many spans.
@@ -397,11 +407,14 @@ func (r *Recorder) flush() {
 	clear(r.ended)
 	r.ended = r.ended[:0]
 	if err == nil {
+		r.problem.Store(nil)
 		if r.opt.Exported != nil {
 			r.opt.Exported(n)
 		}
 		return
 	}
+	why := Redacted(r.opt.Endpoint) + ": " + redact.URLs(err.Error())
+	r.problem.Store(&why)
 	r.dropped(n)
 	r.lost += n
 	if now := time.Now(); now.After(r.quiet) {

@@ -155,14 +155,22 @@ func TestCollectorDown(t *testing.T) {
 			!strings.Contains(log.String(), "remedy=") {
 			t.Errorf("%s: %d lines: %s", what, lines, log.String())
 		}
+		if !strings.HasPrefix(r.Problem(), endpoint+": ") {
+			t.Errorf("%s: the problem is %q", what, r.Problem())
+		}
 		if n.exported.Load() != 0 {
 			t.Errorf("%s: %d are counted as exported", what, n.exported.Load())
 		}
 	}
-	c.Fail(false)
 	r, n := open(t, c.URL, nil)
 	r.Put(2, one(NewRoot()))
+	testutil.Eventually(t, patience, "there is a problem", func() bool { return r.Problem() != "" })
+	c.Fail(false)
+	r.Put(2, one(NewRoot()))
 	testutil.Eventually(t, patience, "the spans come", func() bool { return n.exported.Load() == 2 })
+	if r.Problem() != "" {
+		t.Errorf("the problem is not over: %s", r.Problem())
+	}
 }
 
 // A collector that does not answer holds up the end for a short time only.

@@ -5,6 +5,7 @@ package object_test
 import (
 	"errors"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/kvspray/kvspray/store/object"
@@ -47,6 +48,38 @@ func TestRefusalsEnd(t *testing.T) {
 		}
 		eventually(t, "the problem is over", func() bool { return n.tier.Stats().Problem == "" })
 	}
+}
+
+// An object store that goes away while the node runs is a problem, until it answers again. A single
+// request that fails is none.
+func TestAnObjectStoreThatGoesAway(t *testing.T) {
+	s := objecttest.New()
+	n := start(t, s, impatient)
+	defer n.close()
+	n.add(n.o, 0, 4)
+	n.flush()
+	var left atomic.Int64
+	s.Fail(func(string, string) objecttest.Fault {
+		if left.Add(-1) < 0 {
+			return objecttest.Fault{}
+		}
+		return objecttest.Fault{Err: errors.New("503 slow down")}
+	})
+	left.Store(1)
+	n.read(n.o, 0, 1)
+	if st := n.tier.Stats(); st.Problem != "" {
+		t.Errorf("after one failure: %s", st.Problem)
+	}
+	left.Store(1 << 40)
+	eventually(t, "the problem is shown", func() bool {
+		n.read(n.o, 0, 4)
+		return strings.Contains(n.tier.Stats().Problem, "503 slow down")
+	})
+	left.Store(0)
+	eventually(t, "the problem is over", func() bool {
+		n.read(n.o, 0, 4)
+		return n.tier.Stats().Problem == ""
+	})
 }
 
 // What is in buffers is there while the object store does not answer, and reading it does not end

@@ -191,6 +191,10 @@ type ledger struct {
 
 	changes uint64 // of eras in this start
 	durable uint64 // changes that the object store has
+	// ended are the namespaces whose eras have ended by a change that the object store lacks, and
+	// that change; of those that had no room there, endedToo is the last.
+	ended    map[page.ID]uint64
+	endedToo uint64
 }
 
 // era is that of a namespace.

@@ -144,6 +144,9 @@ func (t *Tier) writeLedger(ctx context.Context, limit time.Duration, when Condit
 		t.tag = tag
 		t.mu.Lock()
 		t.ledger.durable = changes
+		maps.DeleteFunc(t.ledger.ended, func(_ page.ID, change uint64) bool {
+			return change <= changes
+		})
 		t.mu.Unlock()
 	case taken:
 		t.stop(err)

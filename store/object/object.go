@@ -149,6 +149,8 @@ type Tier struct {
 	state   state
 	closed  bool
 	problem error // why it does not store, or what it passed over
+	silent  int   // requests without an answer, one after the other
+	silence error // of the last of them, once they are many; nil: it answers
 	// what the object store refused, which only a person mends, by the request's first word, until
 	// one of its kind succeeds
 	refused map[string]error
@@ -331,6 +333,8 @@ func (t *Tier) Stats() Stats {
 		s.Problem = t.problem.Error()
 	} else if len(t.refused) > 0 {
 		s.Problem = t.refused[slices.Min(slices.Collect(maps.Keys(t.refused)))].Error()
+	} else if t.silence != nil {
+		s.Problem = t.silence.Error()
 	}
 	return s
 }

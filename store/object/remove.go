@@ -16,7 +16,8 @@ import (
 func (o *Owner) Remove(ctx context.Context) error { return o.t.RemoveSpace(ctx, o.id) }
 
 // RemoveSpace is Remove for a namespace that may have no owner: one whose objects are not found
-// yet, or that has none. Where the ledger has no era of it there is nothing to do, and no request.
+// yet, or that has none. Where the object store has no era of it there is nothing to do, and no
+// request.
 func (t *Tier) RemoveSpace(ctx context.Context, id page.ID) error {
 	t.mu.Lock()
 	if t.state == opening {
@@ -27,7 +28,7 @@ func (t *Tier) RemoveSpace(ctx context.Context, id page.ID) error {
 		return fmt.Errorf("store.object: namespace %s: remove: %w", id, ErrAway)
 	}
 	t.endEraLocked(id)
-	change := t.ledger.changes
+	change := max(t.ledger.ended[id], t.ledger.endedToo)
 	if o := t.owners[id]; o != nil {
 		if o.builder != nil {
 			t.sealLocked(o.builder)
@@ -67,6 +68,14 @@ func (t *Tier) endEraLocked(id page.ID) {
 	if _, ok := t.ledger.eras[id]; ok {
 		delete(t.ledger.eras, id)
 		t.ledger.changes++
+		if len(t.ledger.ended) == maxSpaces {
+			t.ledger.endedToo = t.ledger.changes - 1
+			clear(t.ledger.ended)
+		}
+		if t.ledger.ended == nil {
+			t.ledger.ended = map[page.ID]uint64{}
+		}
+		t.ledger.ended[id] = t.ledger.changes
 	}
 }
 

@@ -16,6 +16,10 @@ import (
 // maxTries bounds how often one request is sent, within its timeout.
 const maxTries = 8
 
+// silentAfter is how many requests fail, one after the other, until the object store counts as away:
+// one that is late, as for a moment of load, is no problem.
+const silentAfter = 3
+
 // Pauses between two tries, and after the object store did not answer.
 const (
 	firstPause = 50 * time.Millisecond
@@ -52,18 +56,19 @@ func try[T any](ctx context.Context, t *Tier, limit time.Duration, what string,
 		return out, err
 	}, backoff.WithBackOff(pause), backoff.WithMaxTries(maxTries),
 		backoff.WithNotify(func(error, time.Duration) { t.count(&t.stats.Retries) }))
+	if err != nil && !final(err) {
+		t.count(&t.stats.Failed)
+		err = errors.Join(err, last)
+	}
 	t.note(what, err)
 	if err == nil {
 		return out, nil
 	}
-	if !final(err) {
-		t.count(&t.stats.Failed)
-		err = errors.Join(err, last)
-	}
 	return out, fmt.Errorf("store.object: %s: %w", what, err)
 }
 
-// note keeps a refusal for Stats, until a request that needs the same right succeeds.
+// note keeps a refusal for Stats, until a request that needs the same right succeeds; and that the
+// object store does not answer, until it does.
 func (t *Tier) note(what string, err error) {
 	kind, _, _ := strings.Cut(what, " ")
 	t.mu.Lock()
@@ -72,6 +77,14 @@ func (t *Tier) note(what string, err error) {
 		t.refused[kind] = fmt.Errorf("store.object: %s: %w", what, err)
 	} else if err == nil {
 		delete(t.refused, kind)
+	}
+	switch {
+	case err == nil || final(err):
+		t.silent, t.silence = 0, nil
+	case !errors.Is(err, context.Canceled): // by the caller
+		if t.silent++; t.silent >= silentAfter {
+			t.silence = fmt.Errorf("store.object: %s: %w", what, err)
+		}
 	}
 }
 

@@ -88,6 +88,7 @@ type Backend struct {
 	host    transport.Host
 	rails   []*rail
 	refused admit.Log
+	faults  admit.Log       // of memory: slices
 	life    context.Context // ended by Close
 	finish  context.CancelFunc
 	wg      sync.WaitGroup
@@ -132,6 +133,7 @@ func New(cfg Config) *Backend {
 	}
 	b := &Backend{cfg: cfg, lanes: map[*lane]struct{}{}, use: map[*transport.Origin]using{}}
 	b.refused.Logger = cfg.Log.With("transport", Name)
+	b.faults.Logger = b.refused.Logger
 	b.life, b.finish = context.WithCancel(context.Background())
 	return b
 }

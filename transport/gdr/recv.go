@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"time"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -250,7 +251,7 @@ func (dst *destination) arm(g *transport.Grant, h *head, wait bool) error {
 		case errors.Is(err, errRange):
 			dst.refuse(h.id, transfer.ReasonRange)
 		case errors.Is(err, transport.ErrNotSupported): // memory for another transport
-			dst.l.b.cfg.Log.Warn("slice refused", "transport", Name, "lane", dst.l.id, "err", err)
+			dst.l.b.faults.Note(slog.LevelWarn, "slice refused", "lane", dst.l.id, "err", err)
 			dst.refuse(h.id, transfer.ReasonMemory)
 		default:
 			return err

@@ -2,6 +2,7 @@ package shm
 
 import (
 	"fmt"
+	"log/slog"
 	"slices"
 	"sync"
 
@@ -46,7 +47,7 @@ func (d *destination) region(f regionFrame) error {
 	d.fds = d.fds[1:]
 	m, err := d.l.b.maps.open(mapKey{d.l.peer, f.id}, fd, f.size)
 	if err != nil {
-		d.l.b.cfg.Log.Warn("shm region refused", "peer", d.l.peer, "err", err)
+		d.l.b.faults.Note(slog.LevelWarn, "shm region refused", "peer", d.l.peer, "err", err)
 	}
 	return d.learn(f.index, m)
 }
@@ -62,7 +63,7 @@ func (d *destination) device(f deviceFrame) error {
 	}
 	m, err := d.l.b.maps.openDevice(mapKey{d.l.peer, f.id}, d.l.b.cfg.Devices, f.handle, fd, f.size)
 	if err != nil {
-		d.l.b.cfg.Log.Warn("shm region refused", "peer", d.l.peer, "err", err)
+		d.l.b.faults.Note(slog.LevelWarn, "shm region refused", "peer", d.l.peer, "err", err)
 	}
 	return d.learn(f.index, m)
 }

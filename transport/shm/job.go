@@ -2,6 +2,7 @@ package shm
 
 import (
 	"fmt"
+	"log/slog"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
@@ -139,7 +140,7 @@ func (c *cursor) run(n uint64, fresh bool) transfer.Reason {
 			c.claim.Leave()
 		}
 		if err != nil {
-			c.l.b.cfg.Log.Warn("shm copy", "peer", c.l.peer, "slot", c.slot, "err", err)
+			c.l.b.faults.Note(slog.LevelWarn, "shm copy", "peer", c.l.peer, "slot", c.slot, "err", err)
 			return transfer.ReasonMemory
 		}
 		n -= k

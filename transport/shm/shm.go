@@ -125,6 +125,7 @@ type Backend struct {
 	wg   sync.WaitGroup
 
 	refused admit.Log
+	faults  admit.Log // of memory: regions and slices
 
 	polling atomic.Int32 // readers
 
@@ -170,7 +171,7 @@ func New(cfg Config) *Backend {
 		maps:  mappings{links: cfg.Links, all: map[mapKey]*mapping{}},
 		lanes: map[*lane]struct{}{}, reads: map[*transport.Origin]*reading{},
 	}
-	b.refused.Logger = cfg.Log
+	b.refused.Logger, b.faults.Logger = cfg.Log, cfg.Log
 	return b
 }
 

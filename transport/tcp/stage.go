@@ -2,6 +2,7 @@ package tcp
 
 import (
 	"fmt"
+	"log/slog"
 	"sync/atomic"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -275,7 +276,7 @@ func (x *landing) place(l *lane) transfer.Reason {
 			err = mem.Scatter(x.blocks, buf[:n])
 			x.claim.Leave()
 			if err != nil {
-				l.b.log.Warn("device memory not written", "lane", l.id, "slot", x.h.Slot, "err", err)
+				l.b.faults.Note(slog.LevelWarn, "device memory not written", "lane", l.id, "slot", x.h.Slot, "err", err)
 				return transfer.ReasonMemory
 			}
 		}

@@ -92,6 +92,7 @@ type Backend struct {
 
 	gate    *admit.Gate // accepted connections that are being opened
 	refused admit.Log
+	faults  admit.Log // of memory: slices
 	wg      sync.WaitGroup
 	ctx     context.Context // ends with Close
 	cancel  context.CancelFunc
@@ -148,7 +149,7 @@ func New(cfg Config) (*Backend, error) {
 	b := &Backend{cfg: cfg, log: cfg.Log.With("transport", Name),
 		gate:  admit.New(admit.Limits{Unproved: maxOpening, PerSource: maxSource}, nil),
 		lanes: map[*lane]struct{}{}, conns: map[net.Conn]struct{}{}}
-	b.refused.Logger = b.log
+	b.refused.Logger, b.faults.Logger = b.log, b.log
 	b.ctx, b.cancel = context.WithCancel(context.Background())
 	return b, nil
 }

@@ -13,8 +13,10 @@ import (
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/disk/disktest"
 	"github.com/kvspray/kvspray/store/object/objecttest"
+	"github.com/kvspray/kvspray/store/page"
 )
 
 // held is one I/O that does not go on until release.
@@ -46,6 +48,29 @@ func (h *held) bucketHolds(objects *objecttest.Store, op, name string) {
 	})
 }
 
+// heldPeers are other nodes. Once they are armed, they have all pages and do not answer.
+type heldPeers struct {
+	h              *held
+	finds, fetches atomic.Bool
+}
+
+func (p *heldPeers) Find(keys []page.Key, found page.Bitmap) {
+	if p.finds.Load() {
+		p.h.wait()
+	}
+	for i := range keys {
+		if p.fetches.Load() {
+			found.Set(i)
+		}
+	}
+}
+
+func (p *heldPeers) Fetch(context.Context, page.ID, int, []page.Key, []mem.Block,
+	func(int, uint32) bool) []int {
+	p.h.wait()
+	return nil
+}
+
 // another opens a namespace for a worker of its own, which ends with the test.
 func (r *rig) another(weights string) (*engines.Worker, connector.Pool) {
 	r.t.Helper()
@@ -70,6 +95,7 @@ func TestNothingWaitsForIOOfOthers(t *testing.T) {
 		sim     *disktest.Sim
 		objects *objecttest.Store
 		h       *held
+		peers   *heldPeers
 	}
 	remove := func(weights string) func(w *world) {
 		return func(w *world) {
@@ -107,9 +133,29 @@ func TestNothingWaitsForIOOfOthers(t *testing.T) {
 		}},
 		{"the record before an upload", func(w *world) { w.h.bucketHolds(w.objects, "put", "ledger") },
 			func(w *world) { _ = w.o.Store.Flush(context.Background()) }},
+		{"a lookup of other nodes' pages", func(w *world) { w.peers.finds.Store(true) },
+			request(false, 99)},
+		{"a fetch from a node that does not answer", func(w *world) { w.peers.fetches.Store(true) },
+			request(false, 99)},
+		{"a completion to an engine that reads none", func(w *world) {
+			w.o.Complete = func(worker *engines.Worker, c engines.Completion) error {
+				if worker != w.w {
+					w.h.wait()
+					return nil
+				}
+				w.ended <- c
+				return nil
+			}
+		}, func(w *world) {
+			other, p := w.another("silent")
+			q := w.request(false, 1)
+			q.Pool = p.ID
+			w.Start(other, q)
+		}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			w := &world{sim: disktest.New(8<<20, 1), objects: objecttest.New(), h: newHeld()}
+			w.peers = &heldPeers{h: w.h}
 			t.Run("before", func(t *testing.T) {
 				r := startOver(t, w.sim, w.objects)
 				p := r.pool
@@ -131,7 +177,9 @@ func TestNothingWaitsForIOOfOthers(t *testing.T) {
 					t.Fatal(err)
 				}
 			})
-			w.rig = startOver(t, w.sim, w.objects)
+			config := configOver(t, w.sim, w.objects)
+			config.Peers = func(*store.Store) store.Peers { return w.peers }
+			w.rig = startWith(t, config)
 			p := w.pool
 			p.ID, p.Namespace = 8, testNamespace("open")
 			if _, err := w.Open(w.w, p); err != nil {
@@ -197,6 +245,15 @@ func TestNothingWaitsForIOOfOthers(t *testing.T) {
 				ns := testNamespace("old")
 				w.o.Store.Has(ns.ID())
 			})
+			if !strings.Contains(c.name, "note") && !strings.Contains(c.name, "disk") &&
+				!strings.Contains(c.name, "put") { // a removal needs the disk
+				ends("a removal of another namespace", func() {
+					_, err := w.RemoveNamespace(t.Context(), page.ID{1}, true)
+					if err != nil {
+						t.Error(err)
+					}
+				})
+			}
 			if strings.HasPrefix(c.name, "a removal") {
 				ends("a drain", func() {
 					ctx, stop := context.WithCancel(context.Background())

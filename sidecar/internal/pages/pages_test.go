@@ -60,6 +60,11 @@ func start(t *testing.T, sim *disktest.Sim) *rig {
 
 func startOver(t *testing.T, sim *disktest.Sim, objects *objecttest.Store) *rig {
 	t.Helper()
+	return startWith(t, configOver(t, sim, objects))
+}
+
+func configOver(t *testing.T, sim *disktest.Sim, objects *objecttest.Store) store.Config {
+	t.Helper()
 	c := store.Config{Memory: memory.Config{Bytes: 256 << 10, SlabBytes: 64 << 10}, Workers: 4}
 	if sim != nil {
 		var err error
@@ -74,7 +79,7 @@ func startOver(t *testing.T, sim *disktest.Sim, objects *objecttest.Store) *rig 
 		c.Object = &object.Config{Bucket: objects.Open(), Prefix: "node", Size: 64 << 20,
 			ObjectBytes: object.MinObjectBytes, MaxPages: 2048, Buffers: 4}
 	}
-	return startWith(t, c)
+	return c
 }
 
 func startWith(t *testing.T, c store.Config) *rig {

@@ -16,8 +16,8 @@
 //
 // Ownership: one mutex guards the list and the peers; it is not held over I/O or a send. Messages
 // of peers are foreign: their lengths are checked, and the peers, waiting answers and unsent
-// messages have bounds. Goroutines: one that sends and one that removes, from Run until its context
-// ends.
+// messages have bounds. Goroutines: one that sends, and one that has at most removers others remove,
+// from Run until its context ends.
 package removals
 
 import (
@@ -48,6 +48,8 @@ const (
 	maxAnswers = 1024 // that peers wait for
 	maxProblem = 256  // bytes of a peer's text
 	maxRounds  = 4    // stamps that one Remove tries
+	maxAsks    = 1024 // removals that this node makes at the same time
+	removers   = 16   // removals that the store works at at the same time
 
 	// pushesPerHour is how many namespaces one peer may push out of a full list in an hour.
 	pushesPerHour = 256
@@ -91,7 +93,6 @@ type Removals struct {
 	o      Options
 	talk   chan struct{} // has room for one: there is something to send
 	remove chan struct{} // likewise: there is something to remove
-	turn   chan struct{} // has room for one: whoever makes a removal
 	done   chan struct{} // closed at the end of Run
 
 	refused admit.Log // of peers' frames
@@ -103,7 +104,7 @@ type Removals struct {
 	answers []answer                  // that are due once a removal is applied
 	changed chan struct{}             // closed when something was applied, or an answer has come
 	failed  map[page.ID]error         // the last try to remove
-	ask     *ask                      // under way; nil: none
+	asks    map[page.ID]*ask          // under way
 	last    uint64                    // id of an ask
 	fresh   bool                      // the store has no pages of an earlier start
 	heard   bool                      // a peer that has heard others has sent its removals
@@ -144,6 +145,7 @@ type answer struct {
 
 // ask is a removal that this node makes, with what the peers have answered.
 type ask struct {
+	ended   chan struct{} // closed then
 	id      uint64
 	r       removal.Removal
 	applied bool                                  // here
@@ -151,11 +153,19 @@ type ask struct {
 	nodes   map[transfer.Boot]string              // their names
 }
 
+// answerLocked takes the first answer of a peer that was asked.
+func (k *ask) answerLocked(r *Removals, from transfer.Boot, answer *peerv1.PageRemoved) {
+	if a, asked := k.answers[from]; asked && a == nil {
+		k.answers[from] = answer
+		r.changedLocked()
+	}
+}
+
 // New makes the node's part from the note of its store.
 func New(o Options) *Removals {
 	r := &Removals{o: o, refused: admit.Log{Logger: o.Log},
 		talk: make(chan struct{}, 1), remove: make(chan struct{}, 1),
-		turn: make(chan struct{}, 1), done: make(chan struct{}), peers: map[transfer.Boot]*peer{},
+		done: make(chan struct{}), asks: map[page.ID]*ask{}, peers: map[transfer.Boot]*peer{},
 		news: map[page.ID]transfer.Boot{}, changed: make(chan struct{}),
 		failed: map[page.ID]error{}, until: time.Now().Add(settleTime),
 		pushed: map[transfer.Boot]*pushes{}, removed: map[page.ID]removed{}}
@@ -249,11 +259,8 @@ func (r *Removals) PeerDown(boot transfer.Boot) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	delete(r.peers, boot)
-	if r.ask != nil {
-		if a, asked := r.ask.answers[boot]; asked && a == nil {
-			r.ask.answers[boot] = &peerv1.PageRemoved{Problem: "the connection ended"}
-			r.changedLocked()
-		}
+	for _, k := range r.asks {
+		k.answerLocked(r, boot, &peerv1.PageRemoved{Problem: "the connection ended"})
 	}
 }
 
@@ -322,12 +329,10 @@ func (r *Removals) Handle(from transfer.Boot, f *peerv1.ControlFrame) error {
 	case *peerv1.ControlFrame_PageRemoved:
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		if r.ask == nil || r.ask.id != b.PageRemoved.GetId() {
-			return nil // late
-		}
-		if a, asked := r.ask.answers[from]; asked && a == nil {
-			r.ask.answers[from] = b.PageRemoved
-			r.changedLocked()
+		for _, k := range r.asks {
+			if k.id == b.PageRemoved.GetId() { // others are late
+				k.answerLocked(r, from, b.PageRemoved)
+			}
 		}
 	}
 	return nil
@@ -384,60 +389,111 @@ func (r *Removals) Run(ctx context.Context) {
 	close(r.done)
 }
 
-// remover applies removals.
+// result is what the store has returned for one removal.
+type result struct {
+	removal.Removal
+	err error
+}
+
+// remover applies removals. The store works at several at the same time: one that waits for the
+// object store does not hold up those that need not.
 func (r *Removals) remover(ctx context.Context) {
-	var retry <-chan time.Time
+	var retry, paused <-chan time.Time
+	var workers sync.WaitGroup
+	defer workers.Wait()
+	working, ended := map[page.ID]bool{}, make(chan result, removers)
 	old := time.NewTicker(forgetTime)
 	defer old.Stop()
-	for {
+	for wanted := false; ; {
 		select {
 		case <-ctx.Done():
 			return
 		case <-r.remove:
+			wanted = true
 		case <-retry:
+			retry, wanted = nil, true
+		case <-paused:
+			paused = nil
 		case <-old.C:
 			r.mu.Lock()
 			r.list.Forget(time.Now())
 			r.mu.Unlock()
+		case first := <-ended:
+			results := []result{first}
+			for len(ended) > 0 {
+				results = append(results, <-ended)
+			}
+			for _, x := range results {
+				delete(working, x.Space)
+			}
+			if !r.finish(results) {
+				retry = time.After(retryTime)
+			}
+			wanted = wanted || r.unfinished(working)
 		}
-		retry = nil
-		if !r.apply() {
+		if !wanted || paused != nil { // removals in a loop leave the disk to others
+			continue
+		}
+		wanted, paused = false, time.After(removePause)
+		some, err := r.note(working)
+		if err != nil {
 			retry = time.After(retryTime)
 		}
-		select { // so that removals in a loop leave the disk to others
-		case <-ctx.Done():
-			return
-		case <-time.After(removePause):
+		for _, m := range some {
+			was := r.removed[m.Space]
+			working[m.Space] = true
+			workers.Go(func() { ended <- result{m, r.removeSpace(m, was)} })
 		}
 	}
 }
 
-// apply removes what is pending, and reports whether nothing is left.
-func (r *Removals) apply() bool {
+// note notes all that is pending, and returns removals that the store can begin with. A node that
+// ends before a removal is applied goes on with it when it starts again.
+func (r *Removals) note(working map[page.ID]bool) ([]removal.Removal, error) {
 	r.mu.Lock()
-	pending := r.list.Pending()
-	r.mu.Unlock()
-	if len(pending) == 0 {
-		return true
-	}
-	// A node that ends before a removal is applied goes on with it when it starts again.
-	r.mu.Lock()
+	pending := slices.DeleteFunc(r.list.Pending(), func(m removal.Removal) bool {
+		return working[m.Space]
+	})
 	note := r.list.Encode()
 	r.mu.Unlock()
+	pending = pending[:min(len(pending), removers-len(working))]
+	if len(pending) == 0 {
+		return nil, nil
+	}
 	if err := r.o.Store.SetNote(note); err != nil {
 		r.o.Log.Warn("store: removals are not noted, and tried again", "err", err)
 		r.fail(pending, err)
-		return false
+		return nil, err //nolint:wrapcheck // it is only counted
 	}
+	return pending, nil
+}
+
+// unfinished reports whether there is a removal that nothing works at, and that has not failed.
+func (r *Removals) unfinished(working map[page.ID]bool) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.ContainsFunc(r.list.Pending(), func(m removal.Removal) bool {
+		return !working[m.Space] && r.failed[m.Space] == nil
+	})
+}
+
+// finish takes what the store has done, and reports whether all of it is applied.
+func (r *Removals) finish(results []result) bool {
 	var done []removal.Removal
-	for _, m := range pending {
-		if err := r.removeSpace(m); err != nil {
-			r.o.Log.Warn("store: a removal failed, and is tried again", "namespace", m.Space.String(),
-				"err", err)
-			r.fail([]removal.Removal{m}, err)
+	for _, x := range results {
+		if x.err == nil || errors.Is(x.err, removal.ErrObjects) {
+			r.removed[x.Space] = removed{x.Stamp, x.err == nil}
+		}
+		if x.err != nil {
+			r.o.Log.Warn("store: a removal failed, and is tried again", "namespace", x.Space.String(),
+				"err", x.err)
+			r.fail([]removal.Removal{x.Removal}, x.err)
 			continue
 		}
-		done = append(done, m)
+		done = append(done, x.Removal)
+	}
+	if len(done) == 0 {
+		return false
 	}
 	r.mu.Lock()
 	// The note first: a node that says so and then starts again does not remove later pages.
@@ -455,7 +511,7 @@ func (r *Removals) apply() bool {
 	}
 	r.changedLocked()
 	poke(r.talk)
-	return len(done) == len(pending)
+	return len(done) == len(results)
 }
 
 func (r *Removals) appliedLocked(m removal.Removal) {
@@ -463,8 +519,8 @@ func (r *Removals) appliedLocked(m removal.Removal) {
 	delete(r.failed, m.Space)
 	delete(r.removed, m.Space)
 	// The list may forget it at once.
-	if a := r.ask; a != nil && a.r.Space == m.Space && a.r.Stamp <= m.Stamp {
-		a.applied = true
+	if k := r.asks[m.Space]; k != nil && k.r.Stamp <= m.Stamp {
+		k.applied = true
 	}
 	for i := range r.answers {
 		if a := &r.answers[i]; a.r.Space == m.Space {
@@ -474,18 +530,14 @@ func (r *Removals) appliedLocked(m removal.Removal) {
 }
 
 // removeSpace removes what an earlier try has not.
-func (r *Removals) removeSpace(m removal.Removal) (err error) {
-	was := r.removed[m.Space]
+func (r *Removals) removeSpace(m removal.Removal, was removed) error {
 	switch {
 	case was.stamp != m.Stamp:
-		err = r.o.Store.RemoveSpace(m.Space)
+		return r.o.Store.RemoveSpace(m.Space) //nolint:wrapcheck // it names the namespace
 	case !was.all:
-		err = r.o.Store.RemoveObjects(m.Space)
+		return r.o.Store.RemoveObjects(m.Space) //nolint:wrapcheck // likewise
 	}
-	if err == nil || errors.Is(err, removal.ErrObjects) {
-		r.removed[m.Space] = removed{m.Stamp, err == nil}
-	}
-	return err //nolint:wrapcheck // it names the namespace
+	return nil
 }
 
 func (r *Removals) fail(which []removal.Removal, err error) {
@@ -641,16 +693,20 @@ type State struct {
 // node has not applied the removal yet, and goes on trying.
 func (r *Removals) Remove(ctx context.Context, id page.ID, patience time.Duration) ([]State,
 	error) {
-	select {
-	case r.turn <- struct{}{}:
-		defer func() { <-r.turn }()
-	case <-ctx.Done():
-		return nil, fmt.Errorf("store: another removal is under way: %w", ctx.Err())
+	k, err := r.begin(ctx, id)
+	if err != nil {
+		return nil, fmt.Errorf("store: namespace %s: remove: %w", id, err)
 	}
+	defer func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		delete(r.asks, id)
+		close(k.ended)
+	}()
 	limit, stop := context.WithTimeout(ctx, patience)
 	defer stop()
 	for round := 1; ; round++ {
-		states, higher, err := r.round(ctx, limit, id)
+		states, higher, err := r.round(ctx, limit, id, k)
 		if err != nil || higher == 0 || round == maxRounds || limit.Err() != nil {
 			return states, err
 		}
@@ -660,10 +716,35 @@ func (r *Removals) Remove(ctx context.Context, id page.ID, patience time.Duratio
 	}
 }
 
+// begin waits until no other removal of the namespace is under way.
+func (r *Removals) begin(ctx context.Context, id page.ID) (*ask, error) {
+	for {
+		r.mu.Lock()
+		other := r.asks[id]
+		switch {
+		case other != nil:
+		case len(r.asks) == maxAsks:
+			r.mu.Unlock()
+			return nil, fmt.Errorf("%d removals are under way; try again later", maxAsks)
+		default:
+			k := &ask{ended: make(chan struct{})}
+			r.asks[id] = k
+			r.mu.Unlock()
+			return k, nil
+		}
+		r.mu.Unlock()
+		select {
+		case <-other.ended:
+		case <-ctx.Done():
+			return nil, fmt.Errorf("another removal of it is under way: %w", ctx.Err())
+		}
+	}
+}
+
 // round makes a removal with one stamp. higher: a member has applied a later one, and may have
 // stored pages between that and this one.
-func (r *Removals) round(ctx, limit context.Context, id page.ID) (states []State, higher uint64,
-	err error) {
+func (r *Removals) round(ctx, limit context.Context, id page.ID, a *ask) (states []State,
+	higher uint64, err error) {
 	r.mu.Lock()
 	stamp := r.list.Next(id, time.Now())
 	m := removal.Removal{Space: id, Stamp: stamp}
@@ -673,9 +754,8 @@ func (r *Removals) round(ctx, limit context.Context, id page.ID) (states []State
 	}
 	delete(r.news, id) // all peers are asked
 	r.last++
-	a := &ask{id: r.last, r: m, answers: map[transfer.Boot]*peerv1.PageRemoved{},
-		nodes: map[transfer.Boot]string{}}
-	r.ask = a
+	a.id, a.r, a.applied = r.last, m, false
+	a.answers, a.nodes = map[transfer.Boot]*peerv1.PageRemoved{}, map[transfer.Boot]string{}
 	for boot, p := range r.peers {
 		if p.takes {
 			a.answers[boot], a.nodes[boot] = nil, p.node
@@ -686,11 +766,6 @@ func (r *Removals) round(ctx, limit context.Context, id page.ID) (states []State
 		asked = append(asked, boot)
 	}
 	r.mu.Unlock()
-	defer func() {
-		r.mu.Lock()
-		r.ask = nil
-		r.mu.Unlock()
-	}()
 	for _, boot := range asked {
 		if err := r.o.Send(boot, removalsFrame(&peerv1.PageRemovals{Id: a.id,
 			Removals: []*peerv1.PageRemoval{wire(m)}})); err != nil {

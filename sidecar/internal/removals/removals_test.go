@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -59,7 +60,7 @@ func (n *node) RemoveSpace(id page.ID) error {
 	n.mu.Lock()
 	hold := n.hold
 	n.mu.Unlock()
-	if hold != nil {
+	if hold != nil && id == space {
 		<-hold
 	}
 	n.mu.Lock()
@@ -708,12 +709,14 @@ func TestForgottenBeforeItIsConfirmed(t *testing.T) {
 			m := removal.Removal{Space: space, Stamp: 5}
 			n.Removals.mu.Lock()
 			n.answers = []answer{{to: transfer.Boot{99}, id: 1, r: m}}
-			n.ask = &ask{r: m}
+			k := &ask{r: m}
+			n.asks[space] = k
 			n.appliedLocked(m) // the list does not have it
-			if got := n.answerLocked(n.answers[0]); !n.ask.applied || got.Stamp != 5 {
-				t.Errorf("%v %v", n.ask.applied, got)
+			if got := n.answerLocked(n.answers[0]); !k.applied || got.Stamp != 5 {
+				t.Errorf("%v %v", k.applied, got)
 			}
-			n.answers, n.ask = nil, nil
+			n.answers = nil
+			clear(n.asks)
 			n.Removals.mu.Unlock()
 		}
 	})
@@ -760,8 +763,8 @@ func TestAClockThatIsWrong(t *testing.T) {
 		far := uint64(time.Now().Add(2 * removal.MaxAhead).UnixNano())
 		var got *peerv1.PageRemoved
 		a.Removals.mu.Lock()
-		a.ask = &ask{id: 5, answers: map[transfer.Boot]*peerv1.PageRemoved{b.boot: nil}}
-		x := a.ask
+		x := &ask{id: 5, answers: map[transfer.Boot]*peerv1.PageRemoved{b.boot: nil}}
+		a.asks[space] = x
 		a.Removals.mu.Unlock()
 		if err := b.Handle(a.boot, removalsFrame(&peerv1.PageRemovals{Id: 5,
 			Removals: []*peerv1.PageRemoval{{Space: space[:], Stamp: far}}})); err != nil {
@@ -851,5 +854,71 @@ func TestRemovalsInALoopArePaced(t *testing.T) {
 		if took := time.Since(began); took < 100*removePause {
 			t.Errorf("100 removals took %v", took)
 		}
+	})
+}
+
+// A removal of another namespace waits for none whose store, or whose peer, does not answer.
+func TestARemovalWaitsForNoOther(t *testing.T) {
+	for _, what := range []string{"store", "peer"} {
+		testutil.Bubble(t, func(t *testing.T) {
+			c, all := newNet(t, 2)
+			a := all[0]
+			time.Sleep(settleTime)
+			var held atomic.Bool
+			if held.Store(true); what == "store" {
+				a.mu.Lock()
+				a.hold = make(chan struct{})
+				a.mu.Unlock()
+			} else {
+				c.mu.Lock()
+				c.lose = func(_, _ transfer.Boot, f *peerv1.ControlFrame) bool {
+					return f.GetPageRemoved() != nil && held.Load()
+				}
+				c.mu.Unlock()
+			}
+			first := make(chan struct{})
+			go func() { defer close(first); remove(t, a) }()
+			synctest.Wait()
+			held.Store(false)
+			began := time.Now()
+			ctx, stop := context.WithTimeout(t.Context(), time.Minute)
+			defer stop()
+			states, err := a.Remove(ctx, page.ID{8}, answerTime)
+			if took := time.Since(began); err != nil || took > time.Second ||
+				confirmed(states) != "ab" {
+				t.Errorf("%s: after %v: %v, %+v", what, took, err, states)
+			}
+			select {
+			case <-first:
+				t.Errorf("%s: the first one has ended", what)
+			default:
+			}
+			if what == "store" {
+				close(a.hold)
+			}
+			<-first
+		})
+	}
+}
+
+// A second removal of the same namespace waits for the first, or until its caller gives it up.
+func TestRemovalsOfOneNamespaceTakeTurns(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		_, all := newNet(t, 1)
+		a := all[0]
+		time.Sleep(settleTime)
+		a.hold = make(chan struct{})
+		first := make(chan struct{})
+		go func() { defer close(first); remove(t, a) }()
+		synctest.Wait()
+		ctx, stop := context.WithTimeout(t.Context(), time.Second)
+		defer stop()
+		if _, err := a.Remove(ctx, space, answerTime); err == nil ||
+			!strings.Contains(err.Error(), "another removal of it is under way") {
+			t.Error(err)
+		}
+		close(a.hold)
+		<-first
+		remove(t, a)
 	})
 }

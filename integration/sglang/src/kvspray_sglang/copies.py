@@ -60,11 +60,12 @@ class Copies:
         if key not in self._spaces:
             if not 0 < n <= BUFFER_BYTES:
                 raise ValueError(f"a page of {n} bytes cannot be copied, at most {BUFFER_BYTES}")
-            if len(self._spaces) >= MAX_SIZES:
-                raise ValueError(f"pages of more than {MAX_SIZES} sizes or types")
+            if len(self._spaces) >= MAX_SIZES:  # the one that was used longest ago goes
+                self._spaces.pop(next(iter(self._spaces)))[0].close()
             blocks = min(MAX_BLOCKS, BUFFER_BYTES // n)
             piece = Piece(self._region, 0, n, n)
             self._spaces[key] = self._link.space(self._namespace_of(*key), [piece], blocks), blocks
+        self._spaces[key] = self._spaces.pop(key)
         return self._spaces[key]
 
     def _move(
