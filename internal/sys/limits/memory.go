@@ -106,8 +106,8 @@ func (m *Memory) Fits(pool uint64) *Fits {
 	if need <= free {
 		return nil
 	}
-	f := &Fits{Why: fmt.Sprintf("with %d MiB for the process itself, %d MiB are needed, and this host "+
-		"has %d MiB available", Overhead(pool)>>20, need>>20, free>>20),
+	f := &Fits{Why: fmt.Sprintf("with %d MiB for the process itself, %d MiB are needed, and this "+
+		"host has %d MiB available", Overhead(pool)>>20, need>>20, free>>20),
 		Remedy: "end what uses the memory"}
 	if binds != nil {
 		f.Why = fmt.Sprintf("with %d MiB for the process itself, %d MiB are needed, and %d MiB are "+

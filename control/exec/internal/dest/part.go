@@ -25,7 +25,7 @@ const (
 	ByDrain
 	ByPeerSilent   // the source's sidecar answers nothing
 	BySourceSilent // the source's engine shows no sign of life, its sidecar does
-	ByLanesSilent  // the source's sidecar answers, and bytes do not come
+	ByLanesSilent  // the source's sidecar answers, but bytes do not arrive
 )
 
 // causeOf is the cause of a fence where only the status is known.

@@ -434,7 +434,7 @@ func (mt *Matcher) replace(now Instant, in *inboundGrant, g lease.GrantID) {
 }
 
 // endInbound ends a grant: its destination lease needs nothing more of our engine.
-// It ends with StatusOK (committed), StatusCancelled (the receiver cancelled it, which is no
+// It ends with StatusOK (committed), StatusCancelled (the receiver canceled it, which is no
 // failure of this side) or StatusFailed.
 func (mt *Matcher) endInbound(now Instant, in *inboundGrant, status uint16, why string) {
 	mt.drop(in)
