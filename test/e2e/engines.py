@@ -7,6 +7,7 @@ can be added, and aborted, while others run. Importing takes a quarter of a minu
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import dataclasses
 import itertools
@@ -19,6 +20,7 @@ import signal
 import sys
 import time
 import traceback
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +154,10 @@ class Engine:
 
     def run(self, prompt: list[int], n_tokens: int = 8, **kw: Any) -> Out:
         return self.add(prompt, n_tokens, **kw).result()
+
+    def reject(self, kv: dict[str, Any]) -> None:
+        """As vLLM's server does with a request that it refuses itself: the engine core gets its kv_transfer_params alone."""
+        self._call("reject", kv)
 
     def metrics(self) -> dict[str, float]:
         return self._call("metrics")
@@ -454,6 +460,15 @@ class _Loop:
         if entry is not None:
             self.conn.send((entry[0], Out([], ["abort"], None, None, time.monotonic() - entry[1])))
         return entry is not None
+
+    def do_reject(self, kv: dict[str, Any]) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        async def add(request: Any) -> None:
+            self.engine.engine_core.add_request(request)
+
+        front = types.SimpleNamespace(engine_core=types.SimpleNamespace(add_request_async=add))
+        asyncio.run(AsyncLLM.notify_kv_transfer_request_rejected(front, f"rejected-{next(Engine._keys)}", kv))
 
     def do_metrics(self) -> dict[str, float]:
         from prometheus_client import REGISTRY, generate_latest

@@ -105,6 +105,35 @@ def test_aborts_of_loads_that_are_about_to_end(c: Kind) -> None:
     serves(c, "after meeting")
 
 
+def test_rejections_before_admission_release_the_prefill(c: Kind) -> None:
+    """D's front end refuses the requests, so its scheduler never has their prompts."""
+    free = {name: c.engines[name].free_blocks() for name in "PD"}
+    given = [c.p.run(fresh(400, (c.name, "rejected", i)), 1, kv=dict(PREFILL)).kv for i in range(N)]
+    for kv in given:
+        assert kv is not None
+        c.d.reject(kv)
+    held_nothing(c, free)
+    assert c.p.log.read_text().count("refused by the engine's front end") == N
+    serves(c, "after rejections")
+
+
+def test_an_answer_that_was_used_names_no_cache(c: Kind) -> None:
+    """A router sends a request again, or a client another prompt with the answer. P's blocks hold other prompts by then."""
+    free = {name: c.engines[name].free_blocks() for name in "PD"}
+    prompt, other = fresh(400, (c.name, "again")), fresh(400, (c.name, "another"))
+    kv = c.p.run(prompt, 1, kv=dict(PREFILL)).kv
+    assert kv is not None
+    want = [c.r.run(p, 8).tokens for p in (prompt, other)]
+    assert c.d.run(prompt, 8, kv=dict(kv)).tokens == want[0]
+    for i in range(N):
+        c.p.run(fresh(400, (c.name, "instead", i)), 1)
+    assert c.d.clear_prefix_cache()
+    forged = {**kv, "remote_request_id": "cmpl-none", "remote_block_ids": [[1 << 30]]}
+    again = [c.d.add(p, 8, kv=dict(given)) for p, given in ((prompt, kv), (other, kv), (other, forged))]
+    assert [a.result().tokens for a in again] == [want[0], want[1], want[1]]
+    held_nothing(c, free)
+
+
 def test_a_prefill_engine_that_restarts_has_other_blocks(c: Kind) -> None:
     """The decode has the answer of the engine before: its blocks hold something else by now, or nothing."""
     prompts = [fresh(400, (c.name, "restart", i)) for i in range(N)]
