@@ -418,6 +418,10 @@ func TestBrokenAnswersAreNeverWhole(t *testing.T) {
 		{"large", "", "1.1 200 OK\r\n" + plain + chunked + "\r\n" + chunks(big) + end, false, true},
 		{"ended by its connection", "", "1.0 200 OK\r\n" + plain + "\r\n{\"a\":1}", false, true},
 		{"broken by its connection", "", "1.0 200 OK\r\n" + plain + "\r\n{\"a\":1", false, false},
+		{"no events, ended by the connection", "", "1.0 200 OK\r\n" + plain + "\r\n{\"a\":1}", true,
+			true},
+		{"no events, broken by the connection", "", "1.0 200 OK\r\n" + plain + "\r\n{\"a\":1", true,
+			false},
 		{"events", "", "1.1 200 OK\r\n" + events + chunked + "\r\n" + chunks("data: 1\n\n", done) + end,
 			true, true},
 		{"events without the last", "", "1.1 200 OK\r\n" + events + chunked + "\r\n" +

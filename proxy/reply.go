@@ -40,7 +40,6 @@ func begin(b *backend, k kind, resp *http.Response, asked, whole bool) (*reply, 
 	media, _, _ := mime.ParseMediaType(resp.Header.Get("Content-Type"))
 	ok := resp.StatusCode == http.StatusOK
 	a.events = ok && media == "text/event-stream"
-	stream := a.events || ok && asked
 	if a.events && resp.Header.Get("Content-Encoding") == "" {
 		a.end.marks = k.endMarks()
 	}
@@ -48,6 +47,7 @@ func begin(b *backend, k kind, resp *http.Response, asked, whole bool) (*reply, 
 	// Only its content shows the end of an answer that the end of its connection ends.
 	unmarked := resp.ContentLength < 0 && len(resp.TransferEncoding) == 0 && resp.ProtoMajor == 1 &&
 		resp.Request.Method != http.MethodHead
+	stream := a.events || ok && asked && !unmarked
 	limit := copyBytes
 	if !stream && (whole || unmarked) {
 		limit = maxCopied
