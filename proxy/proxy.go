@@ -315,8 +315,8 @@ const (
 )
 
 // served lists the routes for the error about an unknown one.
-var served = append([]string{routeCompletions, routeChat, routeResponses, routeMessages, routeHealth,
-	routeMetrics}, passed...)
+var served = append([]string{routeCompletions, routeChat, routeResponses, routeMessages,
+	routeHealth, routeMetrics}, passed...)
 
 //go:embed page.html
 var pageHTML string

@@ -530,8 +530,8 @@ func TestNoteOfAStore(t *testing.T) {
 	}
 }
 
-// A tenant that puts and removes in a loop has the pages of others moved a few times in an hour, not
-// each time. What it leaves is overwritten in time.
+// A tenant that puts and removes in a loop has the pages of others moved a few times in an hour,
+// not each time. What it leaves is overwritten in time.
 func TestRemovalsInALoopMoveFewPages(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		tier, err := disk.OpenFiles([]disk.OpenDevice{{Path: "sim", File: disktest.New(32<<20, 1),

@@ -16,8 +16,8 @@ import (
 // maxTries bounds how often one request is sent, within its timeout.
 const maxTries = 8
 
-// silentAfter is how many requests fail, one after the other, until the object store counts as away:
-// one that is late, as for a moment of load, is no problem.
+// silentAfter is how many requests fail, one after the other, until the object store counts as
+// away: one that is late, as for a moment of load, is no problem.
 const silentAfter = 3
 
 // Pauses between two tries, and after the object store did not answer.

@@ -137,7 +137,8 @@ func (m *batch) run() {
 		p := &m.parts[i]
 		if p.reason == transfer.ReasonNone {
 			if err := m.one(p, together, linked); err != nil {
-				j.l.b.faults.Note(slog.LevelWarn, "shm device copy", "peer", j.l.peer, "slot", j.slot, "err", err)
+				j.l.b.faults.Note(slog.LevelWarn, "shm device copy", "peer", j.l.peer, "slot", j.slot,
+					"err", err)
 				p.reason = transfer.ReasonMemory
 			}
 			j.claim.Leave()

@@ -276,7 +276,8 @@ func (x *landing) place(l *lane) transfer.Reason {
 			err = mem.Scatter(x.blocks, buf[:n])
 			x.claim.Leave()
 			if err != nil {
-				l.b.faults.Note(slog.LevelWarn, "device memory not written", "lane", l.id, "slot", x.h.Slot, "err", err)
+				l.b.faults.Note(slog.LevelWarn, "device memory not written", "lane", l.id,
+					"slot", x.h.Slot, "err", err)
 				return transfer.ReasonMemory
 			}
 		}

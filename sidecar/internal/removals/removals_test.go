@@ -838,7 +838,7 @@ func FuzzHandle(f *testing.F) {
 	})
 }
 
-// Removals in a loop do not write and sync the node's disk all the time. A single one does not wait.
+// Removals in a loop do not sync the node's disk all the time. A single one does not wait.
 func TestRemovalsInALoopArePaced(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		_, all := newNet(t, 1)

@@ -106,7 +106,8 @@ func check(t *testing.T, at string) {
 	for i := range keys {
 		got := slices.Collect(f.Of(i))
 		wantA, wantB := i != 5 && i != 6, i < 10
-		if slices.Contains(got, a.self) != wantA || slices.Contains(got, b.self) != wantB || len(got) > 2 {
+		if slices.Contains(got, a.self) != wantA || slices.Contains(got, b.self) != wantB ||
+			len(got) > 2 {
 			t.Fatalf("page %d: %v", i, got)
 		}
 	}
