@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -864,22 +863,20 @@ func TestARemovalWaitsForNoOther(t *testing.T) {
 			c, all := newNet(t, 2)
 			a := all[0]
 			time.Sleep(settleTime)
-			var held atomic.Bool
-			if held.Store(true); what == "store" {
+			if what == "store" {
 				a.mu.Lock()
 				a.hold = make(chan struct{})
 				a.mu.Unlock()
 			} else {
 				c.mu.Lock()
 				c.lose = func(_, _ transfer.Boot, f *peerv1.ControlFrame) bool {
-					return f.GetPageRemoved() != nil && held.Load()
+					return f.GetPageRemoved().GetId() == 1 // of the first one
 				}
 				c.mu.Unlock()
 			}
 			first := make(chan struct{})
 			go func() { defer close(first); remove(t, a) }()
 			synctest.Wait()
-			held.Store(false)
 			began := time.Now()
 			ctx, stop := context.WithTimeout(t.Context(), time.Minute)
 			defer stop()
