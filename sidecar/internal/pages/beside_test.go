@@ -26,10 +26,10 @@ const (
 	besideGet   = 8      // pages of a get
 )
 
-// A tenant that removes its namespace in a loop slows another one's gets little: the 99th percentile
-// of their times is at most 1.5 times as long, also where the removals come between puts. It is
-// measured without and with removals in turns, and the median of the ratios counts. The store is on
-// a real file.
+// A tenant that removes its namespace in a loop slows another one's gets little: the 99th
+// percentile of their times is at most 1.5 times as long, also where the removals come between
+// puts. It is measured without and with removals in turns, and the median of the ratios counts.
+// The store is on a real file.
 func TestRemovalsInALoopInTime(t *testing.T) {
 	d, err := time.ParseDuration(os.Getenv("KVSPRAY_REMOVALS"))
 	if err != nil {

@@ -16,8 +16,8 @@
 //
 // Ownership: one mutex guards the list and the peers; it is not held over I/O or a send. Messages
 // of peers are foreign: their lengths are checked, and the peers, waiting answers and unsent
-// messages have bounds. Goroutines, from Run until its context ends: one that sends, and one that has
-// at most removers others remove.
+// messages have bounds. Goroutines, from Run until its context ends: one that sends, and one that
+// has at most removers others remove.
 package removals
 
 import (
