@@ -273,7 +273,7 @@ func TestOneWriterPerBlock(t *testing.T) {
 			e.ok(a)
 			if c := e.wait(b); c.Status == board.Refused {
 				refused++
-				if !strings.Contains(c.Received.Reason, "block 3 is "+use+" by lease") {
+				if !strings.Contains(c.Received.Reason, "block 3 is "+use+" for lease") {
 					t.Fatal(c.Received.Reason)
 				}
 			}
