@@ -127,8 +127,8 @@ var mutants = []mutant{
 	{"a grant is not forgotten", "control/exec/internal/dest/dest.go", "	ds.out.Forget(l)\n", "",
 		[]string{leak, slot}},
 	{"a grant of a peer is not forgotten", "control/exec/internal/source/inbound.go", "func (mt *Matcher) " +
-		"endInbound(now Instant, in *inboundGrant, committed bool, why string) {\n	mt.drop(in)\n",
-		"func (mt *Matcher) endInbound(now Instant, in *inboundGrant, committed bool, why string) {\n",
+		"endInbound(now Instant, in *inboundGrant, status uint16, why string) {\n	mt.drop(in)\n",
+		"func (mt *Matcher) endInbound(now Instant, in *inboundGrant, status uint16, why string) {\n",
 		[]string{leak, bound}},
 	{"a grant outlives its source", "control/exec/internal/source/source.go",
 		"		c.src = nil\n		ss.observer.forget(c.in)\n", "		c.src = nil\n", []string{leak}},
