@@ -64,11 +64,13 @@ func TestEnginesFailInTurns(t *testing.T) {
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
 	var served, broken atomic.Int64
+	var rounds [clients]atomic.Int64
 	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: clients}}
 	defer client.CloseIdleConnections()
 	for c := range clients {
 		wg.Go(func() {
 			for n := 0; ; n++ {
+				rounds[c].Add(1)
 				select {
 				case <-stop:
 					return
@@ -101,6 +103,21 @@ func TestEnginesFailInTurns(t *testing.T) {
 	fit := func() bool {
 		return px.decode.all[0].condition() == fit && px.decode.all[1].condition() == fit
 	}
+	// A request that one turn delayed must not meet the next one, too.
+	ended := func() {
+		var from [clients]int64
+		for c := range from {
+			from[c] = rounds[c].Load()
+		}
+		until(t, "requests of an earlier turn do not end", func() bool {
+			for c := range from {
+				if rounds[c].Load() < from[c]+2 {
+					return false
+				}
+			}
+			return true
+		})
+	}
 	progress := func(what string, want int64) {
 		from := served.Load()
 		until(t, what, func() bool { return served.Load() >= from+want })
@@ -110,7 +127,7 @@ func TestEnginesFailInTurns(t *testing.T) {
 	for ; (turns < 12 || time.Now().Before(end)) && !t.Failed(); turns++ {
 		f, sleepy := engines[turns%2], &slow[turns%2]
 		until(t, "the engines do not recover", fit)
-		progress("nothing is served by two fit engines", clients)
+		ended()
 		switch turns / 2 % 6 {
 		case 0:
 			f.status.Store(500)

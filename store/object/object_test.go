@@ -222,7 +222,7 @@ func TestFaultsOfRequests(t *testing.T) {
 // Buffers are bounded: without uploads no more is taken, and nobody waits.
 func TestBuffersAreBounded(t *testing.T) {
 	s := objecttest.New()
-	n := start(t, s)
+	n := start(t, s, func(c *object.Config) { c.Timeouts.Upload = time.Hour })
 	hold := make(chan struct{})
 	s.Fail(func(op, name string) objecttest.Fault {
 		if op == "put" && strings.Contains(name, "pages") {

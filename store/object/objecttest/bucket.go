@@ -215,9 +215,10 @@ func (p *Process) Load(ctx context.Context, name string) (data []byte, tag strin
 
 // Put is Bucket.
 func (p *Process) Put(ctx context.Context, name string, data []byte,
-	when object.Condition) (tag string, err error) {
+	when object.Condition) (string, error) {
 	data = bytes.Clone(data) // it may be late
-	_, err = p.do(ctx, "put", name, func() error {
+	var tag string
+	_, err := p.do(ctx, "put", name, func() error {
 		c, ok := p.objects[name]
 		if when.Absent && ok || when.Tag != "" && (!ok || c.tag != when.Tag) {
 			return object.ErrChanged
@@ -225,7 +226,10 @@ func (p *Process) Put(ctx context.Context, name string, data []byte,
 		tag = p.putLocked(name, data)
 		return nil
 	})
-	return tag, err
+	if err != nil {
+		return "", err // a late request sets the tag afterwards
+	}
+	return tag, nil
 }
 
 // List is Bucket.
