@@ -248,6 +248,33 @@ func TestManyNamespaces(t *testing.T) {
 	shut(t, s)
 }
 
+// A bucket that is slow to take uploads does not keep their namespaces' places.
+func TestManyNamespacesBesideUploads(t *testing.T) {
+	objects := objecttest.New()
+	s := tiered(t, nil, Config{ObjectAtPut: true,
+		OpenedObject: bucketWith(t, objects.Open(), object.Timeouts{})})
+	if err := s.object.Ready(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	held := make(chan struct{})
+	objects.Fail(func(op, _ string) objecttest.Fault {
+		if op == "put" {
+			return objecttest.Fault{Hold: held}
+		}
+		return objecttest.Fault{}
+	})
+	for i := range 2 * MaxSpaces {
+		e := newEngine(t, s, fmt.Sprint("step", i), 4096)
+		if rs := e.put(1); count(rs, Failed) > 0 {
+			t.Fatalf("%d: %+v", i, rs)
+		}
+		e.close()
+	}
+	objects.Fail(nil)
+	close(held)
+	shut(t, s)
+}
+
 // Pages in the object store of a namespace that no engine has opened since the start.
 func TestRemoveSpaceFromObjects(t *testing.T) {
 	objects := objecttest.New()

@@ -23,7 +23,7 @@ import (
 
 // MaxSpaces bounds the namespaces of a store that are open or have pages. One more takes the place
 // of the one that has not been open for longest, which loses its pages.
-const MaxSpaces = evict.MaxOwners
+const MaxSpaces = evict.MaxSpaces
 
 // leastWorkers: reads of disks block, so there are more workers than processors.
 const leastWorkers = 8

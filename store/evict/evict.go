@@ -27,8 +27,12 @@ package evict
 
 import "fmt"
 
-// MaxOwners bounds the owners, which are namespaces.
-const MaxOwners = 1024
+// MaxOwners bounds the owners: MaxSpaces namespaces of a store, and namespaces that the store has
+// given up while the object tier uploads or deletes their last objects.
+const MaxOwners = MaxSpaces + 128
+
+// MaxSpaces bounds the namespaces of a store.
+const MaxSpaces = 1024
 
 // weight is how much older a page of Again must be to go before one of Once.
 const weight = 2

@@ -429,8 +429,8 @@ func (t *Tier) usedLocked(o *Owner) {
 // maxVictims bounds the owners that are emptied for another one: a page of each can be pinned.
 const maxVictims = 8
 
-var errOwners = fmt.Errorf("store.object: all %d namespaces that a store can have are in use; "+
-	"close those that are not needed", evict.MaxOwners)
+var errOwners = fmt.Errorf("store.object: all %d namespaces that it can have are in use or have "+
+	"uploads under way; close those that are not needed", evict.MaxOwners)
 
 func (t *Tier) ownerLocked(id page.ID, pageBytes int) (*Owner, error) {
 	if o := t.owners[id]; o != nil {
