@@ -30,10 +30,14 @@ export GOFLAGS := $(strip $(filter-out -trimpath,$(shell go env GOFLAGS 2>/dev/n
 
 ##@ Use
 
-.PHONY: help
-help: ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo
+# A target with ## is one of those that most people need, and one with #: is in help-all only.
+list = awk 'BEGIN {FS = ":.*$(1) "} /^\#\#@/ {title = substr($$0, 5)} /^[a-z0-9-]+:.*$(1) / {if (title) {printf "\n%s\n", title; title = ""} printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+.PHONY: help help-all
+help: ## Show this list; make help-all shows all targets
+	@$(call list,\#\#)
+
+help-all:
+	@$(call list,\#[\#:])
 
 .PHONY: build
 build: ## Build bin/kvspray and bin/kvspray-bench
@@ -43,7 +47,7 @@ build: ## Build bin/kvspray and bin/kvspray-bench
 
 SIZE_LIMIT := 45000000
 .PHONY: build-size
-build-size: ## Size of the static kvspray as images have it, without symbols; fails above 45 MB
+build-size: #: Size of the static kvspray as images have it, without symbols; fails above 45 MB
 	@mkdir -p $(B)/size
 	CGO_ENABLED=0 go build -ldflags '$(LDFLAGS) -s -w' -o $(B)/size/ ./cmd/kvspray
 	@size=$$(stat -c %s $(B)/size/kvspray); echo "kvspray: $$size bytes of at most $(SIZE_LIMIT)"; \
@@ -69,14 +73,14 @@ image: $(TOOLS)/.deploy-stamp ## Build an image with the sidecar into dist/, as 
 	@$(HOSTPY) $(DIST) image
 
 .PHONY: dist
-dist: $(DISTENV)/.stamp $(TOOLS)/.deploy-stamp ## All that people install, for x86-64 and arm64, into dist/VERSION: wheels, archives, deb, rpm, image
+dist: $(DISTENV)/.stamp $(TOOLS)/.deploy-stamp #: All that people install, for x86-64 and arm64, into dist/VERSION: wheels, archives, deb, rpm, image
 	$(need-go)
 	$(call need-python,10)
 	@$(HOSTPY) $(DIST) all
 	@ls -l dist/$(VERSION)
 
 .PHONY: test-dist
-test-dist: dist ## Install each of these into an empty root, and move blocks between two sidecars there (root)
+test-dist: dist #: Install each of these into an empty root, and move blocks between two sidecars there (root)
 	unshare --mount $(HOSTPY) deploy/test_dist.py --version $(VERSION) dist/$(VERSION)
 
 .PHONY: demo
@@ -95,80 +99,128 @@ demo-sglang: build ## SGLang's prefill and decode servers and its router, HiCach
 	$(B)/venv-sglang/bin/python test/sglang/demo.py
 
 .PHONY: demo-cross
-demo-cross: build ## vLLM prefills for SGLang, and SGLang for vLLM: tokens and pages equal? (both environments, made once)
+demo-cross: build #: vLLM prefills for SGLang, and SGLang for vLLM: tokens and pages equal? (both environments, made once)
 	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py
 	$(HOSTPY) test/rig/env.py --sglang
 	$(B)/venv-sglang/bin/python test/sglang/demo_cross.py
 
 .PHONY: demo-gpu
-demo-gpu: ## The same with CUDA engines, on a host with a GPU and what make gpu-bin has packed
+demo-gpu: #: The same with CUDA engines, on a host with a GPU and what make gpu-bin has packed
 	test/gpu/engines/demo.sh
 
 ##@ Check
 
+# Each run of tests leaves a report in $(B)/test, and all of them one page: make test-report.
+XML := $(B)/test
+gotest = @mkdir -p $(XML); $(TOOLS)/gotestsum --format pkgname --junitfile $(XML)/$(1).xml --
+pytest = @mkdir -p $(XML); $(2) -m pytest -q -rfEs --no-fold-skipped --junitxml $(XML)/$(1).xml
+# The features whose tests must not skip.
+export KVSPRAY_MUST_RUN ?= vllm,shm,tcp,gcc,s3server
+
+# make -k goes on with the others after one has failed.
 .PHONY: test
-test: ## What a change must pass: Go with -race, Python, real engines with one fault of each kind (10 minutes)
-	@bash test/run.sh test
+test: ## What a change must pass: Go with -race, Python, real engines with one fault of each kind
+	@$(MAKE) -k -j2 -Oline build wireflip s3server gotestsum env
+	@rc=0; $(MAKE) -k -j2 -Oline test-go test-py || rc=1; $(MAKE) test-smoke || rc=1; exit $$rc
 
 .PHONY: test-all
-test-all: ## All else that needs no special hardware or right: long tests, bounds, rails, RDMA guests, engines
-	@bash test/run.sh all
+test-all: ## All else that needs no special hardware or right: more cases, RDMA guests, engines, pods, SGLang (90 minutes)
+	@$(MAKE) -k generate-check build-size site test-chart test-long test-rdma-quick test-engines test-page test-docs test-pods test-sglang
 
 .PHONY: test-nightly
-test-nightly: ## Hours: attacks, laws, truth, schedules, mutants, releases, fuzzing, soaks of two hours and of one
-	$(MAKE) test-attack
-	$(MAKE) test-sim test-mutants test-skew test-laws test-truth
-	$(MAKE) test-pods PODS_STEPS=all
-	$(MAKE) test-pods-group
-	$(MAKE) test-mesh
-	$(MAKE) soak SOAK=2h
-	$(MAKE) soak-sglang
-	$(MAKE) soak-store
-	$(MAKE) test-fuzz
+test-nightly: ## Hours: measurements, attacks, laws, truth, schedules, mutants, releases, fuzzing, soaks; .build/test/report.html
+	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-skew test-laws test-truth test-pods-group test-mesh \
+	  soak-sglang soak-store test-fuzz bench || rc=1; $(MAKE) test-pods PODS_STEPS=all || rc=1; $(MAKE) soak SOAK=2h || rc=1; \
+	$(MAKE) test-report || rc=1; exit $$rc
+
+.PHONY: watch
+watch: $(TOOLS)/gotestsum ## Test a package of Go each time one of its files is saved
+	$(TOOLS)/gotestsum --watch --format testname -- -short
+
+PKG ?= ./...
+.PHONY: test-go
+test-go: $(TOOLS)/gotestsum #: Go tests with -race, without measurements; PKG: packages (./...)
+	$(call gotest,go) -race -short -timeout 15m -skip '^TestMeasure' $(PKG)
+
+.PHONY: test-py
+test-py: build env #: Python tests, without those with engines
+	$(call pytest,python,$(VENV)/bin/python) pybind/tests integration/vllm/tests integration/sglang/tests test/soak
+
+.PHONY: test-smoke test-engines
+test-smoke: build wireflip env #: Real engines, one fault of each kind
+	$(call pytest,smoke,$(VENV)/bin/python) test/e2e --part smoke
+
+test-engines: build wireflip s3server env #: Real engines: all that test-smoke leaves out
+	$(call pytest,engines,$(VENV)/bin/python) test/e2e --part rest
+
+# The tests that make fewer cases under -short, and pure packages, where the race detector finds nothing and takes ten times as long.
+.PHONY: test-long
+test-long: build s3server $(TOOLS)/gotestsum #: All pairs of layouts over each transport, more schedules and orders, laws and mutants
+	$(call gotest,long) -race -timeout 30m -run 'Conformance|Random|Litmus|Heap|KillAtEveryRequest' ./transport/... ./control/... ./internal/board ./store/object
+	$(call gotest,pure) -timeout 30m -skip '^TestMeasure' ./parseblock ./bench/simbench ./transport/gdr
+
+.PHONY: test-measure
+test-measure: build $(TOOLS)/gotestsum #: The tests that measure time, CPU and memory, one after the other on an idle machine
+	$(call gotest,measure) -count=1 -p 1 -v -timeout 30m -run '^TestMeasure' ./...
+
+test-measure: export KVSPRAY_MEASURE = 1
+
+.PHONY: test-rails
+test-rails: build $(TOOLS)/gotestsum #: The goals of rails on an idle machine, in minutes (root)
+	$(call gotest,rails) -count=1 -v -timeout 90m ./test/rails
+
+test-rails: export KVSPRAY_RAILS = minute
 
 .PHONY: test-attack
-test-attack: build wireflip env ## The late-write attacks and fault tests in full
-	@bash test/run.sh attack
+test-attack: build wireflip env $(TOOLS)/gotestsum #: The late-write attacks and fault tests in full
+	$(call gotest,attack) -race -timeout 60m -run 'Conformance/(Fence_attack|Source_rewritten|Late_garbage)|LateDMA|^TestLateWrites$$' ./transport/... ./sidecar
+	@passed=$$(grep -cE 'name="[^"]*(attack|garbage|rewritten|LateWrites/|TestLateDMA)' $(XML)/attack.xml); \
+	[ $$passed -ge 25 ] || { echo "make $@: $$passed attacks ran, at least 25 are expected" >&2; exit 1; }
+	KVSPRAY_RAILS=minute go test -count=1 -timeout 90m -v -run '^TestLateWrites$$' ./test/rails
+	$(call pytest,attack-preload,KVSPRAY_PRELOAD_SEEDS=100 KVSPRAY_PRELOAD_KILLS=100 $(VENV)/bin/python) pybind/tests/test_preload.py
+	$(call pytest,attack-engines,$(VENV)/bin/python) test/e2e/test_faults.py
+
+test-attack: export KVSPRAY_ATTACK_RUNS ?= 1000
+
+.PHONY: test-report
+test-report: $(LINTENV)/.stamp #: One page of all test runs since make clean: .build/test/report.html
+	$(LINTENV)/bin/junit2html --merge $(XML)/all.xml $(XML)/*.xml && $(LINTENV)/bin/junit2html $(XML)/all.xml $(XML)/report.html
 
 .PHONY: test-rails-long
-test-rails-long: build ## The goals of rails in full, on real sockets: hours, and a machine that does nothing else (root)
+test-rails-long: build #: The goals of rails in full, on real sockets: hours, and a machine that does nothing else (root)
 	KVSPRAY_RAILS=long go test -timeout 6h -count=1 -v ./test/rails
 
 SOAK ?= 10m
 .PHONY: soak
-soak: build env ## Real engines under load for SOAK (10m) while sidecars, rails and engines fail every 20 s; .build/soak/report.html
+soak: build env #: Real engines under load for SOAK (10m) while sidecars, rails and engines fail every 20 s; .build/soak/report.html
 	@mkdir -p $(TOOLS)
 	go build -o $(TOOLS)/ ./test/soak
 	$(VENV)/bin/python test/soak/soak.py --for $(SOAK)
 
 SOAK_STORE ?= 1h
 .PHONY: soak-store
-soak-store: ## A store for SOAK_STORE (1h) while its process is killed and disk and bucket fail: every page compared
+soak-store: #: A store for SOAK_STORE (1h) while its process is killed and disk and bucket fail: every page compared
 	KVSPRAY_STORE_SOAK=$(SOAK_STORE) go test -timeout 24h -count=1 -v ./store -run '^TestSoak$$' | grep -v '^=== '
 
 SOAK_SGLANG ?= 60
 .PHONY: soak-sglang
-soak-sglang: build ## SGLang's servers with HiCache and prefill/decode for SOAK_SGLANG minutes (60), a quarter of the requests given up: nothing left?
+soak-sglang: build #: SGLang's servers with HiCache and prefill/decode for SOAK_SGLANG minutes (60), a quarter of the requests given up: nothing left?
 	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py --sglang
 	$(B)/venv-sglang/bin/python test/sglang/soak.py --minutes $(SOAK_SGLANG)
 
-.PHONY: test-go
-test-go: ## Go tests with -race only
-	go test -race -timeout 15m ./...
-
 .PHONY: test-laws
-test-laws: ## The laws of parseblock with 100,000 random cases each, and 4 GiB of one prompt for one rank (nightly)
+test-laws: #: The laws of parseblock with 100,000 random cases each, and 4 GiB of one prompt for one rank (nightly)
 	go test -timeout 90m -v ./parseblock -run 'Laws|Hybrids|Ignores' -rapid.checks=100000 | grep -v '^=== '
 	KVSPRAY_LARGE=1 go test -count=1 -v ./sidecar -run '^TestMoreThan4GiB$$' | grep -v '^=== '
 
 .PHONY: test-truth
-test-truth: build env ## vLLM's own tensors, moved and read back, and a real hybrid model that goes on from moved states (nightly)
+test-truth: build env #: vLLM's own tensors, moved and read back, and a real hybrid model that goes on from moved states (nightly)
 	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py test/e2e/test_truth_layouts.py
 
 .PHONY: test-placement
-test-placement: build env ## The holder's sidecar is killed 100 times while requests are placed there, and the holder five times: answers equal?
+test-placement: build env #: The holder's sidecar is killed 100 times while requests are placed there, and the holder five times: answers equal?
 	KVSPRAY_HOLDER_KILLS=$${KVSPRAY_HOLDER_KILLS:-100} KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q -rP test/e2e/test_placement.py
 
 # Each target has FUZZTIME, and those of what others send, on lanes and sockets, FUZZTIME_FOREIGN.
@@ -176,7 +228,7 @@ FUZZTIME ?= 5m
 FUZZTIME_FOREIGN ?= 1h
 FUZZ_FOREIGN := internal/wire connector/msg control/peer/frame transport/shm transport/gdr store/directory/embedded control/exec parseblock sidecar/internal/exchange sidecar/internal/removals proxy/internal/kvevents proxy/internal/zmtp
 .PHONY: test-fuzz
-test-fuzz: ## Every fuzz target for FUZZTIME (5m each), parsers of lanes and sockets for FUZZTIME_FOREIGN (1h)
+test-fuzz: #: Every fuzz target for FUZZTIME (5m each), parsers of lanes and sockets for FUZZTIME_FOREIGN (1h)
 	@for dir in $$(git ls-files '*_test.go' | xargs grep -l '^func Fuzz' | xargs -n1 dirname | sort -u); do \
 	  case " $(FUZZ_FOREIGN) " in *" $$dir "*) time=$(FUZZTIME_FOREIGN);; *) time=$(FUZZTIME);; esac; \
 	  for name in $$(grep -ho '^func Fuzz[A-Za-z0-9]*' $$dir/*_test.go | cut -d' ' -f2); do \
@@ -184,30 +236,21 @@ test-fuzz: ## Every fuzz target for FUZZTIME (5m each), parsers of lanes and soc
 	    go test ./$$dir -run '^$$' -fuzz "^$$name\$$" -fuzztime $$time || exit 1; done; done
 
 .PHONY: test-sim
-test-sim: ## 10,000 random fault schedules, a million slices between 1,000 nodes, the late-write attacks 1,000 times; costs without -race
+test-sim: #: 10,000 random fault schedules, a million slices between 1,000 nodes, the late-write attacks 1,000 times
 	KVSPRAY_SIM_RUNS=$${KVSPRAY_SIM_RUNS:-10000} go test -timeout 60m -v ./test/sim | grep -v '^=== '
-	go test -timeout 10m -v -run 'Cost|TenThousandOpen' ./control/spray ./control/exec | grep -v '^=== '
 
 .PHONY: test-mutants
-test-mutants: ## Take lines out of the production code, one at a time: the simulated clusters must notice each
+test-mutants: #: Take lines out of the production code, one at a time: the simulated clusters must notice each
 	go run ./test/sim/mutants
 
 .PHONY: test-mesh
-test-mesh: ## 200 sidecars as processes of their own on loopback, ten restarts a second for five minutes (8 GiB of memory, 4 cores)
+test-mesh: #: 200 sidecars as processes of their own on loopback, ten restarts a second for five minutes (8 GiB of memory, 4 cores)
 	KVSPRAY_MESH=$${KVSPRAY_MESH:-200} KVSPRAY_MESH_SECONDS=$${KVSPRAY_MESH_SECONDS:-300} KVSPRAY_MESH_RATE=$${KVSPRAY_MESH_RATE:-10} \
 	  nice go test -count=1 -timeout 90m -v -run '^TestMeshOfProcesses$$' ./sidecar | grep -v '^=== '
 
 .PHONY: test-skew
-test-skew: ## Sidecars of this tree beside those of the last release and of two made-up ones
+test-skew: #: Sidecars of this tree beside those of the last release and of two made-up ones
 	KVSPRAY_MUST_RUN=git go test -count=1 -v ./test/skew | grep -v '^=== '
-
-.PHONY: test-py
-test-py: build env ## Python tests only, without the end-to-end ones
-	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q pybind/tests integration/vllm/tests integration/sglang/tests test/soak
-
-.PHONY: test-e2e
-test-e2e: build wireflip env ## End-to-end tests with real engines only
-	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e
 
 RDMA := $(B)/rdma
 export RDMA_DIR := $(RDMA)
@@ -220,17 +263,17 @@ rdma-guest: $(RDMA)/initrd.cpio
 	test/rdma/abi.sh $(RDMA)
 
 .PHONY: test-rdma
-test-rdma: rdma-guest ## Real verbs over soft-RoCE in a QEMU guest: contract suite, attacks, 512 MiB over 4 rails with faults
+test-rdma: rdma-guest #: Real verbs over soft-RoCE in a QEMU guest: contract suite, attacks, 512 MiB over 4 rails with faults
 	go test -count=1 -race -timeout 30m -exec $(ROOT)/test/rdma/exec.sh ./internal/sys/verbs
 	RAILS=2 GUEST_MEM=2560 go test -count=1 -race -v -timeout 30m -run Device -exec $(ROOT)/test/rdma/exec.sh ./transport/gdr
 	GUEST_MEM=2560 go test -count=1 -v -timeout 30m -run TestRDMAFaults -exec $(ROOT)/test/rdma/exec.sh ./sidecar
 
 .PHONY: test-rdma-quick
-test-rdma-quick: ## The shortest of it, about a minute: contract suite, a late write and each fault on real queue pairs; says why where it cannot
+test-rdma-quick: #: The shortest of it, about a minute: contract suite, a late write and each fault on real queue pairs; says why where it cannot
 	@test/rdma/quick.sh
 
 .PHONY: test-rdma-two
-test-rdma-two: rdma-guest ## The same over two guests, as two hosts
+test-rdma-two: rdma-guest #: The same over two guests, as two hosts
 	go test -race -c -o $(RDMA)/gdr.race.test ./transport/gdr
 	RAILS=1 GUEST_MEM=2048 test/rdma/two.sh $(RDMA)/gdr.race.test -test.v -test.timeout 30m -test.run TestDeviceConformanceTwo
 	go test -c -o $(RDMA)/sidecar.test ./sidecar
@@ -239,33 +282,33 @@ test-rdma-two: rdma-guest ## The same over two guests, as two hosts
 	KVSPRAY_RDMA_LAYERS=8 RAILS=4 test/rdma/two.sh $(RDMA)/sidecar.test -test.v -test.timeout 30m -test.run TestRDMAHostLost
 
 .PHONY: bench-rdma
-bench-rdma: rdma-guest ## gdr beside ib_write_bw in one guest, in turns: ratios, not speeds; KVSPRAY_RDMA_GOAL=0.90 fails below it
+bench-rdma: rdma-guest #: gdr beside ib_write_bw in one guest, in turns: ratios, not speeds; KVSPRAY_RDMA_GOAL=0.90 fails below it
 	RAILS=4 GUEST_MEM=2560 GUEST_TIMEOUT=3000 KVSPRAY_BENCH_RDMA=$${KVSPRAY_BENCH_RDMA:-10} go test -count=1 -v -timeout 50m -run TestDeviceBandwidth -exec $(ROOT)/test/rdma/exec.sh ./transport/gdr
 
 .PHONY: test-chart
-test-chart: ## The Helm chart, rendered and checked against the Kubernetes API; alert rules and dashboard
+test-chart: #: The Helm chart, rendered and checked against the Kubernetes API; alert rules and dashboard
 	cd deploy && go test -count=1 ./...
 
 .PHONY: test-page
-test-page: build ## The pages of sidecar and router in Chromium, beside transfers; a rail dies (KVSPRAY_SHOTS: a folder for screenshots)
+test-page: build #: The pages of sidecar and router in Chromium, beside transfers; a rail dies (KVSPRAY_SHOTS: a folder for screenshots)
 	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py --page
 	$(B)/venv-page/bin/python -m pytest -q -rfEs --no-fold-skipped test/page
 
 .PHONY: test-docs
-test-docs: build env $(DISTENV)/.stamp ## The shell blocks of the getting-started pages, run as their readers would
+test-docs: build env $(DISTENV)/.stamp #: The shell blocks of the getting-started pages, run as their readers would
 	$(VENV)/bin/python test/docs/blocks.py
 
 PODS_STEPS ?=
 .PHONY: test-pods test-pods-group
-test-pods: build env $(TOOLS)/chartrender ## The chart's pods, run here without Kubernetes: updates, kills and drains under load (8 minutes; PODS_STEPS=all)
+test-pods: build env $(TOOLS)/chartrender #: The chart's pods, run here without Kubernetes: updates, kills and drains under load (8 minutes; PODS_STEPS=all)
 	$(VENV)/bin/python test/pods/pods.py $(if $(PODS_STEPS),--steps $(PODS_STEPS))
 
-test-pods-group: build env $(TOOLS)/chartrender ## The same for decode engines of two pods each, as a LeaderWorkerSet: blocks reach all, an update, a worker's eviction
+test-pods-group: build env $(TOOLS)/chartrender #: The same for decode engines of two pods each, as a LeaderWorkerSet: blocks reach all, an update, a worker's eviction
 	$(VENV)/bin/python test/pods/pods.py --values test/pods/group.yaml --steps decode,worker
 
 .PHONY: test-sglang
-test-sglang: build ## SGLang's pools, HiCache on our store, prefill and decode on its servers and beside vLLM's (environments of 2.7 and 3 GB, made once)
+test-sglang: build #: SGLang's pools, HiCache on our store, prefill and decode on its servers and beside vLLM's (environments of 2.7 and 3 GB, made once)
 	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py
 	$(HOSTPY) test/rig/env.py --sglang
@@ -293,7 +336,7 @@ lint-arm64:
 DOCS := $(wildcard *.md docs/*.md docs/*/*.md pybind/*.md integration/*/*.md)
 DOCS := $(filter-out docs/config.md,$(DOCS))
 # The words and sentences of documents, then their width, length, links and paths. docs/config.md is generated.
-lint-docs: $(TOOLS)/.stamp ## Words, sentences, width, length and links of the documents
+lint-docs: $(TOOLS)/.stamp #: Words, sentences, width, length and links of the documents
 	$(TOOLS)/vale --config tools/vale/vale.ini $(DOCS)
 	go test -count=1 -run Document ./test/arch
 
@@ -319,7 +362,7 @@ generate: $(TOOLS)/.stamp $(LINTENV)/.stamp ## Make all generated code, kernels 
 GENERATED := api/peer/v1/*.pb.go internal/board/zz_generated*.go connector/msg/zz_generated*.go pybind/python/kvspray/_messages.py internal/sys/cuda/kernels/kernels.ptx internal/sys/cuda/kernels/kernels.sm_*.cubin \
   pybind/src/flag_ptx.h docs/config.md deploy/monitoring/alerts.yaml deploy/monitoring/dashboard.json
 .PHONY: generate-check
-generate-check: ## Fail if generated files are not what their sources say
+generate-check: #: Fail if generated files are not what their sources say
 	@before=$$(sha256sum $(GENERATED)); $(MAKE) -s generate; after=$$(sha256sum $(GENERATED)); \
 	if [ "$$before" != "$$after" ]; then echo "generated files were stale; commit what 'make generate' made:"; \
 	diff <(echo "$$before") <(echo "$$after") || exit 1; fi
@@ -331,7 +374,7 @@ bin/kvspray-memcpy: bench/baseline/memcpy.c
 	gcc -std=gnu11 -O2 -Wall -Wextra -Werror -pthread -o $@ $<
 
 .PHONY: bench-copy
-bench-copy: build bin/kvspray-memcpy ## kvspray-bench copy, both transports and integrity levels; JSON in .build/bench
+bench-copy: build bin/kvspray-memcpy #: kvspray-bench copy, both transports and integrity levels; JSON in .build/bench
 	@mkdir -p $(B)/bench
 	for t in tcp shm; do for i in off crc32c aead; do for c in 1 4; do \
 	  [ $$t = shm ] && [ $$i != off ] && continue; \
@@ -339,7 +382,7 @@ bench-copy: build bin/kvspray-memcpy ## kvspray-bench copy, both transports and 
 	  bin/kvspray-bench copy --transport $$t --integrity $$i --conns $$c --json | tee $(B)/bench/copy-$$t-$$i-$$c.json; done; done; done
 
 .PHONY: bench-sim-check
-bench-sim-check: build ## Is the simulation's word true? Real rails (root), then the same run simulated; fails where they are 7% apart
+bench-sim-check: build #: Is the simulation's word true? Real rails (root), then the same run simulated; fails where they are 7% apart
 	@mkdir -p $(B)/bench
 	for f in "" "--fault 3s:rail0:down --fault 5s:rail0:up" "--fault 3s:rail0:drop --fault 5s:rail0:heal" "--fault 3s:rail0:rate=1/20 --fault 5s:rail0:heal" \
 	  "--fault 3s:rail0:ackdrop --fault 5s:rail0:heal" "--fault 3s:rail0:flap=300ms --fault 5s:rail0:heal" "--fault 3s:rail0:blackhole --fault 5s:rail0:heal"; do \
@@ -347,7 +390,7 @@ bench-sim-check: build ## Is the simulation's word true? Real rails (root), then
 
 # Raw results stay out of the tree: this archive is attached to the release whose figures docs/bench has.
 .PHONY: bench-archive
-bench-archive: ## Pack the raw results of .build/bench into one archive in dist/, to be attached to a release
+bench-archive: #: Pack the raw results of .build/bench into one archive in dist/, to be attached to a release
 	@[ -n "$$(find $(B)/bench -type f 2>/dev/null | head -n 1)" ] || { \
 	  echo "make $@: $(B)/bench is empty: run the benchmarks first (make bench-copy, bench-rails, bench-peers)" >&2; exit 1; }
 	@mkdir -p dist
@@ -355,21 +398,25 @@ bench-archive: ## Pack the raw results of .build/bench into one archive in dist/
 	  --transform 's,^bench,kvspray-bench-$(VERSION),' --file dist/kvspray-bench-$(VERSION).tar.gz bench
 	@ls -l dist/kvspray-bench-$(VERSION).tar.gz
 
+BENCH_COUNT ?= 6
 .PHONY: bench
-bench: ## Go benchmarks (ParseBlock, frames, rings ...)
-	go test -run '^$$' -bench . -benchmem ./...
+bench: #: Go benchmarks (ParseBlock, frames, rings ...), compared with those of the last run by benchstat
+	@mkdir -p $(B)/bench
+	go test -run '^$$' -bench . -benchmem -count $(BENCH_COUNT) ./... | tee $(B)/bench/go.new
+	@[ ! -e $(B)/bench/go.txt ] || (cd tools && go tool benchstat $(B)/bench/go.txt $(B)/bench/go.new)
+	@mv $(B)/bench/go.new $(B)/bench/go.txt
 
 .PHONY: bench-rails
-bench-rails: build ## kvspray-bench rails, a rail dying and coming back; JSON and HTML in .build/bench (root)
+bench-rails: build #: kvspray-bench rails, a rail dying and coming back; JSON and HTML in .build/bench (root)
 	@mkdir -p $(B)/bench
 	bin/kvspray-bench rails --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up --json $(B)/bench/rails.json --html $(B)/bench/rails.html
 
 .PHONY: bench-peers
-bench-peers: build $(B)/venv-peers/.stamp ## The same blocks, rails and faults with NIXL and Mooncake (root; 450 MB to fetch, once)
+bench-peers: build $(B)/venv-peers/.stamp #: The same blocks, rails and faults with NIXL and Mooncake (root; 450 MB to fetch, once)
 	bin/kvspray-bench peers --python $(B)/venv-peers/bin/python --out $(B)/bench/peers $(BENCH_ARGS)
 
 .PHONY: bench-store
-bench-store: build env $(B)/venv-peers/.stamp ## Gets and puts of pages beside Mooncake's store (450 MB to fetch, once; libibverbs1)
+bench-store: build env $(B)/venv-peers/.stamp #: Gets and puts of pages beside Mooncake's store (450 MB to fetch, once; libibverbs1)
 	@mkdir -p $(B)/bench
 	PYTHONPATH=$$($(VENV)/bin/python -c 'import kvspray, pathlib; print(pathlib.Path(kvspray.__file__).parents[1])') \
 	  $(B)/venv-peers/bin/python bench/peers/store.py --json $(B)/bench/store-peers.json $(BENCH_ARGS)
@@ -381,15 +428,15 @@ $(B)/venv-peers/.stamp: bench/peers/requirements.txt
 	@touch $@
 
 .PHONY: bench-latency
-bench-latency: build env ## One 4 KiB block between two sidecars, from the engine's word to the engine's ear
+bench-latency: build env #: One 4 KiB block between two sidecars, from the engine's word to the engine's ear
 	$(VENV)/bin/python -m kvspray.latency --kvspray bin/kvspray
 
 .PHONY: bench-place
-bench-place: build env ## The router's policies with three real engines, rails of 0.1 to 10 Gbit/s: predictions, times to the first token (root, an hour)
+bench-place: build env #: The router's policies with three real engines, rails of 0.1 to 10 Gbit/s: predictions, times to the first token (root, an hour)
 	$(VENV)/bin/python test/rig/bench_place.py $(BENCH_ARGS)
 
 .PHONY: gpu-bin
-gpu-bin: build env ## What test/gpu needs on a host with GPUs and no network: .build/gpu, to be carried there with the sources
+gpu-bin: build env #: What test/gpu needs on a host with GPUs and no network: .build/gpu, to be carried there with the sources
 	@mkdir -p $(B)/gpu
 	go build -ldflags '$(LDFLAGS) -s -w' -o $(B)/gpu/ ./cmd/kvspray ./cmd/kvspray-bench
 	rm -rf $(B)/gpu/py && mkdir -p $(B)/gpu/py && cp -r $$($(VENV)/bin/python -c 'import kvspray, pathlib; print(pathlib.Path(kvspray.__file__).parent)') $(B)/gpu/py/
@@ -397,24 +444,24 @@ gpu-bin: build env ## What test/gpu needs on a host with GPUs and no network: .b
 	@du -sh $(B)/gpu/kvspray $(B)/gpu/kvspray-bench $(B)/gpu/py $(B)/gpu/pk
 
 .PHONY: gpu-engines
-gpu-engines: env ## A CUDA vLLM and kvspray as packs for such a host: .build/gpu/pk (1 GB to fetch, 10 minutes, once)
+gpu-engines: env #: A CUDA vLLM and kvspray as packs for such a host: .build/gpu/pk (1 GB to fetch, 10 minutes, once)
 	KVSPRAY_LDFLAGS='$(LDFLAGS)' nice $(HOSTPY) test/gpu/engines/pack.py
 
 .PHONY: gpu-own
-gpu-own: env ## Of these packs the one with kvspray alone, in seconds
+gpu-own: env #: Of these packs the one with kvspray alone, in seconds
 	KVSPRAY_LDFLAGS='$(LDFLAGS)' nice $(HOSTPY) test/gpu/engines/pack.py --fast own
 
 .PHONY: gpu-nixl
-gpu-nixl: ## NIXL for such a host, to compare with: .build/gpu/pk-more
+gpu-nixl: #: NIXL for such a host, to compare with: .build/gpu/pk-more
 	nice $(HOSTPY) test/gpu/engines/pack.py nixl
 
 .PHONY: bench-vllm
-bench-vllm: build env ## D's latency with kvspray against NIXL, same engines and prompts
+bench-vllm: build env #: D's latency with kvspray against NIXL, same engines and prompts
 	$(HOSTPY) test/rig/env.py --nixl
 	$(VENV)/bin/python test/rig/bench_vllm.py $(BENCH_ARGS)
 
 .PHONY: bench-sglang
-bench-sglang: build $(B)/venv-peers/.stamp ## SGLang's HiCache and prefill/decode with kvspray beside file, Mooncake and NIXL (environments of 2.7 GB and 450 MB, once)
+bench-sglang: build $(B)/venv-peers/.stamp #: SGLang's HiCache and prefill/decode with kvspray beside file, Mooncake and NIXL (environments of 2.7 GB and 450 MB, once)
 	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py --sglang
 	@mkdir -p $(B)/bench
@@ -424,13 +471,20 @@ bench-sglang: build $(B)/venv-peers/.stamp ## SGLang's HiCache and prefill/decod
 ##@ Set-up
 
 .PHONY: env
-env: ## Make the environment with the pinned vLLM (1 GB to fetch, once)
+env: #: Make the environment with the pinned vLLM (1 GB to fetch, once)
 	$(call need-python,8)
 	@$(HOSTPY) test/rig/env.py
 
 .PHONY: clean
 clean: ## Remove everything that was built, the environments too
 	rm -rf $(B) bin dist run
+
+$(TOOLS)/gotestsum: tools/go.mod tools/go.sum
+	@mkdir -p $(TOOLS)
+	cd tools && go build -o $@ gotest.tools/gotestsum
+
+.PHONY: gotestsum
+gotestsum: $(TOOLS)/gotestsum
 
 $(TOOLS)/.stamp: tools/go.mod tools/go.sum $(wildcard tools/protogen/*.go)
 	@mkdir -p $(TOOLS)
@@ -465,7 +519,7 @@ $(TOOLS)/versitygw: tools/go.mod tools/go.sum
 	cd tools && go build -o $@ github.com/versity/versitygw/cmd/versitygw
 
 .PHONY: s3server
-s3server: $(TOOLS)/versitygw ## The S3 server that tests of store/object start
+s3server: $(TOOLS)/versitygw #: The S3 server that tests of store/object start
 
 $(SITEENV)/.stamp: tools/site/requirements.txt
 	@echo "making the Python environment of the site ..."

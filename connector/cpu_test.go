@@ -57,12 +57,10 @@ func (c *counting) Progress(_ *engines.Worker, p []engines.Progress) {
 	c.layers.Add(int64(len(p)))
 }
 
-// TestCPU holds the watcher to its promises, with two engines in processes of their own: nothing
-// when idle, and little while both run a step of 32 layers every 20 ms.
-func TestCPU(t *testing.T) {
-	if testing.Short() {
-		testutil.Skip(t, "long", "measures for seconds; run without -short")
-	}
+// TestMeasureConnectorCPU holds the watcher to its promises, with two engines in processes of their
+// own: nothing when idle, and little while both run a step of 32 layers every 20 ms.
+func TestMeasureConnectorCPU(t *testing.T) {
+	testutil.Measures(t)
 	events := &counting{}
 	r := start(t, func(o *connector.Options) {
 		events.recorder = o.Events.(*recorder)

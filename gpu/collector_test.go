@@ -11,14 +11,11 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// TestMovesDoNotHoldTheCollector: moves of scattered blocks of 16 KiB do not delay the garbage
+// TestMeasureCollectorDelayOfMoves: moves of scattered blocks of 16 KiB do not delay the garbage
 // collector, between two GPUs on a driver that does nothing, and between a GPU and the host on one
 // that copies.
-func TestMovesDoNotHoldTheCollector(t *testing.T) {
-	if testutil.Race {
-		testutil.Skip(t, "norace",
-			"make test-all looks at it where nothing else runs, in its part bounds")
-	}
+func TestMeasureCollectorDelayOfMoves(t *testing.T) {
+	testutil.Measures(t)
 	const block, n = 16 << 10, 4096
 	t.Run("driver that does nothing", func(t *testing.T) {
 		g := gputest.Must(newGPUs(gputest.NewInertPlatform(2), Config{Slots: 1, Buffers: 1,

@@ -254,9 +254,9 @@ func TestRelayIsTriedAgain(t *testing.T) {
 	}
 }
 
-// TestMeasureWithWhatFits: where the limit leaves less than a measurement wants, it takes a part,
+// TestTableWithWhatFits: where the limit leaves less than a measurement wants, it takes a part,
 // and all of it is given back.
-func TestMeasureWithWhatFits(t *testing.T) {
+func TestTableWithWhatFits(t *testing.T) {
 	shape := copierShape{rigMin, rigMax, 4 * rigMin, 2 * rigMin, 1 << 20, 64 << 10}
 	for _, c := range []struct {
 		room     uint64

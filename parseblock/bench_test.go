@@ -145,14 +145,12 @@ func TestNoAllocations(t *testing.T) {
 	}
 }
 
-// TestRunsAreCheap: planning a run takes less than 20 ns, for every layout and on every processor
+// TestMeasureRuns: planning a run takes less than 20 ns, for every layout and on every processor
 // that runs tests. The goal of 10 ns is for the machine of docs/bench/parseblock.md, which takes 6
 // to 7; an older one of 2.8 GHz took 9 to 10.5, and 14 beside a busy neighbor. The test takes the
 // least of many short tries, because other load makes a try slower, never faster.
-func TestRunsAreCheap(t *testing.T) {
-	if testutil.Race {
-		testutil.Skip(t, "norace", "the race detector makes it many times slower")
-	}
+func TestMeasureRuns(t *testing.T) {
+	testutil.Measures(t)
 	const (
 		limit = 20.0 // ns
 		tries = 200
@@ -327,12 +325,13 @@ func allocated(f func()) (bytes, objects uint64) {
 	return (after.TotalAlloc - before.TotalAlloc) / times, (after.Mallocs - before.Mallocs) / times
 }
 
-// TestCostOfReshape: 32,768 tokens through 64 layers of NHD pages, from two ranks to one. After the
-// first contact, a prompt is planned in under a millisecond and in under 64 KiB beside the block
-// tables, for both ranks and both ends together. The work of the first contact also takes less than
-// a millisecond and is not kept for each prompt. Writing out all runs of the prompt and walking
-// their pieces allocates nothing.
-func TestCostOfReshape(t *testing.T) {
+// TestMeasureReshape: 32,768 tokens through 64 layers of NHD pages, from two ranks to one. After
+// the first contact, a prompt is planned in under a millisecond and in under 64 KiB beside the
+// block tables, for both ranks and both ends together. The work of the first contact also takes
+// less than a millisecond and is not kept for each prompt. Writing out all runs of the prompt and
+// walking their pieces allocates nothing.
+func TestMeasureReshape(t *testing.T) {
+	testutil.Measures(t)
 	const mostWarm, mostCold = 64 << 10, 512 << 10
 	r := newReshaped()
 	m := r.meet(t)

@@ -9,11 +9,8 @@ import (
 
 // 32,768 tokens through 64 layers, from two ranks to one: two engines meet, a prompt is planned,
 // and all of its runs are written out and walked.
-func TestPlanningDoesNotHoldTheCollector(t *testing.T) {
-	if testutil.Race {
-		testutil.Skip(t, "norace",
-			"make test-all looks at it where nothing else runs, in its part bounds")
-	}
+func TestMeasureCollectorDelayOfPlanning(t *testing.T) {
+	testutil.Measures(t)
 	r := newReshaped()
 	buf := make([]layout.Run, 0, 1<<15)
 	testutil.LetsCollectorInWhile(t, func() {

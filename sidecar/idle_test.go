@@ -18,7 +18,8 @@ import (
 const maxIdlePeer = 24 << 10
 
 // A peer that is known and idle costs little heap, and no data lane.
-func TestIdlePeer(t *testing.T) {
+func TestMeasureIdlePeer(t *testing.T) {
+	testutil.Measures(t)
 	const peers = 24
 	key, err := keys.NewCluster()
 	ok(t, err)

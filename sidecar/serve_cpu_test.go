@@ -48,16 +48,10 @@ func kvsprayBinary(t *testing.T) string {
 	return path
 }
 
-// TestServeCPU measures the process that people run, with everything in it, and not only its
+// TestMeasureServeCPU measures the process that people run, with everything in it, and not only its
 // watcher: package connector has a test of that one.
-func TestServeCPU(t *testing.T) {
-	if testing.Short() {
-		testutil.Skip(t, "long", "measures for seconds; run without -short")
-	}
-	if testutil.Race {
-		testutil.Skip(t, "norace", "the binary is built without -race, but what runs beside such tests "+
-			"leaves nothing to measure with")
-	}
+func TestMeasureServeCPU(t *testing.T) {
+	testutil.Measures(t)
 	p := newProcess(t, "tcp", kvsprayBinary(t), "serve", "--config")
 	engines := []*engine{newEngine(t, p.asRunning(), manyLayers), newEngine(t, p.asRunning(),
 		manyLayers)}

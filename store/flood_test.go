@@ -4,7 +4,6 @@ package store
 
 import (
 	"fmt"
-	"os"
 	"runtime"
 	"slices"
 	"sync"
@@ -154,11 +153,9 @@ func shown(took []time.Duration) string {
 // A tenant that floods the store leaves another one's gets in peace: the 99th percentile of their
 // times is at most 1.5 times as long. The same beside copies outside of the store tells what of it
 // is the processors'.
-func TestFloodInTime(t *testing.T) {
-	d, err := time.ParseDuration(os.Getenv("KVSPRAY_FLOOD"))
-	if err != nil {
-		testutil.Skip(t, "flood", "a measurement: set KVSPRAY_FLOOD=10s on an idle machine")
-	}
+func TestMeasureFlood(t *testing.T) {
+	testutil.Measures(t)
+	const d = 4 * time.Second
 	s, err := Open(Config{Memory: memory.Config{Bytes: 256 << 20}})
 	if err != nil {
 		t.Fatal(err)

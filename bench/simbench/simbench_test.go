@@ -99,11 +99,11 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// TestWord: what was measured on real rails is said to within Tolerance, faults and healing
-// included.
-func TestWord(t *testing.T) {
+// TestPredictsMeasuredRails: what was measured on real rails is predicted to within Tolerance, faults
+// and healing included.
+func TestPredictsMeasuredRails(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test-all runs it in its part bounds, in a twentieth of the time")
+		testutil.Skip(t, "norace", "the race detector makes it ten times slower: make test-long runs it")
 	}
 	files, err := filepath.Glob("testdata/rails-*.json")
 	if err != nil || len(files) < 5 {
@@ -149,7 +149,7 @@ func TestSame(t *testing.T) {
 // TestManyNodes: what two nodes reach, hundreds do too.
 func TestManyNodes(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test-all runs it in its part bounds, in a twentieth of the time")
+		testutil.Skip(t, "norace", "the race detector makes it ten times slower: make test-long runs it")
 	}
 	r := must(t, Setup{Options: &timeline.Options{Rates: []timeline.Rate{25e9, 25e9, 25e9, 25e9},
 		Block: 64 << 10, Total: 64 << 20, Policy: "spray",

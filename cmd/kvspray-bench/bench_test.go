@@ -197,10 +197,8 @@ func rails(t *testing.T, args ...string) (out, errs *bytes.Buffer) {
 }
 
 // A run of one sidecar that sends to three, and takes from them.
-func TestBenchReceivers(t *testing.T) {
-	if testutil.Race {
-		testutil.Skip(t, "norace", "make test-all runs it where nothing else runs, in its part receivers")
-	}
+func TestMeasureReceivers(t *testing.T) {
+	testutil.Measures(t)
 	if !testutil.InNamespace(t) {
 		return
 	}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec/internal/credit"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -41,7 +42,8 @@ func manyExec() (*Exec, *engines.Worker) {
 
 // All peers are lost at once, as when a switch fails, and return. Each loss costs what concerns
 // that peer, independent of the leases of other peers.
-func TestLossOfAllPeers(t *testing.T) {
+func TestMeasureLossOfAllPeers(t *testing.T) {
+	testutil.Measures(t)
 	for _, over := range []bool{false, true} {
 		e, w := manyExec()
 		now := sec
@@ -92,7 +94,8 @@ func TestLossOfAllPeers(t *testing.T) {
 
 // Peers that send nothing cost nothing: no timer runs without traffic, and a measurement costs as
 // much as there is traffic.
-func TestIdlePeersAreNotMeasured(t *testing.T) {
+func TestMeasureIdlePeers(t *testing.T) {
+	testutil.Measures(t)
 	e, w := manyExec()
 	now := sec
 	for i := range manyPeers {
@@ -210,7 +213,8 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 }
 
 // Thousands of leases with one deadline end in several ticks, and no tick takes long.
-func TestOneDeadlineForAll(t *testing.T) {
+func TestMeasureOneDeadline(t *testing.T) {
+	testutil.Measures(t)
 	e, w := manyExec()
 	now := sec
 	for id := range manyLeases {

@@ -7,11 +7,8 @@ import (
 )
 
 // A hundred transfers of 256 MiB are open, and each slice that lands is followed by the next one.
-func TestExecDoesNotHoldTheCollector(t *testing.T) {
-	if testutil.Race {
-		testutil.Skip(t, "norace",
-			"make test-all looks at it where nothing else runs, in its part bounds")
-	}
+func TestMeasureCollectorDelayOfExec(t *testing.T) {
+	testutil.Measures(t)
 	x := newLoaded(t, 100, 1<<16)
 	testutil.LetsCollectorInWhile(t, func() {
 		if dst, full := x.slice(); full {

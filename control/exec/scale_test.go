@@ -9,6 +9,8 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 // Bounds for the cost of a slice, from its confirmation to the next one, and for the ratio of this
@@ -22,11 +24,12 @@ const (
 	sliceLeaves = 32
 )
 
-// TestTenThousandOpen checks that a slice costs the same with ten open transfers and with ten
-// thousand, and that it leaves almost nothing on the heap. Both take turns on one thread, of which
-// the CPU time counts; the test judges the median of the ratios, because other load affects both
-// alike. Left out under the race detector; make test-sim runs it.
-func TestTenThousandOpen(t *testing.T) {
+// TestMeasureTenThousandOpen checks that a slice costs the same with ten open transfers and with
+// ten thousand, and that it leaves almost nothing on the heap. Both take turns on one thread, of
+// which the CPU time counts; the test judges the median of the ratios, because other load affects
+// both alike. Left out under the race detector; make test-sim runs it.
+func TestMeasureTenThousandOpen(t *testing.T) {
+	testutil.Measures(t)
 	// turns, the additional ones if they miss the bound, and slices of either side in each
 	const turns, most, round = 15, 60, 5000
 	runtime.LockOSThread()

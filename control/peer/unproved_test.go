@@ -71,11 +71,8 @@ func p99(d []time.Duration) time.Duration {
 
 // Processes without a key hold ten thousand connections and open two thousand a second. Members
 // connect and open lanes as if they were alone.
-func TestMembersAmongUnproved(t *testing.T) {
-	if testutil.Race {
-		testutil.Skip(t, "norace",
-			"make test-all checks it while nothing else runs, in its part bounds")
-	}
+func TestMeasureMembersAmongUnproved(t *testing.T) {
+	testutil.Measures(t)
 	c, err := keys.NewCluster()
 	if err != nil {
 		t.Fatal(err)

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //go:build !race
 
 package spray
@@ -5,6 +7,8 @@ package spray
 import (
 	"testing"
 	"time"
+
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 // pullGoal bounds the cost of the decision about one slice with 32 candidate pairs. If the other
@@ -12,9 +16,10 @@ import (
 // goal; the log has the value.
 const pullGoal = 500 * time.Nanosecond
 
-// TestPullCost checks that the decision is cheap with many pairs, including the pull that finds
+// TestMeasurePull checks that the decision is cheap with many pairs, including the pull that finds
 // nothing at the end of each round. Left out under the race detector; make test-sim runs it.
-func TestPullCost(t *testing.T) {
+func TestMeasurePull(t *testing.T) {
+	testutil.Measures(t)
 	const rounds, confirmed = 100, 16
 	end, pull := loaded(t, 32)
 	pull()

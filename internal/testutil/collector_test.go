@@ -17,10 +17,8 @@ func contains(b []byte) bool { return bytes.IndexByte(b, 1) >= 0 }
 
 // One long search cannot be preempted, and holds the collector; the same in pieces does not. What
 // the host does to the machine meanwhile may hide either once, so each has a few tries.
-func TestLetsCollectorIn(t *testing.T) {
-	if testing.Short() {
-		Skip(t, "long", "searches gigabytes; run without -short")
-	}
+func TestMeasureCollectorDelayOfSearches(t *testing.T) {
+	Measures(t)
 	const tries = 4
 	// Nothing is ever written there: it takes no memory, and a search of all of it a fifth of a
 	// second and more.

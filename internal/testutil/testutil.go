@@ -4,9 +4,7 @@
 package testutil
 
 import (
-	"fmt"
 	"os"
-	"runtime/debug"
 	"slices"
 	"strings"
 	"testing"
@@ -16,10 +14,6 @@ import (
 // supposed to have them.
 const MustRunEnv = "KVSPRAY_MUST_RUN"
 
-// SkipsEnv names a file for one line per skipped test: package, test, feature and reason, separated
-// by tabs.
-const SkipsEnv = "KVSPRAY_SKIPS"
-
 // Skip ends the test because this machine lacks feature ("rdma", "vllm", "shm" ...), for the stated
 // reason. If KVSPRAY_MUST_RUN names the feature, or "all", the test fails instead.
 func Skip(tb testing.TB, feature, reason string) {
@@ -27,34 +21,20 @@ func Skip(tb testing.TB, feature, reason string) {
 	if mustRun(os.Getenv(MustRunEnv), feature) {
 		tb.Fatalf("%s must run here (%s names it), but: %s", feature, MustRunEnv, reason)
 	}
-	if path := os.Getenv(SkipsEnv); path != "" {
-		if err := record(path, tb.Name(), feature, reason); err != nil {
-			tb.Fatalf("%s=%s: %v", SkipsEnv, path, err)
-		}
-	}
 	tb.Skipf("%s: %s", feature, reason)
 }
 
-// record adds a skip to the file in one write, so that lines of several processes do not mix.
-func record(path, test, feature, reason string) error {
-	f, err := os.OpenFile(path, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o666)
-	if err != nil {
-		return fmt.Errorf("record a skip: %w", err)
+// MeasureEnv makes tests run that measure; any value does.
+const MeasureEnv = "KVSPRAY_MEASURE"
+
+// Measures begins a test with a bound that a busy machine can miss: of time, of processor time, or
+// of the memory of a whole process. Its name begins with TestMeasure. It runs in make test-measure
+// only, where nothing runs beside it, without the race detector.
+func Measures(tb testing.TB) {
+	tb.Helper()
+	if Race || os.Getenv(MeasureEnv) == "" {
+		tb.Skipf("a measurement: %s is not set, or the race detector is on", MeasureEnv)
 	}
-	pkg := ""
-	if b, ok := debug.ReadBuildInfo(); ok {
-		pkg = strings.TrimSuffix(strings.TrimPrefix(b.Path, b.Main.Path+"/"), ".test")
-	}
-	line := strings.Join([]string{pkg, test, feature, strings.Join(strings.Fields(reason), " ")},
-		"\t") + "\n"
-	_, err = f.WriteString(line)
-	if cerr := f.Close(); err == nil {
-		err = cerr
-	}
-	if err != nil {
-		return fmt.Errorf("record a skip: %w", err)
-	}
-	return nil
 }
 
 func mustRun(list, feature string) bool {

@@ -360,6 +360,41 @@ func TestProxies(t *testing.T) {
 	}
 }
 
+// The names of tests that measure set them apart: make test leaves them out by name.
+func TestNamesOfMeasurements(t *testing.T) {
+	for _, f := range goFiles(t) {
+		for _, d := range f.ast.Decls {
+			fn, ok := d.(*ast.FuncDecl)
+			if !ok || fn.Recv != nil || !f.test || len(fn.Body.List) == 0 {
+				continue
+			}
+			named := strings.HasPrefix(fn.Name.Name, "TestMeasure")
+			if measures := isMeasures(fn.Body.List[0]); named != measures {
+				t.Errorf("%s: %s begins with testutil.Measures: %v, want %v",
+					fset.Position(fn.Pos()), fn.Name.Name, measures, named)
+			}
+		}
+	}
+}
+
+func isMeasures(s ast.Stmt) bool {
+	e, ok := s.(*ast.ExprStmt)
+	if !ok {
+		return false
+	}
+	call, ok := e.X.(*ast.CallExpr)
+	if !ok {
+		return false
+	}
+	switch f := call.Fun.(type) {
+	case *ast.SelectorExpr:
+		return f.Sel.Name == "Measures"
+	case *ast.Ident:
+		return f.Name == "Measures"
+	}
+	return false
+}
+
 // isHTTP reports whether x is http.name.
 func isHTTP(x ast.Expr, name string) bool {
 	sel, ok := x.(*ast.SelectorExpr)

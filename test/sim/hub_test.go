@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transport/simfabric"
 )
 
@@ -34,10 +35,11 @@ func threadCPU() time.Duration {
 	return time.Duration(t.Nano())
 }
 
-// TestHubLosesAll: one node of a thousand has ten thousand transfers open, half of them each way,
-// when all of its peers are lost at once. Before, nothing flows, since no prefill has come so
+// TestMeasureHubLosesAll: one node of a thousand has ten thousand transfers open, half of them each
+// way, when all of its peers are lost at once. Before, nothing flows, since no prefill has come so
 // far.
-func TestHubLosesAll(t *testing.T) {
+func TestMeasureHubLosesAll(t *testing.T) {
+	testutil.Measures(t)
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	link := simfabric.LinkSpec{BitsPerSecond: 10e9, Latency: 10 * time.Microsecond,

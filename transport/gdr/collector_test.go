@@ -9,11 +9,8 @@ import (
 
 // Both ends of a lane, with blocks of a megabyte over the fabric without a NIC, and with many small
 // ones where nothing is copied at all, so that posting and polling take all the time.
-func TestWritesDoNotHoldTheCollector(t *testing.T) {
-	if testutil.Race {
-		testutil.Skip(t, "norace",
-			"make test-all looks at it where nothing else runs, in its part bounds")
-	}
+func TestMeasureCollectorDelayOfWrites(t *testing.T) {
+	testutil.Measures(t)
 	_, factory := rig(t)
 	t.Log("large blocks, copied")
 	transporttest.NewMover(t, factory, transporttest.Shape{Chunks: 64, BlockBytes: 1 << 20,

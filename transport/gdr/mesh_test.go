@@ -122,7 +122,7 @@ func (n *meshNode) Origin(transfer.Boot, transfer.Slot, transfer.Gen) (*transpor
 
 // TestMeshDoesNotHerd: 64 nodes come up at once, and each opens lanes to all of the others. No node
 // has more set-ups under way than its gates let in, nor begins them faster, and every lane is up at
-// the first try. (Under the race detector they are fewer; part bounds of make test has all.)
+// the first try. (Under the race detector they are fewer; make test-long has all.)
 func TestMeshDoesNotHerd(t *testing.T) {
 	const nodes = meshNodes
 	f := fake.New()
@@ -201,7 +201,8 @@ func TestMeshDoesNotHerd(t *testing.T) {
 
 // Strangers without a key hold thousands of connections to a rail, and open thousands a second:
 // lanes over the same rail open, and the log stays short.
-func TestLanesAmongStrangers(t *testing.T) {
+func TestMeasureLanesAmongStrangers(t *testing.T) {
+	testutil.Measures(t)
 	for name, from := range map[string]func(int) [4]byte{"one address": testutil.OneStranger,
 		"many addresses": testutil.ManyStrangers} {
 		t.Run(name, func(t *testing.T) {

@@ -65,11 +65,8 @@ func (r hinter) Dial(ctx context.Context, peer transport.Peer, local, remote tra
 }
 
 // Pulls copy many megabytes at a time.
-func TestPullsDoNotHoldTheCollector(t *testing.T) {
-	if testutil.Race {
-		testutil.Skip(t, "norace",
-			"make test-all looks at it where nothing else runs, in its part bounds")
-	}
+func TestMeasureCollectorDelayOfPulls(t *testing.T) {
+	testutil.Measures(t)
 	transporttest.NewMover(t, backend, transporttest.Shape{Chunks: 64, BlockBytes: 1 << 20,
 		Shuffle: true}).LetsCollectorIn(16)
 }

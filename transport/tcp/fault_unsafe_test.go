@@ -384,10 +384,8 @@ func TestFaultingMemory(t *testing.T) {
 }
 
 // Slices allocate nothing once the lane runs.
-func TestSliceDoesNotAllocate(t *testing.T) {
-	if testutil.Race {
-		testutil.Skip(t, "alloc", "the race detector allocates")
-	}
+func TestMeasureSliceAllocations(t *testing.T) {
+	testutil.Measures(t)
 	for _, crc := range []bool{false, true} {
 		m := transporttest.NewMover(t, factory(Config{CRC32C: crc}), transporttest.Shape{Chunks: 256,
 			BlockBytes: 16 << 10, Shuffle: true})
@@ -399,11 +397,8 @@ func TestSliceDoesNotAllocate(t *testing.T) {
 }
 
 // Lanes at full speed let the garbage collector in.
-func TestLanesDoNotHoldTheCollector(t *testing.T) {
-	if testutil.Race {
-		testutil.Skip(t, "norace",
-			"make test-all looks at it where nothing else runs, in its part bounds")
-	}
+func TestMeasureCollectorDelayOfLanes(t *testing.T) {
+	testutil.Measures(t)
 	m := transporttest.NewMover(t, factory(Config{CRC32C: true}), transporttest.Shape{Chunks: 512,
 		BlockBytes: 16 << 10, Shuffle: true})
 	m.LetsCollectorIn(8)

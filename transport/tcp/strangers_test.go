@@ -30,11 +30,8 @@ func dials(t *testing.T, p *transporttest.Pair) time.Duration {
 
 // Strangers without a key hold thousands of connections to one rail and open thousands a second:
 // lanes over another rail open as if they were alone.
-func TestLanesAmongStrangers(t *testing.T) {
-	if testutil.Race {
-		testutil.Skip(t, "norace",
-			"make test-all looks at it where nothing else runs, in its part bounds")
-	}
+func TestMeasureLanesAmongStrangers(t *testing.T) {
+	testutil.Measures(t)
 	for name, from := range map[string]func(int) [4]byte{"one address": testutil.OneStranger,
 		"many addresses": testutil.ManyStrangers} {
 		t.Run(name, func(t *testing.T) {

@@ -417,11 +417,8 @@ func TestCopyAndFill(t *testing.T) {
 }
 
 // Bulk loops must let the collector in; the same loop written over copy() held it for seconds.
-func TestCopyDoesNotHoldTheCollector(t *testing.T) {
-	if testutil.Race {
-		testutil.Skip(t, "norace",
-			"make test-all looks at it where nothing else runs, in its part bounds")
-	}
+func TestMeasureCollectorDelayOfCopies(t *testing.T) {
+	testutil.Measures(t)
 	r, err := NewAnonymous("gc", 256<<20, Populate())
 	if err != nil {
 		t.Fatal(err)

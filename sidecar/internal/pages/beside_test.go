@@ -4,7 +4,6 @@ package pages
 
 import (
 	"fmt"
-	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -30,11 +29,9 @@ const (
 // percentile of their times is at most 1.5 times as long, also where the removals come between
 // puts. It is measured without and with removals in turns, and the median of the ratios counts.
 // The store is on a real file.
-func TestRemovalsInALoopInTime(t *testing.T) {
-	d, err := time.ParseDuration(os.Getenv("KVSPRAY_REMOVALS"))
-	if err != nil {
-		testutil.Skip(t, "removals", "a measurement: set KVSPRAY_REMOVALS=3s on an idle machine")
-	}
+func TestMeasureRemovalsInALoop(t *testing.T) {
+	testutil.Measures(t)
+	const d = 3 * time.Second
 	r := startWith(t, store.Config{Memory: memory.Config{Bytes: 16 << 20,
 		SlabBytes: 64 << 10}, Disk: &disk.Config{
 		Devices: []disk.Device{{Path: t.TempDir(), Size: 512 << 20}}, MaxPages: 2 * besideIdle}})
