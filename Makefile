@@ -138,10 +138,13 @@ test-nightly: ## Hours: measurements, attacks, laws, truth, schedules, mutants, 
 watch: $(TOOLS)/gotestsum ## Test a package of Go each time one of its files is saved
 	$(TOOLS)/gotestsum --watch --format testname -- -short
 
-PKG ?= ./...
+# Packages without goroutines, whose tests compute for long: the race detector would find nothing, and take ten times as long.
+PURE := ./parseblock ./bench/simbench ./test/sim
+RACED = $(or $(PKG),$(filter-out $(patsubst ./%,github.com/kvspray/kvspray/%,$(PURE)),$(shell go list ./...)))
 .PHONY: test-go
-test-go: $(TOOLS)/gotestsum #: Go tests with -race, without measurements; PKG: packages (./...)
-	$(call gotest,go) -race -short -timeout 15m -skip '^TestMeasure' $(PKG)
+test-go: $(TOOLS)/gotestsum #: Go tests with -race, without measurements; PKG: packages (all)
+	$(if $(PKG),,$(call gotest,pure) -short -timeout 15m -skip '^TestMeasure' $(PURE))
+	$(call gotest,go) -race -short -timeout 15m -skip '^TestMeasure' $(RACED)
 
 .PHONY: test-py
 test-py: build env #: Python tests, without those with engines
@@ -154,11 +157,11 @@ test-smoke: build wireflip env #: Real engines, one fault of each kind
 test-engines: build wireflip s3server env #: Real engines: all that test-smoke leaves out
 	$(call pytest,engines,$(VENV)/bin/python) test/e2e --part rest
 
-# The tests that make fewer cases under -short, and pure packages, where the race detector finds nothing and takes ten times as long.
+# The tests that make fewer cases under -short.
 .PHONY: test-long
-test-long: build s3server $(TOOLS)/gotestsum #: All pairs of layouts over each transport, more schedules and orders, laws and mutants
+test-long: build s3server $(TOOLS)/gotestsum #: All pairs of layouts over each transport, more schedules and orders
 	$(call gotest,long) -race -timeout 30m -run 'Conformance|Random|Litmus|Heap|KillAtEveryRequest' ./transport/... ./control/... ./internal/board ./store/object
-	$(call gotest,pure) -timeout 30m -skip '^TestMeasure' ./parseblock ./bench/simbench ./transport/gdr
+	$(call gotest,mesh) -timeout 30m -run Mesh ./transport/gdr
 
 .PHONY: test-measure
 test-measure: build $(TOOLS)/gotestsum #: The tests that measure time, CPU and memory, one after the other on an idle machine

@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -180,7 +181,8 @@ func TestKillLanes(t *testing.T) {
 		pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
 		stop := make(chan struct{})
 		done := make(chan struct{})
-		killed := 0 // of the goroutine until it is done
+		const enough = 10 // lanes
+		var killed atomic.Int32
 		go func() {
 			defer close(done)
 			tick := time.NewTicker(30 * time.Millisecond)
@@ -196,15 +198,16 @@ func TestKillLanes(t *testing.T) {
 					continue
 				}
 				before = now
-				n := []*running{p, d}[killed%2]
+				n := []*running{p, d}[killed.Load()%2]
 				if all := lanesOf(n.Node, func(l transport.Lane) bool { return l.Peer() != n.boot }); len(
 					all) > 0 {
 					n.driver.CloseLane(all[0].ID())
-					killed++
+					killed.Add(1)
 				}
 			}
 		}()
-		for i := range 20 {
+		const most = 20 // transfers
+		for i := 0; i < most && killed.Load() < enough; i++ {
 			pe.random()
 			x := begin(t, p, pe, de, uint64(i), tokens)
 			de.ok(x.dst)
@@ -213,8 +216,8 @@ func TestKillLanes(t *testing.T) {
 		}
 		close(stop)
 		<-done
-		if killed < 10 {
-			t.Errorf("%d lanes died in 20 transfers: this tests nothing", killed)
+		if n := killed.Load(); n < enough {
+			t.Errorf("%d lanes died in %d transfers: want %d", n, most, enough)
 		}
 	})
 }
