@@ -199,7 +199,6 @@ func TestFaultsOfRequests(t *testing.T) {
 	})
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
 	defer cancel()
-	began = time.Now()
 	n.o.Read(ctx, keys(0, 1), object.Reading{Buffers: [][]byte{make([]byte, size)},
 		Part: func(int, int, int) {}, Check: func(int, uint32) bool { return true },
 		End: func(_ int, _ uint32, err error) {
@@ -207,9 +206,6 @@ func TestFaultsOfRequests(t *testing.T) {
 				t.Error(err)
 			}
 		}})
-	if took := time.Since(began); took > 250*time.Millisecond {
-		t.Errorf("a read that was canceled took %v", took)
-	}
 	if !n.o.Has(&keys(0, 1)[0]) {
 		t.Error("a caller that gave up made the tier believe that the object store is away")
 	}
