@@ -52,6 +52,10 @@ SMOKE = {
 }
 
 
+# What computes tensors in this process.
+LAST = {"test_offload_worker.py", "test_truth.py", "test_truth_layouts.py", "test_truth_quant.py"}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=["smoke", "rest"], help="only the smoke tests, or only the others; both without it")
 
@@ -72,11 +76,11 @@ def in_smoke(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Engines are forked from this process. Once tensors were computed here, torch has threads, which a child does not have and waits for
-    ever: what computes some comes last, in whatever order files are named.
+    """Engines are forked from this process. Once tensors were computed here, torch has threads, which a child does not have and for which it
+    waits without end: LAST comes last, in whatever order files are named.
 
     A fault meets every side over every transport, at every second of the moments that it could come at, by turns. `make test-attack` tries all."""
-    items.sort(key=lambda item: item.path.name.startswith("test_truth"))
+    items.sort(key=lambda item: item.path.name in LAST)
     if os.environ.get("KVSPRAY_ATTACK_RUNS"):
         return
     faults = [item for item in items if item.path.name == "test_faults.py" and isinstance(item, pytest.Function)]
