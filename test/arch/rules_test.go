@@ -365,6 +365,7 @@ var rules = []rule{
 	{dir: "internal/httpgate", why: "HTTP behind a gate; independent of what is served",
 		own: []string{"internal/admit"}, ext: []string{extSys}},
 	{dir: "internal/redact", why: "what texts hide of secrets, for every package that writes some"},
+	{dir: "internal/sys/sock", why: "unix sockets that are made again when their path is gone"},
 	{dir: "internal/sys/slack", why: "a word to the kernel at the start of the process",
 		ext: []string{extSys}, c: true},
 	{dir: "internal/invariants", why: "a switch of the build, for every package"},
