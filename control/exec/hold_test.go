@@ -80,6 +80,42 @@ func TestHeldForALongQueue(t *testing.T) {
 	}
 }
 
+// The queue of a prefill engine may be longer than the match timeout, too. An engine that waits so
+// long for its admission gets the bytes; one that gives up computes the prompt itself, and what is
+// computed for it then is held for the match timeout at most.
+func TestQueueOfThePrefillEngine(t *testing.T) {
+	const queue = 25 * sec
+	for _, patience := range []time.Duration{core.DefaultMatchTimeout, queue + 5*sec} {
+		t.Run(patience.String(), func(t *testing.T) {
+			s, p, d, pw, dw := pair(t, 21, 0)
+			d.event(func() {
+				d.ex.Await(s.now, 1, engines.Await{Session: decodeSession, Key: testKey(1, 1), Peer: "p:1",
+					TTL: patience})
+			})
+			s.rest(queue)
+			waits := patience > queue
+			if _, answered := d.answer[1]; answered == waits {
+				t.Fatalf("after %v: %+v", queue, d.answer[1])
+			}
+			src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+			p.steps(src)
+			p.hold(pw, 1)
+			s.rest(sec)
+			if !waits {
+				if d.answer[1].State != "gone" {
+					t.Errorf("answer %+v", d.answer[1])
+				}
+				s.until("the source's end", core.DefaultMatchTimeout, func() bool { return src.done != nil })
+				wantStatus(t, src, engines.StatusExpired)
+				return
+			}
+			dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
+			s.until("the load", sec, func() bool { return src.done != nil && dst.done != nil })
+			wantStatus(t, dst, engines.StatusOK)
+		})
+	}
+}
+
 // An engine that lives and does not come costs the hold timeout, and no more.
 func TestHoldIsBounded(t *testing.T) {
 	s, p, _, _, _, src := waiting(t)
