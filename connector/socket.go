@@ -72,7 +72,8 @@ func (s *Server) prepare() error {
 	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		_ = lock.Close()
 		if errors.Is(err, unix.EWOULDBLOCK) {
-			err = errors.New("another sidecar serves it: stop that one, or choose another socket")
+			err = errors.New("another sidecar serves it: stop that one, or choose another socket with " +
+				"--socket (engine.socket)")
 		}
 		return err
 	}

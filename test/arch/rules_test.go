@@ -61,8 +61,8 @@ var rules = []rule{
 	{dir: "proxy",
 		why: "sends HTTP to engines and follows their events; uses kvspray by its parameters, not by " +
 			"its packages; of placement it has answers of sidecars and calibrations",
-		own: []string{"internal/origin", "internal/page", "internal/spans", "placement",
-			"proxy/internal/feed",
+		own: []string{"internal/origin", "internal/page", "internal/redact", "internal/spans",
+			"placement", "proxy/internal/feed",
 			"proxy/internal/place", "proxy/internal/zmtp"}, ext: []string{extProm}},
 	{dir: "internal/origin", why: "URLs that no text shows with a password; standard library only"},
 	{dir: "proxy/internal/place", why: "decisions for requests, and what they need to be good; no " +
@@ -361,7 +361,7 @@ var rules = []rule{
 	{dir: "internal/sys/limits", why: "what the kernel lets this process take, and what lifts a " +
 		"limit; independent of what takes it", ext: []string{extSys}},
 	{dir: "internal/admit", why: "connections whose peer has not proved the key; independent of " +
-		"the bytes on them", own: []string{"internal/heap"}, ext: []string{extSys}},
+		"the bytes on them", own: []string{"internal/heap", "internal/sys/limits"}, ext: []string{extSys}},
 	{dir: "internal/httpgate", why: "HTTP behind a gate; independent of what is served",
 		own: []string{"internal/admit"}, ext: []string{extSys}},
 	{dir: "internal/redact", why: "what texts hide of secrets, for every package that writes some"},
