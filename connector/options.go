@@ -21,7 +21,6 @@ const (
 	DefaultDeadline    = 30 * time.Second
 	DefaultPartner     = 10 * time.Second
 	DefaultGrace       = 5 * time.Second
-	DefaultLook        = time.Second
 
 	maxDeadline    = time.Hour        // of a lease or an AWAIT; a longer one is shortened
 	helloTimeout   = 10 * time.Second // a silent connection loses its place
@@ -94,7 +93,7 @@ type Options struct {
 	// the sidecar answers "fencing". Zero: a quarter of Grace, DefaultFenceWait at most.
 	FenceWait time.Duration
 	// Look is the time between two checks that the socket's path leads to the socket: cleaners of
-	// /tmp and administrators remove sockets. Zero: DefaultLook.
+	// /tmp and administrators remove sockets. Zero: sock.DefaultLook.
 	Look time.Duration
 	// Layouts holds the strategies that layouts may name. nil: parseblock.Default().
 	Layouts *parseblock.Registry

@@ -21,13 +21,13 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/admit"
+	"github.com/kvspray/kvspray/internal/sys/sock"
 	"github.com/kvspray/kvspray/parseblock"
 )
 
 // Server is the engine side of one sidecar.
 //
-// Goroutines, all joined by Close: the accept loop, one that checks the socket's path each second,
-// two per session (reader, writer), two per registered worker (ring, exit watch), and one watcher
+// Goroutines, all joined by Close: the accept loop, the socket's, two per session (reader, writer), two per registered worker (ring, exit watch), and one watcher
 // on its own thread. While idle, all others block in the netpoller or on a condition.
 type Server struct {
 	opt      Options
@@ -41,11 +41,10 @@ type Server struct {
 	epochs   atomic.Uint32
 	open     atomic.Int64  // leases of all workers
 	drained  chan struct{} // one token whenever open reaches 0
-	ends     chan struct{} // closed by Close
+	lock     *os.File      // of the socket; only prepare, and Close after it, use it
 
-	mu       sync.Mutex // protects all below; taken after a worker's locks, never before
-	at       socket     // not bound: ln is nil
-	lost     string     // why engines cannot connect; empty: they can
+	mu       sync.Mutex     // protects all below; taken after a worker's locks, never before
+	at       *sock.Listener // nil: not bound
 	sessions map[*session]struct{}
 	byBoot   map[[16]byte]*session // the newest worker session of each engine boot
 	workers  map[[16]byte]*worker  // by engine boot; until fenced
@@ -99,12 +98,11 @@ func New(opt Options) (*Server, error) {
 	def(&opt.Deadline, DefaultDeadline)
 	def(&opt.Partner, DefaultPartner)
 	def(&opt.Grace, DefaultGrace)
-	def(&opt.Look, DefaultLook)
 	// several answers before the shim gives up
 	def(&opt.FenceWait, min(DefaultFenceWait, opt.Grace/4))
 	log := opt.Log.With("part", "connector")
 	return &Server{opt: opt, log: log, refused: admit.Log{Logger: log}, watch: watch.New(),
-		drained: make(chan struct{}, 1), ends: make(chan struct{}),
+		drained:  make(chan struct{}, 1),
 		sessions: map[*session]struct{}{}, byBoot: map[[16]byte]*session{},
 		workers: map[[16]byte]*worker{},
 		regions: map[[16]byte]*worker{}}, nil
@@ -120,10 +118,8 @@ func (s *Server) Serve(ctx context.Context) error {
 	defer stop()
 	log := admit.Log{Logger: s.log}
 	failed := func(err error) { log.Note(slog.LevelWarn, "accept failed", "err", err) }
-	for ln := s.listener(nil); ln != nil; ln = s.listener(ln) {
-		for uc := range admit.Accepted(ctx.Done(), ln.AcceptUnix, failed) {
-			s.accept(uc)
-		}
+	for uc := range admit.Accepted(ctx.Done(), s.at.AcceptUnix, failed) {
+		s.accept(uc)
 	}
 	err := s.Close()
 	return errors.Join(err, ctx.Err())
@@ -369,15 +365,17 @@ func (s *Server) Close() error {
 	}
 	s.mu.Unlock()
 	if first {
-		close(s.ends)
-		at.close()
+		if at != nil {
+			_ = at.Close()
+			_ = s.lock.Close()
+		}
 		for _, c := range s.allSessions() {
 			_ = c.uc.Close()
 		}
 		for _, w := range workers {
 			s.retire(w, net.ErrClosed)
 		}
-		if at.ln != nil {
+		if at != nil {
 			s.watch.Close()
 		}
 	}
@@ -451,17 +449,6 @@ func workerName(h *msg.Hello) string {
 		}
 	}
 	return name
-}
-
-// what describes a file that is not a socket.
-func what(m os.FileMode) string {
-	switch {
-	case m.IsDir():
-		return "a directory"
-	case m.IsRegular():
-		return "a file"
-	}
-	return "a file that is not a socket (" + m.Type().String() + ")"
 }
 
 func kernelBootID() string {

@@ -38,6 +38,7 @@ import (
 
 	"github.com/kvspray/kvspray/internal/origin"
 	"github.com/kvspray/kvspray/internal/page"
+	"github.com/kvspray/kvspray/internal/redact"
 	"github.com/kvspray/kvspray/internal/spans"
 	"github.com/kvspray/kvspray/placement"
 )
@@ -288,13 +289,13 @@ func (p *Proxy) newBackend(role string, number int, engine, sidecar string) (*ba
 		identity: identity{role: role}}
 	var err error
 	if b.url, err = origin.Parse(engine); err != nil {
-		return nil, fmt.Errorf("proxy: --%s %q: %w", role, origin.Shown(engine), err)
+		return nil, fmt.Errorf("proxy: --%s %q: %w", role, redact.URL(engine), err)
 	}
 	if sidecar == "" {
 		return b, nil
 	}
 	if b.sidecar, err = origin.Parse(sidecar); err != nil {
-		return nil, fmt.Errorf("proxy: --%s-sidecar %q: %w", role, origin.Shown(sidecar), err)
+		return nil, fmt.Errorf("proxy: --%s-sidecar %q: %w", role, redact.URL(sidecar), err)
 	}
 	b.identity.sidecar = b.sidecar.String()
 	return b, nil

@@ -43,7 +43,7 @@ func (p *pageStore) problems() (out []problem) {
 	if p.service == nil {
 		return nil
 	}
-	if why := p.store.Stats().Object.Problem; why != "" {
+	if why := p.store.ObjectProblem(); why != "" {
 		out = append(out, problem{"store tier object", why})
 	}
 	if p.exchange != nil {

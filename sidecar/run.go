@@ -19,6 +19,7 @@ import (
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/httpgate"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/sys/sock"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -81,7 +82,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	if listener != nil {
 		open.add(listener.Close)
 	}
-	admin, err := n.listenAdmin(ctx)
+	admin, err := n.listenAdmin()
 	if err != nil {
 		return err
 	}
@@ -260,53 +261,22 @@ func (n *Node) listenHTTP(ctx context.Context) (net.Listener, error) {
 
 // listenAdmin makes the admin socket. The lock of the engines' socket, which this process has,
 // covers it too: an existing one is a dead sidecar's.
-func (n *Node) listenAdmin(ctx context.Context) (net.Listener, error) {
+func (n *Node) listenAdmin() (net.Listener, error) {
 	path := config.AdminSocket(n.cfg.Engine.Socket)
-	fail := func(err error) (net.Listener, error) {
+	ln, err := sock.Listen(sock.Options{Network: "unix", Path: path,
+		Mode: os.FileMode(socketMode(n.cfg.Engine.AdminUIDs)), Lost: func(err error) {
+			if err != nil {
+				n.log.Error("the admin socket was removed, and cannot be made again; retrying each second",
+					"socket", path, "err", err)
+				return
+			}
+			n.log.Warn("the admin socket was removed, and is made again", "socket", path)
+		}})
+	if err != nil {
 		return nil, fmt.Errorf("sidecar: admin socket %s: %w: choose a path in a directory that this "+
 			"user may write to with --socket (engine.socket)", path, err)
 	}
-	if st, err := os.Lstat(path); err == nil {
-		if st.Mode()&os.ModeSocket == 0 {
-			return fail(errors.New("a file that is not a socket has this path"))
-		}
-		if err := os.Remove(path); err != nil {
-			return fail(err)
-		}
-	}
-	ln, err := (&net.ListenConfig{}).Listen(ctx, "unix", path)
-	if err != nil {
-		return fail(err)
-	}
-	made, err := os.Lstat(path)
-	if err == nil {
-		err = os.Chmod(path, os.FileMode(socketMode(n.cfg.Engine.AdminUIDs)))
-	}
-	if err != nil {
-		_ = ln.Close()
-		return fail(err)
-	}
-	if u, ok := ln.(*net.UnixListener); ok {
-		u.SetUnlinkOnClose(false) // the path may lead to another sidecar's socket then
-	}
-	return &adminSocket{Listener: ln, path: path, made: made}, nil
-}
-
-// adminSocket removes its file when it is closed.
-type adminSocket struct {
-	net.Listener
-	path string
-	made os.FileInfo
-	once sync.Once
-}
-
-func (a *adminSocket) Close() error {
-	a.once.Do(func() {
-		if st, err := os.Lstat(a.path); err == nil && os.SameFile(st, a.made) {
-			_ = os.Remove(a.path)
-		}
-	})
-	return a.Listener.Close() //nolint:wrapcheck // the listener's own
+	return ln, nil
 }
 
 // hosts are the names of this node in requests to its HTTP port.

@@ -10,6 +10,7 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
@@ -81,9 +82,21 @@ func TestAdminSocketFile(t *testing.T) {
 			t.Errorf("the socket is left: %v", err)
 		}
 	}
-	// Nor does the end of a sidecar remove the socket of another one.
+	// A cleaner that removes it leaves the commands without it for a moment only.
 	r := start(t, nil)
 	path := config.AdminSocket(r.cfg.Engine.Socket)
+	ok(t, os.Remove(path))
+	testutil.Eventually(t, 20*time.Second, "the socket is not made again", func() bool {
+		_, err := os.Lstat(path)
+		return err == nil
+	})
+	if code, body := ask(t, r, http.MethodPost, "/v1/leave"); code != http.StatusOK {
+		t.Errorf("%d %s", code, body)
+	}
+	ok(t, r.stop())
+	// Nor does the end of a sidecar remove the socket of another one.
+	r = start(t, nil)
+	path = config.AdminSocket(r.cfg.Engine.Socket)
 	ok(t, os.Rename(path, path+".old"))
 	other, err := net.Listen("unix", path)
 	ok(t, err)

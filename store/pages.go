@@ -152,6 +152,7 @@ func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 		}
 	}
 	if s.disk == nil && !s.atPut {
+		s.join(b, to)
 		s.release(pages)
 		s.finishPut(b, from, to)
 		return
@@ -166,6 +167,7 @@ func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 		s.finishPut(b, from, to)
 	}
 	errs := s.below(b, pages, wanted)
+	s.join(b, to)
 	s.release(pages)
 	if behind {
 		s.behind.end(piece)
@@ -185,6 +187,18 @@ func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 		}
 	}
 	s.finishPut(b, from, to)
+}
+
+// join names the last page of a piece to the first one of the next: another worker may have stored
+// that one before, and then no tier had the page before it.
+func (s *Store) join(b *Batch, to int) {
+	if to == len(b.keys) {
+		return
+	}
+	s.memory.Follow(b.space.number, &b.keys[to], &b.keys[to-1])
+	if s.disk != nil {
+		s.disk.Follow(b.space.number, &b.keys[to], &b.keys[to-1])
+	}
 }
 
 // fillDirect takes the pages for which memory has no room, such as the end of a prompt that is

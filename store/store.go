@@ -797,6 +797,14 @@ type Stats struct {
 	Object  object.Stats
 }
 
+// ObjectProblem is Stats().Object.Problem at a low cost.
+func (s *Store) ObjectProblem() string {
+	if s.object == nil {
+		return ""
+	}
+	return s.object.Problem()
+}
+
 // Stats returns them.
 func (s *Store) Stats() Stats {
 	c := &s.counters

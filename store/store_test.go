@@ -388,6 +388,42 @@ func TestWriteBack(t *testing.T) {
 	}
 }
 
+// What is left of a prompt is its first pages, although several workers store pieces of it, and
+// although prompts take turns as in chunked prefill.
+func TestWhatIsLeftIsTheHead(t *testing.T) {
+	s := onDisk(t, disktest.New(simBytes, 1), false)
+	defer shut(t, s)
+	e := newEngine(t, s, "a", 8192)
+	defer e.close()
+	const prompts, pages, part = 60, 20, 5
+	first := func(prompt int) int { return prompt * 100 }
+	for prompt := 0; prompt < prompts; prompt += 2 {
+		for at := 0; at < 2*pages; at += part {
+			from := first(prompt+at/part%2) + at/(2*part)*part
+			put := upTo(from, from+part)
+			for n, i := range put {
+				copy(e.memory(n), e.content(i))
+			}
+			after := e.key(from - 1)
+			b, err := e.space.Put(e.keys(put), &after, e.pool, e.blocks(part))
+			if err != nil {
+				t.Fatal(err)
+			}
+			<-b.Done()
+		}
+		for i := range prompt + 2 {
+			found, err := e.space.Exists(e.keys(upTo(first(i), first(i)+pages)))
+			if err != nil || found.Count() != found.Leading() {
+				t.Fatalf("after %d prompts %d pages of prompt %d are left, %d of them at its start: %v",
+					prompt+2, found.Count(), i, found.Leading(), err)
+			}
+		}
+	}
+	if st := s.Stats().Disk; st.Evicted == 0 {
+		t.Error("the disk has given nothing up")
+	}
+}
+
 // Pinned pages stay, in memory and on the disk, however much is put.
 func TestPins(t *testing.T) {
 	s := onDisk(t, disktest.New(simBytes, 1), false)

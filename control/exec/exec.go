@@ -53,7 +53,7 @@ func New(cfg Config) *Exec {
 	e.layouts = layouts.New(c, out.describe)
 	e.queries = dest.NewQueries(c, out, e.endpoints, e.workers, e.sources.Has)
 	e.dests = dest.New(c, out, dest.Parts{Endpoints: e.endpoints, Layouts: e.layouts, Rails: e.rails,
-		Peers: e.peers, Workers: e.workers})
+		Peers: e.peers, Workers: e.workers, Queries: e.queries})
 	e.match = source.NewMatcher(c, out, e.sources, source.Parts{Layouts: e.layouts, Rails: e.rails,
 		Peers: e.peers, Workers: e.workers})
 	if cfg.Endpoint != "" {

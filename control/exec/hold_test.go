@@ -80,6 +80,42 @@ func TestHeldForALongQueue(t *testing.T) {
 	}
 }
 
+// The queue of a prefill engine may be longer than the match timeout, too. An engine that waits so
+// long for its admission gets the bytes; one that gives up computes the prompt itself, and what is
+// computed for it then is held for the match timeout at most.
+func TestQueueOfThePrefillEngine(t *testing.T) {
+	const queue = 25 * sec
+	for _, patience := range []time.Duration{core.DefaultMatchTimeout, queue + 5*sec} {
+		t.Run(patience.String(), func(t *testing.T) {
+			s, p, d, pw, dw := pair(t, 21, 0)
+			d.event(func() {
+				d.ex.Await(s.now, 1, engines.Await{Session: decodeSession, Key: testKey(1, 1), Peer: "p:1",
+					TTL: patience})
+			})
+			s.rest(queue)
+			waits := patience > queue
+			if _, answered := d.answer[1]; answered == waits {
+				t.Fatalf("after %v: %+v", queue, d.answer[1])
+			}
+			src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+			p.steps(src)
+			p.hold(pw, 1)
+			s.rest(sec)
+			if !waits {
+				if d.answer[1].State != "gone" {
+					t.Errorf("answer %+v", d.answer[1])
+				}
+				s.until("the source's end", core.DefaultMatchTimeout, func() bool { return src.done != nil })
+				wantStatus(t, src, engines.StatusExpired)
+				return
+			}
+			dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
+			s.until("the load", sec, func() bool { return src.done != nil && dst.done != nil })
+			wantStatus(t, dst, engines.StatusOK)
+		})
+	}
+}
+
 // An engine that lives and does not come costs the hold timeout, and no more.
 func TestHoldIsBounded(t *testing.T) {
 	s, p, _, _, _, src := waiting(t)
@@ -193,6 +229,84 @@ func TestCanceledBeforeTheSourceIsReached(t *testing.T) {
 	if p.ex.sources.Waits() != 0 || p.ex.match.Counts().WaitingKeys != 0 {
 		t.Errorf("left: %d waits, %+v", p.ex.sources.Waits(), p.ex.match.Counts())
 	}
+}
+
+// A sidecar that starts again has no trace of a request that was canceled meanwhile, whose decline
+// went to the process before it or to none. Nothing of the request reaches the new process, so that
+// the source which its engine presents there again ends with the match timeout.
+func TestCanceledWhileTheSourceRestarts(t *testing.T) {
+	const soon = 100 * time.Millisecond
+	for _, loads := range []bool{false, true} {
+		for _, early := range []bool{false, true} {
+			t.Run(fmt.Sprintf("loads %v, early %v", loads, early), func(t *testing.T) {
+				s, p, d, pw, dw := pair(t, 21, 0)
+				d.ask(1, decodeSession, testKey(1, 1), "p:1")
+				var dst *simLease
+				if loads {
+					dst = d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
+				}
+				s.rest(soon)
+				cancel := func() {
+					if loads {
+						d.event(func() { d.ex.Cancel(s.now, dw, 1, "the client left") })
+						return
+					}
+					d.event(func() {
+						d.ex.Decline(s.now, engines.Decline{Boot: transfer.Boot{99}, World: 1,
+							Key: testKey(1, 1), Peer: "p:1", Reason: "the client left"})
+					})
+				}
+				if early {
+					cancel()
+				}
+				p.dead = true
+				d.event(func() { d.ex.PeerDown(s.now, p.boot, true) })
+				if s.rest(soon); !early {
+					cancel()
+				}
+				s.rest(sec / 2) // no process listens
+				again := s.node("p:1", Config{Transports: []string{"shm", "tcp"}})
+				again.event(func() { again.ex.WorkerUp(pw) })
+				src := again.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+				again.steps(src)
+				again.hold(pw, 1)
+				s.until("the source's end", core.DefaultMatchTimeout+sec, func() bool {
+					return src.done != nil
+				})
+				if loads {
+					wantStatus(t, dst, engines.StatusCancelled)
+				}
+				if d.answer[1].State != "gone" {
+					t.Errorf("answer %+v", d.answer[1])
+				}
+				if l := d.ex.Load(); l.Asked != 0 || again.ex.sources.Waits() != 0 {
+					t.Errorf("left: %+v, %d waits", l, again.ex.sources.Waits())
+				}
+			})
+		}
+	}
+}
+
+// Samples of one request share a query: the end of one leaves it to the others.
+func TestOneSampleOfTwoIsCanceled(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 21, 0)
+	d.ask(1, decodeSession, testKey(1, 1), "p:1")
+	s.rest(100 * time.Millisecond)
+	d.event(func() {
+		d.ex.Decline(s.now, engines.Decline{Boot: transfer.Boot{99}, World: 1, Key: testKey(1, 1),
+			Peer: "p:1", Reason: "the sample ended"})
+	})
+	s.rest(sec)
+	src := p.intent(pw, 1, testKey(1, 1), 64, 2, 30*sec)
+	p.steps(src)
+	p.hold(pw, 1)
+	s.rest(15 * sec)
+	if d.answer[1].State != "admitted" {
+		t.Fatalf("answer %+v", d.answer[1])
+	}
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
+	s.until("the other's load", sec, func() bool { return src.done != nil && dst.done != nil })
+	wantStatus(t, dst, engines.StatusOK)
 }
 
 // A sidecar that is only out of reach has the match timeout, and a dead engine of two frees

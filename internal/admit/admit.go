@@ -18,7 +18,6 @@ package admit
 
 import (
 	"container/list"
-	"math"
 	"net"
 	"net/netip"
 	"sync"
@@ -28,6 +27,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvspray/kvspray/internal/heap"
+	"github.com/kvspray/kvspray/internal/sys/limits"
 )
 
 // Limits of a Gate.
@@ -43,15 +43,6 @@ func (l Limits) within(descriptors uint64) Limits {
 		return l
 	}
 	return Limits{Unproved: int(part), PerSource: max(1, l.PerSource*int(part)/l.Unproved)}
-}
-
-// descriptors is how many this process may have.
-func descriptors() uint64 {
-	var lim unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &lim); err != nil {
-		return math.MaxUint64
-	}
-	return lim.Cur
 }
 
 const (
@@ -164,7 +155,9 @@ type Visit struct {
 
 // New makes a gate. A nil set is one of its own. A process with few descriptors has a smaller one.
 func New(l Limits, members *Members) *Gate {
-	l = l.within(descriptors())
+	if n, err := limits.Descriptors(); err == nil {
+		l = l.within(n)
+	}
 	if members == nil {
 		members = NewMembers()
 	}

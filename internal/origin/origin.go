@@ -35,19 +35,6 @@ func Parse(raw string) (URL, error) {
 	return URL{base: strings.TrimRight(u.String(), "/"), user: user}, nil
 }
 
-// Shown is a text that may be a URL, for an error about it.
-func Shown(raw string) string {
-	u, err := url.Parse(raw)
-	if err != nil || u.Opaque != "" {
-		return "..." // a password may be anywhere in it
-	}
-	if i := strings.LastIndexByte(u.Host+u.Path, '@'); i >= 0 {
-		return "..." // such as user:password@host without a scheme
-	}
-	u.User, u.RawQuery, u.Fragment = nil, "", ""
-	return u.String()
-}
-
 // IsZero reports whether there is no URL.
 func (u URL) IsZero() bool { return u.base == "" }
 

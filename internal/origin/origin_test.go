@@ -59,34 +59,28 @@ func TestRequestHasThePassword(t *testing.T) {
 	}
 }
 
-func TestParseAndShown(t *testing.T) {
-	for raw, want := range map[string]struct {
-		ok    bool
-		shown string
-	}{
-		"http://a:1":                      {true, "http://a:1"},
-		"http://u:hunter2@a:1/":           {true, "http://a:1/"},
-		"ftp://u:hunter2@a":               {false, "ftp://a"},
-		"http://u:hunter2@":               {false, "http:"},
-		"http://a?key=hunter2":            {false, "http://a"},
-		"http://a#hunter2":                {false, "http://a"},
-		"u:hunter2@a:1":                   {false, "..."},
-		"user@hunter2:8000":               {false, "..."},
-		"http://u:hunter2 x@[a":           {false, "..."},
-		"127.0.0.1:8000":                  {false, "..."},
-		"":                                {false, ""},
-		"http://u:hunter2@a:1/%zz":        {false, "..."},
-		"http:u:hunter2@a":                {false, "..."},
-		"//u:hunter2@a:1":                 {false, "//a:1"},
-		"http://a:1/x@hunter2":            {true, "..."},
-		"https://[::1]:8000/v1/with/path": {true, "https://[::1]:8000/v1/with/path"},
+func TestParse(t *testing.T) {
+	for raw, want := range map[string]bool{
+		"http://a:1":                      true,
+		"http://u:hunter2@a:1/":           true,
+		"ftp://u:hunter2@a":               false,
+		"http://u:hunter2@":               false,
+		"http://a?key=hunter2":            false,
+		"http://a#hunter2":                false,
+		"u:hunter2@a:1":                   false,
+		"user@hunter2:8000":               false,
+		"http://u:hunter2 x@[a":           false,
+		"127.0.0.1:8000":                  false,
+		"":                                false,
+		"http://u:hunter2@a:1/%zz":        false,
+		"http:u:hunter2@a":                false,
+		"//u:hunter2@a:1":                 false,
+		"http://a:1/x@hunter2":            true,
+		"https://[::1]:8000/v1/with/path": true,
 	} {
 		_, err := Parse(raw)
-		if (err == nil) != want.ok || err != nil && strings.Contains(err.Error(), planted) {
+		if (err == nil) != want || err != nil && strings.Contains(err.Error(), planted) {
 			t.Errorf("%q: %v", raw, err)
-		}
-		if got := Shown(raw); got != want.shown || strings.Contains(got, planted) {
-			t.Errorf("Shown(%q) = %q, want %q", raw, got, want.shown)
 		}
 	}
 }

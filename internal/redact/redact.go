@@ -82,16 +82,18 @@ var userOf = regexp.MustCompile(`://[^\s"]*@`)
 // before that is removed, too.
 func URLs(text string) string { return userOf.ReplaceAllLiteralString(text, "://"+Hidden+"@") }
 
-// URL is a text that is to be one URL or address, without its user and password. It may be
-// malformed, and have no scheme.
+// URL is a text that is to be one URL or address, without its user, password, query and fragment. It
+// may be malformed, and have no scheme.
 func URL(text string) string {
-	at := strings.LastIndexByte(text, '@')
-	if at < 0 {
-		return text
+	if at := strings.LastIndexByte(text, '@'); at >= 0 {
+		scheme := ""
+		if end := strings.Index(text[:at], "://"); end >= 0 {
+			scheme = text[:end+len("://")]
+		}
+		text = scheme + Hidden + text[at:]
 	}
-	scheme := ""
-	if end := strings.Index(text[:at], "://"); end >= 0 {
-		scheme = text[:end+len("://")]
+	if i := strings.IndexAny(text, "?#"); i >= 0 {
+		text = text[:i+1] + Hidden
 	}
-	return scheme + Hidden + text[at:]
+	return text
 }

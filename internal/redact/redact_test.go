@@ -21,7 +21,11 @@ func TestURL(t *testing.T) {
 	for in, want := range map[string]string{
 		"":                               "",
 		"host:80":                        "host:80",
-		"http://host:80/path?q":          "http://host:80/path?q",
+		"http://host:80/path?q=hunter2":  "http://host:80/path?...",
+		"http://host:80#hunter2":         "http://host:80#...",
+		"http:user:hunter2@host":         "...@host",
+		"//user:hunter2@host:80":         "...@host:80",
+		"http://user:hunter2@host/%zz":   "http://...@host/%zz",
 		"http://user:hunter2@host:80/p":  "http://...@host:80/p",
 		"https://token@host":             "https://...@host",
 		"https://u:p@ss@host":            "https://...@host",

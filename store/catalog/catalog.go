@@ -327,6 +327,14 @@ func (c *Catalog) Begin(owner uint16, k, after *page.Key, room func() (loc uint3
 	return n, err
 }
 
+// Follow names the page before one that may have begun without it.
+func (c *Catalog) Follow(owner uint16, k, after *page.Key) {
+	n, parent := c.Find(k), c.Find(after)
+	if n != 0 && parent != 0 && c.Owner(uint32(n)) == owner {
+		c.Policy.Follow(uint32(n), uint32(parent), c.Now())
+	}
+}
+
 func (c *Catalog) roomFor(owner uint16, room func() (uint32, error)) (uint32, error) {
 	for c.Over(owner) {
 		if err := c.GiveUpOne(owner, evict.Any); err != nil {

@@ -541,6 +541,13 @@ type Check func(page []byte, crc uint32) bool
 // Sum is the plain Check.
 func Sum(page []byte, crc uint32) bool { return mem.CRC32C(0, page) == crc }
 
+// Follow names the page before one that may have been written without it.
+func (t *Tier) Follow(id uint16, k, after *page.Key) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pages.Follow(id, k, after)
+}
+
 // Read reads an owner's page into buf, which is aligned to 4 KiB and PaddedBytes long, and has
 // check compare it. It returns the checksum. A page that is damaged or cannot be read is dropped.
 func (t *Tier) Read(id uint16, k *page.Key, buf []byte, check Check) (crc uint32, err error) {

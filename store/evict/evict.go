@@ -186,8 +186,29 @@ func (p *Policy) Insert(n, parent uint32, hash uint64, id uint16, now uint32) {
 	}
 }
 
-// adopt makes n a kid of parent, if that is in use and the same owner's. A node without kids cannot
-// be its own ancestor.
+// maxDepth bounds the ancestors that Follow looks at.
+const maxDepth = 1 << 16
+
+// Follow makes parent the page before n, if none is known: the pages of a prompt may be inserted in
+// any order. A page that would be its own ancestor stays as it is.
+func (p *Policy) Follow(n, parent, now uint32) {
+	if l := &p.links[n]; l.queue == Nowhere || l.parent != 0 {
+		return
+	}
+	depth := 0
+	for up := parent; up != 0; up = p.links[up].parent {
+		if depth++; up == n || depth > maxDepth {
+			return
+		}
+	}
+	p.adopt(n, parent)
+	if p.links[n].queue == Again {
+		p.raise(p.links[n].parent, now)
+	}
+}
+
+// adopt makes n a kid of parent, if that is in use and the same owner's. parent is no descendant of
+// n: a node without kids has none.
 func (p *Policy) adopt(n, parent uint32) {
 	if parent == 0 || parent == n {
 		return

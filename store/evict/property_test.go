@@ -113,6 +113,14 @@ func TestPolicy(t *testing.T) {
 					p.Touch(n, now)
 				}
 			},
+			"follow": func(t *rapid.T) {
+				n, parent := node.Draw(t, "node"), node.Draw(t, "parent")
+				before := p.links[n]
+				p.Follow(n, parent, now)
+				if l := p.links[n]; before.parent != 0 && l != before {
+					t.Fatalf("node %d had a parent: %+v became %+v", n, before, l)
+				}
+			},
 			"remove": func(t *rapid.T) {
 				if n := node.Draw(t, "node"); resident(n) && pins[n] == 0 {
 					p.Remove(n, freed)

@@ -309,6 +309,13 @@ func (t *Tier) Reserve(id uint16, k, after *page.Key) (Page, error) {
 	return p, nil
 }
 
+// Follow names the page before one that may have been reserved without it.
+func (t *Tier) Follow(id uint16, k, after *page.Key) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pages.Follow(id, k, after)
+}
+
 // Commit makes a reserved page readable. It stays pinned. A page that was removed meanwhile is not
 // found.
 func (t *Tier) Commit(p Page, crc uint32) {

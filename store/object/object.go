@@ -329,14 +329,27 @@ func (t *Tier) Stats() Stats {
 			s.Removed += x.bytes
 		}
 	}
-	if t.problem != nil {
-		s.Problem = t.problem.Error()
-	} else if len(t.refused) > 0 {
-		s.Problem = t.refused[slices.Min(slices.Collect(maps.Keys(t.refused)))].Error()
-	} else if t.silence != nil {
-		s.Problem = t.silence.Error()
-	}
+	s.Problem = t.problemLocked()
 	return s
+}
+
+// Problem is Stats.Problem; it costs no look at each object.
+func (t *Tier) Problem() string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.problemLocked()
+}
+
+func (t *Tier) problemLocked() string {
+	switch {
+	case t.problem != nil:
+		return t.problem.Error()
+	case len(t.refused) > 0:
+		return t.refused[slices.Min(slices.Collect(maps.Keys(t.refused)))].Error()
+	case t.silence != nil:
+		return t.silence.Error()
+	}
+	return ""
 }
 
 // Ready returns once all objects of earlier starts are found, or the tier has stopped.

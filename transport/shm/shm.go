@@ -19,6 +19,7 @@ import (
 
 	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/sys/sock"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -63,6 +64,7 @@ type Config struct {
 	pollers      int
 	hinted, stay time.Duration // default hintedFor and stayFor
 	cold         time.Duration // default coldAfter
+	look         time.Duration // default sock.DefaultLook
 }
 
 // After a wake-up hint a lane's reader polls for pulls for hintedFor, and after each pull for
@@ -115,8 +117,7 @@ type Links interface {
 type Backend struct {
 	cfg  Config
 	host transport.Host
-	ln   *net.UnixListener
-	path string
+	ln   *sock.Listener
 	maps mappings
 	jobs chan *job
 	far  chan *job // jobs with GPU memory on either side
@@ -201,13 +202,14 @@ func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Ra
 				len(path), maxSocketPath,
 				transport.ErrNotSupported)
 	}
-	ln, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
+	ln, err := sock.Listen(sock.Options{Network: "unixpacket", Path: path, Mode: 0o600, Look: b.cfg.look,
+		Prepare: func() error { _, err := socketDir(b.cfg.Dir); return err },
+		Lost: func(err error) {
+			b.cfg.Log.Warn("the socket of shm was removed; it is made again, else retried each second",
+				"socket", path, "err", err)
+		}})
 	if err != nil {
-		return nil, fmt.Errorf("shm: listen on %q: %w", path, err)
-	}
-	if err := os.Chmod(path, 0o600); err != nil {
-		_ = ln.Close()
-		return nil, fmt.Errorf("shm: mode of %q: %w", path, err)
+		return nil, fmt.Errorf("shm: socket %q: %w", path, err)
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -215,7 +217,7 @@ func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Ra
 		_ = ln.Close()
 		return nil, fmt.Errorf("shm: open: %w", net.ErrClosed)
 	}
-	b.opened, b.host, b.ln, b.path = true, host, ln, path
+	b.opened, b.host, b.ln = true, host, ln
 	for range b.cfg.Workers {
 		b.wg.Go(b.copier)
 	}

@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"os"
+	"path/filepath"
 	"sync"
 	"testing"
 	"time"
@@ -477,6 +479,25 @@ func TestFreedRegionIsForgotten(t *testing.T) {
 	p.move(t, o2, from2.space, 16, p.lane)
 	if mapped() != 1 {
 		t.Fatalf("%d regions are mapped after one of two was freed", mapped())
+	}
+}
+
+// Lanes open after somebody has removed the socket, or its directory.
+func TestSocketIsRemoved(t *testing.T) {
+	p := newPair(t, Config{Dir: testutil.ShortDir(t), look: time.Millisecond})
+	path := p.dst.rail.Address
+	for _, remove := range []func() error{
+		func() error { return os.Remove(path) },
+		func() error { return os.RemoveAll(filepath.Dir(path)) },
+	} {
+		if err := remove(); err != nil {
+			t.Fatal(err)
+		}
+		testutil.Eventually(t, waitFor, "the socket is not made again", func() bool {
+			st, err := os.Stat(path)
+			return err == nil && st.Mode().Perm() == 0o600
+		})
+		p.dial(t)
 	}
 }
 

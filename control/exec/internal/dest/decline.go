@@ -27,6 +27,7 @@ type declined struct {
 
 // decline informs the source's sidecar at addr.
 func (ds *Table) decline(now Instant, addr string, d declined) {
+	ds.queries.RequestOver(addr, d.key)
 	f := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
 		Destination: frame.Lease(d.id), Gen: d.gen, Reason: d.reason,
 		Xfer: d.key.Xfer[:], Hash: d.key.Hash[:], Team: d.team[:], TeamSize: uint32(d.size)}}}

@@ -56,6 +56,7 @@ type Table struct {
 	rails     *lanes.Rails
 	peers     *lanes.Peers
 	workers   *workers.Table
+	queries   *Queries
 
 	byID       map[transfer.LeaseID]*Lease
 	byPeer     index.Sets[transfer.Boot, *Lease]      // by the peer of the newest grant
@@ -73,12 +74,13 @@ type Parts struct {
 	Rails     *lanes.Rails
 	Peers     *lanes.Peers
 	Workers   *workers.Table
+	Queries   *Queries
 }
 
 // New returns a table without leases.
 func New(c *core.Core, out Actions, p Parts) *Table {
 	return &Table{Core: c, out: out, endpoints: p.Endpoints, layouts: p.Layouts, rails: p.Rails,
-		peers: p.Peers, workers: p.Workers, byID: map[transfer.LeaseID]*Lease{},
+		peers: p.Peers, workers: p.Workers, queries: p.Queries, byID: map[transfer.LeaseID]*Lease{},
 		byPeer:     index.Sets[transfer.Boot, *Lease]{},
 		waiting:    index.Sets[*endpoint.Endpoint, *Lease]{},
 		describing: index.Sets[layouts.Name, *Lease]{}, Engines: Engines{},
@@ -304,6 +306,7 @@ func (ds *Table) CloseBy(now Instant, d *Lease, cause Cause, status uint16, reas
 		ds.fence(d.live, cause)
 	}
 	if status != engines.StatusOK {
+		ds.queries.RequestOver(d.ep.Addr(), d.Key)
 		ds.out.Send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
 			Destination: frame.Lease(d.ID), Gen: d.live.gen, Reason: reason}}})
 	}

@@ -28,6 +28,7 @@ type Queries struct {
 	sourceOf  func(transfer.Key) bool // whether a source lease of this process has a key
 	byToken   map[uint64]*query
 	at        index.Sets[*endpoint.Endpoint, *query]
+	byXfer    index.Sets[transfer.XferID, *query]
 	asked     index.Sets[uint64, transfer.Boot] // the peers that each session has asked
 }
 
@@ -37,7 +38,8 @@ func NewQueries(c *core.Core, out Actions, endpoints *endpoint.Table, workers *w
 	sourceOf func(transfer.Key) bool) *Queries {
 	return &Queries{Core: c, out: out, endpoints: endpoints, workers: workers, sourceOf: sourceOf,
 		byToken: map[uint64]*query{}, at: index.Sets[*endpoint.Endpoint, *query]{},
-		asked: index.Sets[uint64, transfer.Boot]{}}
+		byXfer: index.Sets[transfer.XferID, *query]{},
+		asked:  index.Sets[uint64, transfer.Boot]{}}
 }
 
 // Len counts the open queries.
@@ -49,6 +51,7 @@ type query struct {
 	a    engines.Await
 	ep   *endpoint.Endpoint
 	sent transfer.Boot // the peer that was asked last
+	over bool          // a request of it is over
 	end  Instant
 	t    *timer.Timer
 }
@@ -79,6 +82,7 @@ func (qs *Queries) Open(now Instant, id uint64, a engines.Await) {
 	w.ep.Hold()
 	w.ep.Wait()
 	qs.at.Add(w.ep, w)
+	qs.byXfer.Add(a.Key.Xfer, w)
 	qs.ask(now, w)
 }
 
@@ -88,6 +92,10 @@ func (qs *Queries) ask(now Instant, w *query) {
 		return
 	}
 	if w.sent == w.ep.Peer().Boot {
+		return
+	}
+	if w.over {
+		qs.withdraw(w)
 		return
 	}
 	if qs.alone(w.ep.Peer(), w.a.Engine, w.a.Key) {
@@ -119,6 +127,26 @@ func (qs *Queries) SessionOver(session uint64) {
 	delete(qs.asked, session)
 }
 
+// RequestOver follows the end of a request for a key at an address; a hash of zeros stands for every
+// prompt of the transfer. Its query is put to no further peer: that one would hold its source for a
+// request that has ended, for nothing but a decline ends such a hold before the hold timeout, and
+// the decline of this one may be lost. A query that was put to a peer stays, since another sample
+// of the request may share it.
+func (qs *Queries) RequestOver(addr string, k transfer.Key) {
+	for _, w := range byID(qs.byXfer[k.Xfer]) {
+		if w.a.Peer != addr || w.a.Key != k && k.Hash != (transfer.PrefixHash{}) {
+			continue
+		}
+		if w.over = true; w.sent == (transfer.Boot{}) {
+			qs.withdraw(w)
+		}
+	}
+}
+
+func (qs *Queries) withdraw(w *query) {
+	qs.answer(w, engines.Admission{State: "gone", Message: "the request is over"})
+}
+
 // PeerGone removes a peer whose process has ended.
 func (qs *Queries) PeerGone(boot transfer.Boot) {
 	for session := range qs.asked {
@@ -142,15 +170,15 @@ func (qs *Queries) alone(p *lanes.Peer, engine string, k transfer.Key) bool {
 	return true
 }
 
-// inOrder are the queries of an endpoint.
-func (qs *Queries) inOrder(ep *endpoint.Endpoint) []*query {
-	return slices.SortedFunc(maps.Keys(qs.at[ep]),
+// byID are the queries of a set, in order.
+func byID(set map[*query]struct{}) []*query {
+	return slices.SortedFunc(maps.Keys(set),
 		func(a, b *query) int { return cmp.Compare(a.id, b.id) })
 }
 
 // Connected asks what waited for an endpoint.
 func (qs *Queries) Connected(now Instant, ep *endpoint.Endpoint) {
-	for _, w := range qs.inOrder(ep) {
+	for _, w := range byID(qs.at[ep]) {
 		qs.ask(now, w)
 	}
 }
@@ -164,7 +192,7 @@ func (qs *Queries) Forget(ep *endpoint.Endpoint) {
 
 // NoListener answers the queries of an endpoint where no process listens.
 func (qs *Queries) NoListener(ep *endpoint.Endpoint, why string) {
-	for _, w := range qs.inOrder(ep) {
+	for _, w := range byID(qs.at[ep]) {
 		qs.answer(w, engines.Admission{State: "gone", Message: why})
 	}
 }
@@ -183,6 +211,7 @@ func (qs *Queries) answer(w *query, ad engines.Admission) {
 	}
 	delete(qs.byToken, w.id)
 	qs.at.Remove(w.ep, w)
+	qs.byXfer.Remove(w.a.Key.Xfer, w)
 	w.ep.Waited()
 	qs.Agenda.Disarm(w.t)
 	qs.out.Answer(w.id, ad)

@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package sock has unix sockets that are made again: cleaners of /tmp and administrators remove
+// their paths, and a listener whose path is gone accepts nothing more.
+//
+// A Listener replaces the stale socket of a dead process, and neither that of a live one nor another
+// file. It has one goroutine, which looks at the path each second and which Close joins.
+package sock
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"sync"
+	"time"
+)
+
+// DefaultLook is the time between two checks that the path leads to the socket.
+const DefaultLook = time.Second
+
+// Options of a Listener. Only Look, Prepare and Lost may be zero.
+type Options struct {
+	Network string // "unix" or "unixpacket"
+	Path    string
+	Mode    os.FileMode
+	Look    time.Duration // zero: DefaultLook
+	// Prepare precedes each making of the socket, one at a time: it makes the directory, say.
+	Prepare func() error
+	// Lost follows each check that finds the path elsewhere: nil after the socket was made again,
+	// otherwise why it cannot be, once for each reason.
+	Lost func(err error)
+}
+
+// Listener is a unix socket at a path.
+type Listener struct {
+	o    Options
+	stop context.CancelFunc
+	done chan struct{} // closed by the goroutine at its end
+	once sync.Once     // of Close
+
+	mu   sync.Mutex // protects all below
+	ln   *net.UnixListener
+	made os.FileInfo // as the path led to it
+	lost string      // why it cannot be made again; empty: it can
+}
+
+var _ net.Listener = (*Listener)(nil)
+
+// Listen makes the socket.
+func Listen(o Options) (*Listener, error) {
+	if o.Look <= 0 {
+		o.Look = DefaultLook
+	}
+	if o.Prepare == nil {
+		o.Prepare = func() error { return nil }
+	}
+	if o.Lost == nil {
+		o.Lost = func(error) {}
+	}
+	l := &Listener{o: o, done: make(chan struct{})}
+	var err error
+	if l.ln, l.made, err = l.bind(); err != nil {
+		return nil, err
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	l.stop = stop
+	go l.keep(ctx)
+	return l, nil
+}
+
+func (l *Listener) bind() (*net.UnixListener, os.FileInfo, error) {
+	path := l.o.Path
+	if err := l.o.Prepare(); err != nil {
+		return nil, nil, err
+	}
+	if st, err := os.Lstat(path); err == nil {
+		if st.Mode()&os.ModeSocket == 0 {
+			return nil, nil, fmt.Errorf("%s has this path: move it away, or choose another socket",
+				what(st.Mode()))
+		}
+		if c, err := net.Dial(l.o.Network, path); err == nil {
+			_ = c.Close()
+			return nil, nil, errors.New("another program listens there: stop it, or choose another socket")
+		}
+		if err := os.Remove(path); err != nil {
+			return nil, nil, fmt.Errorf("replace a stale socket: %w", err)
+		}
+	}
+	ln, err := net.ListenUnix(l.o.Network, &net.UnixAddr{Name: path, Net: l.o.Network})
+	if err != nil {
+		return nil, nil, err //nolint:wrapcheck // it names operation and path
+	}
+	ln.SetUnlinkOnClose(false) // the path may lead to another socket then
+	err = os.Chmod(path, l.o.Mode)
+	var made os.FileInfo
+	if err == nil {
+		made, err = os.Lstat(path)
+	}
+	if err != nil {
+		_ = ln.Close()
+		return nil, nil, fmt.Errorf("mode: %w", err)
+	}
+	return ln, made, nil
+}
+
+// what describes a file that is not a socket.
+func what(m os.FileMode) string {
+	switch {
+	case m.IsDir():
+		return "a directory"
+	case m.IsRegular():
+		return "a file"
+	}
+	return "a file that is not a socket (" + m.Type().String() + ")"
+}
+
+// Unreachable is why no client can connect, as when the socket was removed; empty: clients can.
+func (l *Listener) Unreachable() string {
+	l.mu.Lock()
+	made, lost := l.made, l.lost
+	l.mu.Unlock()
+	switch {
+	case leadsTo(l.o.Path, made):
+		return ""
+	case lost != "":
+		return lost
+	}
+	return "it was removed, and is made again within " + l.o.Look.String()
+}
+
+func leadsTo(path string, made os.FileInfo) bool {
+	st, err := os.Lstat(path)
+	return err == nil && os.SameFile(st, made)
+}
+
+func (l *Listener) keep(ctx context.Context) {
+	defer close(l.done)
+	t := time.NewTicker(l.o.Look)
+	defer t.Stop()
+	for {
+		select {
+		case <-t.C:
+			l.look()
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// look makes the socket again if the path does not lead to it. It alone changes what mu protects.
+func (l *Listener) look() {
+	if leadsTo(l.o.Path, l.made) {
+		return
+	}
+	ln, made, err := l.bind()
+	if err != nil {
+		if err.Error() != l.lost {
+			l.o.Lost(err)
+		}
+		l.mu.Lock()
+		l.lost = err.Error()
+		l.mu.Unlock()
+		return
+	}
+	l.mu.Lock()
+	old := l.ln
+	l.ln, l.made, l.lost = ln, made, ""
+	l.mu.Unlock()
+	_ = old.Close() // Accept continues with the new one
+	l.o.Lost(nil)
+}
+
+func (l *Listener) current() *net.UnixListener {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.ln
+}
+
+// AcceptUnix accepts a connection, of the socket that is the newest when it comes.
+func (l *Listener) AcceptUnix() (*net.UnixConn, error) {
+	for {
+		ln := l.current()
+		c, err := ln.AcceptUnix()
+		if err == nil || !errors.Is(err, net.ErrClosed) || ln == l.current() {
+			return c, err //nolint:wrapcheck // the listener's own
+		}
+	}
+}
+
+// Accept implements net.Listener.
+func (l *Listener) Accept() (net.Conn, error) {
+	c, err := l.AcceptUnix()
+	if err != nil {
+		return nil, err // no typed nil
+	}
+	return c, nil
+}
+
+// Addr implements net.Listener.
+func (l *Listener) Addr() net.Addr { return l.current().Addr() }
+
+// Close removes the socket, unless the path leads to another one by now. Idempotent.
+func (l *Listener) Close() error {
+	err := net.ErrClosed
+	l.once.Do(func() {
+		l.stop()
+		<-l.done
+		if leadsTo(l.o.Path, l.made) {
+			_ = os.Remove(l.o.Path)
+		}
+		err = l.ln.Close()
+	})
+	return err //nolint:wrapcheck // the listener's own
+}

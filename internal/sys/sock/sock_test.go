@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sock
+
+import (
+	"errors"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/testutil"
+)
+
+func TestMain(m *testing.M) { leaktest.Main(m) }
+
+const soon = 20 * time.Second
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func listen(t *testing.T, o Options) (*Listener, error) {
+	t.Helper()
+	o.Network, o.Mode, o.Look = "unix", 0o600, time.Millisecond
+	l, err := Listen(o)
+	if err == nil {
+		t.Cleanup(func() { _ = l.Close() })
+	}
+	return l, err
+}
+
+// A listener goes on accepting after its path was removed, or leads to a dead socket or to nothing.
+func TestMadeAgain(t *testing.T) {
+	dir := filepath.Join(testutil.ShortDir(t), "sub")
+	path := filepath.Join(dir, "s")
+	lost := make(chan error, 8)
+	l, err := listen(t, Options{Path: path, Prepare: func() error { return os.MkdirAll(dir, 0o700) },
+		Lost: func(err error) { lost <- err }})
+	must(t, err)
+	accepted := make(chan net.Conn)
+	ended := make(chan error, 1)
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				ended <- err
+				return
+			}
+			accepted <- c
+		}
+	}()
+	for _, remove := range []func() error{
+		func() error { return nil },
+		func() error { return os.Remove(path) },
+		func() error { return os.RemoveAll(dir) },
+		func() error {
+			dead, err := net.ListenUnix("unix", &net.UnixAddr{Name: path + "2", Net: "unix"})
+			if err != nil {
+				return err
+			}
+			dead.SetUnlinkOnClose(false)
+			return errors.Join(dead.Close(), os.Rename(path+"2", path))
+		},
+	} {
+		must(t, remove())
+		testutil.Eventually(t, soon, "the socket is not made again", func() bool {
+			return l.Unreachable() == ""
+		})
+		c, err := net.Dial("unix", path)
+		must(t, err)
+		must(t, errors.Join(c.Close(), (<-accepted).Close()))
+	}
+	must(t, l.Close())
+	if err := <-ended; !errors.Is(err, net.ErrClosed) {
+		t.Errorf("Accept ended with %v", err)
+	}
+	if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the socket is left: %v", err)
+	}
+	if close(lost); len(lost) != 3 {
+		t.Errorf("%d reports of 3 removals", len(lost))
+	}
+	for err := range lost {
+		if err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// Neither at the start nor later a listener replaces what is not a dead socket. Why it cannot be
+// made again is reported once, and what came in its place stays after its end.
+func TestOthersStay(t *testing.T) {
+	dir := testutil.ShortDir(t)
+	path := filepath.Join(dir, "s")
+	must(t, os.WriteFile(path, []byte("mine"), 0o600))
+	if _, err := listen(t, Options{Path: path}); err == nil || !strings.Contains(err.Error(), "a file") {
+		t.Errorf("a file is replaced: %v", err)
+	}
+	must(t, os.Remove(path))
+	lost := make(chan error, 8)
+	l, err := listen(t, Options{Path: path, Lost: func(err error) { lost <- err }})
+	must(t, err)
+	if _, err := listen(t, Options{Path: path}); err == nil ||
+		!strings.Contains(err.Error(), "another program") {
+		t.Errorf("a live socket is replaced: %v", err)
+	}
+	must(t, os.WriteFile(path+"2", []byte("mine"), 0o600))
+	must(t, os.Rename(path+"2", path))
+	testutil.Eventually(t, soon, "the loss is not reported", func() bool {
+		return strings.Contains(l.Unreachable(), "a file")
+	})
+	must(t, l.Close())
+	if err := l.Close(); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("the second Close: %v", err)
+	}
+	if b, err := os.ReadFile(path); err != nil || string(b) != "mine" {
+		t.Errorf("the file: %q, %v", b, err)
+	}
+	if len(lost) != 1 || <-lost == nil {
+		t.Errorf("%d reports of one reason", len(lost))
+	}
+}
