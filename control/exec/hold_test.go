@@ -309,6 +309,22 @@ func TestOneSampleOfTwoIsCanceled(t *testing.T) {
 	wantStatus(t, dst, engines.StatusOK)
 }
 
+// Of equal prompts, the decode engine fetches one and finds the others in its prefix cache: what was
+// computed for those is held for the match timeout, whether the engine lives or not.
+func TestEqualPromptsThatNobodyFetches(t *testing.T) {
+	s, p, d, pw, dw, first := waiting(t)
+	d.ask(2, decodeSession, testKey(1, 1), "p:1")
+	second := p.intent(pw, 2, testKey(1, 1), 64, 1, 30*sec)
+	p.steps(second)
+	p.hold(pw, 2)
+	s.rest(15 * sec)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
+	s.until("the load", sec, func() bool { return first.done != nil && dst.done != nil })
+	wantStatus(t, dst, engines.StatusOK)
+	s.until("the other's end", core.DefaultMatchTimeout, func() bool { return second.done != nil })
+	wantStatus(t, second, engines.StatusExpired)
+}
+
 // A sidecar that is only out of reach has the match timeout, and a dead engine of two frees
 // nothing that the other waits for.
 func TestHoldOutOfReach(t *testing.T) {

@@ -285,6 +285,7 @@ func (mt *Matcher) bindPart(now Instant, c *partBinding) bool {
 	if s.firstBind == 0 {
 		s.firstBind = now
 	}
+	mt.sources.waits.served(in.id.Peer, in.key)
 	c.src = s
 	s.bindings = append(s.bindings, c)
 	switch {

@@ -55,6 +55,16 @@ func (ws *waits) remove(w waiter, k transfer.Key) {
 	}
 }
 
+// served ends the waits of a peer for a key: one of its requests fetches. Others of the same prompt
+// have the match timeout, and the engine's own prefix cache.
+func (ws *waits) served(boot transfer.Boot, k transfer.Key) {
+	for w := range ws.byKey[k] {
+		if w.peer == boot {
+			ws.remove(w, k)
+		}
+	}
+}
+
 func (ws *waits) dropKey(k transfer.Key) {
 	for w := range ws.byKey[k] {
 		ws.remove(w, k)
