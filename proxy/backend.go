@@ -31,6 +31,8 @@ type backend struct {
 	sidecar origin.URL // for asking for its state; zero: none
 	twin    *backend   // the same engine in the other role; nil: none
 
+	releases chan release // that wait to be sent; nil: of a decode engine
+
 	lastByte atomic.Int64 // of any of its answers, in ns since the epoch
 
 	mu       sync.Mutex // guards all below

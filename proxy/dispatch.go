@@ -61,7 +61,7 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
 	}
 	w.Header().Set(requestIDHeader, j.id)
 	j.run(ctx)
-	j.release(ctx)
+	j.release()
 	j.placed()
 	j.traced()
 	p.met.requests.WithLabelValues(string(j.mode), statusClass(j.status)).Inc()

@@ -11,6 +11,7 @@ type metrics struct {
 	inFlight prometheus.Gauge
 	first    *prometheus.HistogramVec
 	retries  prometheus.Counter
+	releases *prometheus.CounterVec
 	spans    *prometheus.CounterVec
 }
 
@@ -22,6 +23,13 @@ const (
 	aloneParams    = "prefill_params" // P's answer has no usable parameters
 	aloneRequest   = "not_splittable" // prompt logprobs, beam search ...
 	aloneChosen    = "policy"         // the policy expects that to be fastest
+)
+
+// Outcomes of releases.
+const (
+	releaseSent    = "sent"
+	releaseFailed  = "failed"  // the engine has not answered, or with an error
+	releaseDropped = "dropped" // too many wait for the engine
 )
 
 func newMetrics(reg prometheus.Registerer) *metrics {
@@ -47,6 +55,13 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 			Name: "decode_retries_total",
 			Help: "Requests sent to another decode engine because one failed before its first byte."}),
 	}
+	m.releases = prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray",
+		Subsystem: "proxy", Name: "prefill_releases_total",
+		Help: "Requests to prefill engines that end what they keep for no decode engine, by outcome. " +
+			"Without one the cache stays for the match timeout."}, []string{"outcome"})
+	for _, outcome := range []string{releaseSent, releaseFailed, releaseDropped} {
+		m.releases.WithLabelValues(outcome)
+	}
 	m.spans = prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray",
 		Subsystem: "proxy", Name: "spans_total",
 		Help: "Spans of requests, by whether the collector of --otlp took them (exported) or not " +
@@ -54,7 +69,8 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 	for _, outcome := range []string{"exported", "dropped"} {
 		m.spans.WithLabelValues(outcome)
 	}
-	reg.MustRegister(m.requests, m.alone, m.up, m.inFlight, m.first, m.retries, m.spans)
+	reg.MustRegister(m.requests, m.alone, m.up, m.inFlight, m.first, m.retries, m.releases,
+		m.spans)
 	return m
 }
 

@@ -13,9 +13,9 @@
 // breaks is never complete for the client. When the client disconnects, both engines' requests are
 // canceled. What P keeps for a D that fails is released.
 //
-// Goroutines: Watch owns one clock, one health checker per back end, one asker of each sidecar, and
-// one feed of KV events per engine that has them, and joins them; Serve owns the HTTP server. Each
-// request owns at most one goroutine for P and one guard for each of its engines, and joins them
+// Goroutines: Watch owns one clock, one health checker per back end, one asker of each sidecar, one
+// feed of KV events per engine that has them, and the senders of releases to each prefill engine,
+// and joins them; Serve owns the HTTP server. Each request owns at most one goroutine for P and one guard for each of its engines, and joins them
 // before its handler returns.
 package proxy
 
@@ -198,6 +198,7 @@ func New(cfg Config) (*Proxy, error) {
 		if err != nil {
 			return nil, err
 		}
+		be.releases = make(chan release, releaseQueue)
 		be.identity.configured, be.identity.endpoint = b.Peer != "", b.Peer
 		if b.Peer != "" {
 			if err := hostPort(b.Peer); err != nil {
@@ -343,7 +344,8 @@ func (p *Proxy) Handler() http.Handler {
 	return p.orRefuse(mux)
 }
 
-// Watch checks the health of all back ends, and follows their KV events, until ctx ends.
+// Watch checks the health of all back ends, follows their KV events, and sends releases, until ctx
+// ends.
 func (p *Proxy) Watch(ctx context.Context) {
 	p.spans.Start()
 	defer func() { _ = p.spans.Close() }() // it returns no error
@@ -359,6 +361,9 @@ func (p *Proxy) Watch(ctx context.Context) {
 			}
 			wg.Go(func() { p.watch(ctx, b, asked) })
 		}
+	}
+	for _, b := range p.prefill.all {
+		wg.Go(func() { p.sendReleases(ctx, b) })
 	}
 	for _, r := range p.reporters {
 		if r != nil {
