@@ -107,12 +107,11 @@ func (b *backend) outcome(err error, s sign, after time.Duration) {
 
 // failed notes an error of a request.
 func (b *backend) failed(err error) {
+	var after time.Duration
 	if status := (*statusError)(nil); errors.As(err, &status) {
-		// everybody can read the reason
-		b.outcome(errors.New(status.brief), status.sign, status.after)
-		return
+		after = status.after
 	}
-	b.outcome(err, signOfError(err), 0)
+	b.outcome(err, signOfError(err), after)
 }
 
 // reports notes the endpoint of its sidecar that an engine has named. The next check compares it: a

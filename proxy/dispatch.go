@@ -39,8 +39,8 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
 		p.refuse(w, http.StatusBadRequest, codeInvalidTarget, err.Error())
 		return
 	}
-	body, ok := p.readBody(w, r)
-	defer p.bodies.give(int64(cap(body)))
+	body, ok := p.readBody(w, r, k)
+	defer p.bodies.give(k.held() * int64(cap(body)))
 	if !ok || !p.enter(w) {
 		return
 	}
@@ -304,11 +304,6 @@ func (j *job) askPrefill(ctx context.Context, b *backend, body []byte) (json.Raw
 	return params, err
 }
 
-func firstBytes(b []byte) string {
-	const limit = 200
-	return strings.ToValidUTF8(string(b[:min(len(b), limit)]), "?")
-}
-
 func (j *job) decodeAlone(ctx context.Context, reason string) {
 	j.p.met.alone.WithLabelValues(reason).Inc()
 	j.alone = reason
@@ -478,8 +473,11 @@ func (j *job) beginDecode(g *guard, b *backend, body []byte) (*reply, error) {
 		j.refusal = a
 		return nil, newStatusError(resp, a.buf)
 	}
+	if !g.begin() {
+		_ = resp.Body.Close() // aborted
+		return nil, context.Cause(g.ctx)
+	}
 	a.guard = g
-	g.started.Store(true)
 	b.begins()
 	return a, nil
 }

@@ -60,6 +60,7 @@ const (
 const (
 	DefaultBodyBytes   = 32 << 20
 	DefaultBodiesBytes = 1 << 30 // of all requests in flight
+	HeldBodies         = 3       // most copies of a body in one request: each counts
 	maxPrefillAnswer   = 16 << 20
 	maxInFlight        = 4096 // requests
 	sidecarTimeout     = 2 * time.Second
@@ -116,7 +117,8 @@ type Config struct {
 	Decode    []string // URLs
 	Mode      Mode
 	BodyBytes int64 // largest body of a client; 0: DefaultBodyBytes
-	// BodiesBytes bounds the bodies of all requests in flight together; 0: DefaultBodiesBytes.
+	// BodiesBytes bounds the bodies of all requests in flight together, with their copies; 0:
+	// DefaultBodiesBytes.
 	BodiesBytes int64
 	Times       Times
 	// Policy is one of Policies; empty: DefaultPolicy. The fields below it are for the others.

@@ -223,7 +223,7 @@ func (p *Proxy) askTokens(ctx context.Context, b *backend, question []byte, auth
 		return nil, errTokens
 	}
 	if resp.StatusCode != http.StatusOK {
-		return nil, fmt.Errorf("POST %s/tokenize: %s: %s", b.url, resp.Status, firstBytes(body))
+		return nil, fmt.Errorf("POST %s/tokenize: %w", b.url, newStatusError(resp, body))
 	}
 	var a struct {
 		Tokens []uint32 `json:"tokens"`
