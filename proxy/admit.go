@@ -14,9 +14,9 @@ import (
 
 const firstBody = 4 << 10 // bytes that a body gets at once; then it doubles
 
-// held is how many times a request holds its body at most: while its fields are read, both, and then
-// the fields with the bodies for P and for D. A body without fields goes on as it is, but has two
-// places while it grows.
+// held is how many times a request holds its body at most: while its fields are read, both, and
+// then the fields with the bodies for P and for D. A body without fields goes on as it is, but has
+// two places while it grows.
 func (k kind) held() int64 {
 	if k == kindPassed {
 		return 2

@@ -15,8 +15,8 @@
 //
 // Goroutines: Watch owns one clock, one health checker per back end, one asker of each sidecar, one
 // feed of KV events per engine that has them, and the senders of releases to each prefill engine,
-// and joins them; Serve owns the HTTP server. Each request owns at most one goroutine for P and one guard for each of its engines, and joins them
-// before its handler returns.
+// and joins them; Serve owns the HTTP server. Each request owns at most one goroutine for P and one
+// guard for each of its engines, and joins them before its handler returns.
 package proxy
 
 import (
@@ -163,27 +163,17 @@ type Proxy struct {
 
 // New checks the configuration. It starts nothing.
 func New(cfg Config) (*Proxy, error) {
-	if cfg.Mode == "" {
-		cfg.Mode = Concurrent
-	}
-	if cfg.Mode != Concurrent && cfg.Mode != PrefillFirst {
+	if cfg.Mode = cmp.Or(cfg.Mode, Concurrent); cfg.Mode != Concurrent && cfg.Mode != PrefillFirst {
 		return nil, fmt.Errorf("proxy: mode %q is not one of %s, %s", cfg.Mode, Concurrent, PrefillFirst)
 	}
 	if len(cfg.Decode) == 0 {
 		return nil, errors.New("proxy: no decode engine; pass --decode the URL of at least one")
 	}
-	p := &Proxy{mode: cfg.Mode, limit: cfg.BodyBytes, log: cfg.Log, reg: cfg.Registry,
-		times: cfg.Times.orDefaults(), slots: make(chan struct{}, maxInFlight)}
-	if p.limit <= 0 {
-		p.limit = DefaultBodyBytes
-	}
+	p := &Proxy{mode: cfg.Mode, limit: cmp.Or(max(cfg.BodyBytes, 0), DefaultBodyBytes),
+		log: cmp.Or(cfg.Log, slog.New(slog.DiscardHandler)),
+		reg: cmp.Or(cfg.Registry, prometheus.NewRegistry()), times: cfg.Times.orDefaults(),
+		slots: make(chan struct{}, maxInFlight)}
 	p.bodies.give(cmp.Or(cfg.BodiesBytes, DefaultBodiesBytes))
-	if p.log == nil {
-		p.log = slog.New(slog.DiscardHandler)
-	}
-	if p.reg == nil {
-		p.reg = prometheus.NewRegistry()
-	}
 	p.met = newMetrics(p.reg)
 	p.client = &http.Client{
 		Transport: &http.Transport{
@@ -353,16 +343,14 @@ func (p *Proxy) Watch(ctx context.Context) {
 	defer func() { _ = p.spans.Close() }() // it returns no error
 	var wg sync.WaitGroup
 	wg.Go(func() { p.pace(ctx) })
-	for _, set := range []*pool{p.prefill, p.decode} {
-		for _, b := range set.all {
-			asked := make(chan struct{})
-			if b.sidecar.IsZero() {
-				close(asked)
-			} else {
-				wg.Go(func() { p.watchSidecar(ctx, b, asked) })
-			}
-			wg.Go(func() { p.watch(ctx, b, asked) })
+	for _, b := range p.backends() {
+		asked := make(chan struct{})
+		if b.sidecar.IsZero() {
+			close(asked)
+		} else {
+			wg.Go(func() { p.watchSidecar(ctx, b, asked) })
 		}
+		wg.Go(func() { p.watch(ctx, b, asked) })
 	}
 	for _, b := range p.prefill.all {
 		wg.Go(func() { p.sendReleases(ctx, b) })

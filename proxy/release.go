@@ -3,11 +3,9 @@
 package proxy
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
-	"io"
 	"net/http"
 	"sync"
 	"time"
@@ -52,8 +50,9 @@ func (j *job) release() {
 		if h.own.Xfer == used {
 			continue
 		}
-		r, err := j.releaseOf(h)
-		if err == nil {
+		r := j.releaseOf(h)
+		err := fmt.Errorf("it has %d bytes, and %d is the bound", len(r.body), maxRelease)
+		if len(r.body) <= maxRelease {
 			select {
 			case h.pre.releases <- r:
 				continue
@@ -67,24 +66,21 @@ func (j *job) release() {
 
 // releaseOf asks for one token with parameters that release a transfer: P's engine passes them to
 // its connector before it schedules the request.
-func (j *job) releaseOf(h hold) (release, error) {
+func (j *job) releaseOf(h hold) release {
 	own := h.own
 	own.V, own.Release, own.Traceparent = paramsVersion, true, ""
-	params, err := json.Marshal(transferParams{DoRemotePrefill: true, KVSpray: own})
-	if err != nil {
-		return release{}, err
-	}
-	body, err := json.Marshal(map[string]json.RawMessage{"model": j.req.fields["model"],
-		"prompt": json.RawMessage("[0]"), "max_tokens": json.RawMessage("1"), paramsKey: params})
-	if err == nil && len(body) > maxRelease {
-		err = fmt.Errorf("it has %d bytes, and %d is the bound", len(body), maxRelease)
+	fields := map[string]json.RawMessage{"prompt": json.RawMessage("[0]"),
+		"max_tokens": json.RawMessage("1"),
+		paramsKey:    marshal(transferParams{DoRemotePrefill: true, KVSpray: own})}
+	if model := j.req.fields["model"]; model != nil {
+		fields["model"] = model
 	}
 	header := http.Header{"Content-Type": {"application/json"},
 		requestIDHeader: {j.id + "-release"}}
 	if v := j.in.Header.Get("Authorization"); v != "" {
 		header.Set("Authorization", v)
 	}
-	return release{j.id, header, body}, err
+	return release{j.id, header, encode(fields)}
 }
 
 // sendReleases sends what waits for one prefill engine until ctx ends and, for releaseTimeout at
@@ -119,29 +115,13 @@ func (p *Proxy) sendReleases(ctx context.Context, b *backend) {
 func (p *Proxy) sendRelease(ctx context.Context, b *backend, r release) {
 	ctx, cancel := context.WithTimeout(ctx, releaseTimeout)
 	defer cancel()
-	if err := p.askRelease(ctx, b, r); err != nil {
+	_, err := p.ask(ctx, b.url, http.MethodPost, kindCompletion.path(), r.header, r.body,
+		maxSmallAnswer)
+	if err != nil {
 		p.unreleased(b, r.request, releaseFailed, err)
 		return
 	}
 	p.met.releases.WithLabelValues(releaseSent).Inc()
-}
-
-func (p *Proxy) askRelease(ctx context.Context, b *backend, r release) error {
-	req, err := b.url.Request(ctx, http.MethodPost, kindCompletion.path(), bytes.NewReader(r.body))
-	if err != nil {
-		return err
-	}
-	b.url.SetHeader(req, r.header)
-	resp, err := p.client.Do(req)
-	if err != nil {
-		return err
-	}
-	defer func() { _ = resp.Body.Close() }() // read to its end or aborted
-	text, err := io.ReadAll(io.LimitReader(resp.Body, maxSmallAnswer))
-	if err == nil && resp.StatusCode != http.StatusOK {
-		err = newStatusError(resp, text)
-	}
-	return err
 }
 
 func (p *Proxy) unreleased(b *backend, request, outcome string, err error) {
