@@ -11,6 +11,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	kvtest "github.com/kvspray/kvspray/internal/testutil"
 )
 
 // pipeListener accepts one connection.
@@ -39,7 +41,7 @@ func TestSlowBodiesAreRefused(t *testing.T) {
 		{"parts for too long", bodyIdle - time.Second, 6, bodyTimeout - 6*(bodyIdle-time.Second)},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
+			kvtest.Bubble(t, func(t *testing.T) {
 				px, err := New(Config{Decode: []string{"http://decode:8000"}})
 				if err != nil {
 					t.Fatal(err)

@@ -6,8 +6,9 @@ import (
 	"context"
 	"errors"
 	"testing"
-	"testing/synctest"
 	"time"
+
+	kvtest "github.com/kvspray/kvspray/internal/testutil"
 )
 
 // silentBackend is an engine that has not answered its check from now on.
@@ -21,7 +22,7 @@ func silentBackend(t Times) *backend {
 // ends it only once the engine is down.
 func TestGuardLeavesABegunAnswer(t *testing.T) {
 	for _, late := range []bool{false, true} {
-		synctest.Test(t, func(t *testing.T) {
+		kvtest.Bubble(t, func(t *testing.T) {
 			p := &Proxy{times: DefaultTimes()}
 			guards := make(chan *guard, 1)
 			bound, began := p.times.FirstByte, false
@@ -49,7 +50,7 @@ func TestGuardLeavesABegunAnswer(t *testing.T) {
 // An answer that begins after the guard has decided does not go to the client: another engine has
 // the request.
 func TestGuardDecidesOnce(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	kvtest.Bubble(t, func(t *testing.T) {
 		p := &Proxy{times: DefaultTimes()}
 		g := p.guard(t.Context(), silentBackend(p.times), time.Second, func() bool { return false })
 		defer g.stop()
