@@ -179,14 +179,21 @@ func (p *pool) takeThis(b *backend) *backend {
 
 // none gives the reason why no back end takes requests.
 func (p *pool) none(role string) string {
-	leaving, now := 0, time.Now()
+	leaving, unfit, now := 0, 0, time.Now()
 	for _, b := range p.all {
-		if c := b.candidate(now); c.leaving && c.condition < down {
+		switch c := b.candidate(now); {
+		case c.condition == down:
+		case c.leaving:
 			leaving++
+		case c.condition < silent:
+			unfit++
 		}
 	}
-	if leaving > 0 {
+	switch {
+	case leaving > 0:
 		return fmt.Sprintf("no %s engine takes requests (%d leave)", role, leaving)
+	case unfit > 0:
+		return fmt.Sprintf("no %s engine is fit (%d are busy or fail)", role, unfit)
 	}
 	return fmt.Sprintf("no %s engine is up", role)
 }

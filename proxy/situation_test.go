@@ -339,6 +339,17 @@ func TestFullPrefillEnginesAreUsedAgain(t *testing.T) {
 		})
 	}
 	wg.Wait()
+	until(t, "/health has another reason", func() bool {
+		post(t, url, "/v1/completions", `{"prompt":"a"}`) // they may have a place again after 1 s
+		resp, err := http.Get(url + "/health")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		text, err := io.ReadAll(resp.Body)
+		return err == nil && strings.Contains(string(text),
+			"degraded: no prefill engine is fit (2 are busy or fail)")
+	})
 	for _, f := range engines {
 		f.status.Store(0)
 	}
