@@ -398,10 +398,14 @@ func sameEndpoint(ctx context.Context, x, y string) bool {
 
 const maxSmallAnswer = 64 << 10 // bytes of a health or node answer
 
-// ask sends a request of the router's own, and reads at most some bytes of its answer. A status
-// that is not 200 is an error.
-func (p *Proxy) ask(ctx context.Context, server origin.URL, method, path string, h http.Header,
-	body []byte, limit int64) ([]byte, error) {
+// ask sends a request of the router's own, which is a GET without a body, and reads at most some
+// bytes of its answer. A status that is not 200 is an error.
+func (p *Proxy) ask(ctx context.Context, server origin.URL, path string, h http.Header, body []byte,
+	limit int64) ([]byte, error) {
+	method := http.MethodGet
+	if body != nil {
+		method = http.MethodPost
+	}
 	req, err := server.Request(ctx, method, path, bytes.NewReader(body))
 	if err != nil {
 		return nil, err
@@ -422,7 +426,7 @@ func (p *Proxy) ask(ctx context.Context, server origin.URL, method, path string,
 // get reads a JSON answer of at most some bytes; into nil: only its status.
 func (p *Proxy) get(ctx context.Context, server origin.URL, path string, into any,
 	limit int64) error {
-	body, err := p.ask(ctx, server, http.MethodGet, path, http.Header{}, nil, limit)
+	body, err := p.ask(ctx, server, path, http.Header{}, nil, limit)
 	if err != nil || into == nil {
 		return err
 	}

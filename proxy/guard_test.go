@@ -25,19 +25,20 @@ func TestGuardLeavesABegunAnswer(t *testing.T) {
 		kvtest.Bubble(t, func(t *testing.T) {
 			p := &Proxy{times: DefaultTimes()}
 			guards := make(chan *guard, 1)
-			bound, began := p.times.FirstByte, false
+			began := make(chan bool, 1)
+			bound := p.times.FirstByte
 			if late {
 				bound = p.times.Silent + 2*p.times.Check
 			}
 			g := p.guard(t.Context(), silentBackend(p.times), bound, func() bool {
-				began = (<-guards).begin() // its first bytes come now
+				began <- (<-guards).begin() // its first bytes come now
 				return true
 			})
 			defer g.stop()
 			guards <- g
 			time.Sleep(2 * p.times.Silent)
-			if !began || g.ctx.Err() != nil {
-				t.Errorf("the answer has begun: %v, and is ended: %v", began, context.Cause(g.ctx))
+			if ok := <-began; !ok || g.ctx.Err() != nil {
+				t.Errorf("the answer has begun: %v, and is ended: %v", ok, context.Cause(g.ctx))
 			}
 			time.Sleep(deadFactor * p.times.Silent)
 			if c := context.Cause(g.ctx); !errors.Is(c, errSilent) {

@@ -115,8 +115,7 @@ func (p *Proxy) sendReleases(ctx context.Context, b *backend) {
 func (p *Proxy) sendRelease(ctx context.Context, b *backend, r release) {
 	ctx, cancel := context.WithTimeout(ctx, releaseTimeout)
 	defer cancel()
-	_, err := p.ask(ctx, b.url, http.MethodPost, kindCompletion.path(), r.header, r.body,
-		maxSmallAnswer)
+	_, err := p.ask(ctx, b.url, kindCompletion.path(), r.header, r.body, maxSmallAnswer)
 	if err != nil {
 		p.unreleased(b, r.request, releaseFailed, err)
 		return

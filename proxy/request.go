@@ -208,7 +208,7 @@ func encode(fields map[string]json.RawMessage) []byte {
 	return append(out, '}')
 }
 
-// marshal is of strings and of structs of them, for which json.Marshal has no error.
+// marshal is of strings, of correct JSON, and of structs of them: json.Marshal has no error.
 func marshal(v any) json.RawMessage {
 	raw, err := json.Marshal(v)
 	if err != nil {

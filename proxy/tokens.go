@@ -203,7 +203,7 @@ func (p *Proxy) askTokens(ctx context.Context, b *backend, question []byte, auth
 	if authorization != "" {
 		h.Set("Authorization", authorization) // the client's own, as for its request
 	}
-	body, err := p.ask(ctx, b.url, http.MethodPost, "/tokenize", h, question, maxTokensAnswer)
+	body, err := p.ask(ctx, b.url, "/tokenize", h, question, maxTokensAnswer)
 	status := (*statusError)(nil)
 	if errors.As(err, &status) && ofQuestion(status.status) || len(body) == maxTokensAnswer {
 		return nil, errTokens
@@ -265,7 +265,7 @@ func (r *request) question() (tokens []uint32, question []byte) {
 			f[name] = raw
 		}
 	}
-	if question = encode(f); len(question) > maxTokenize {
+	if question = marshal(f); len(question) > maxTokenize { // without spaces: an equal one is known
 		return nil, nil
 	}
 	return nil, question
