@@ -14,7 +14,17 @@ import (
 
 const firstBody = 4 << 10 // bytes that a body gets at once; then it doubles
 
-// budget bounds the bytes of all bodies.
+// held is how many times a request holds its body at most: while its fields are read, both, and
+// then the fields with the bodies for P and for D. A body without fields goes on as it is, but has
+// two places while it grows.
+func (k kind) held() int64 {
+	if k == kindPassed {
+		return 2
+	}
+	return HeldBodies
+}
+
+// budget bounds the bytes of all bodies, as often as they are held.
 type budget struct {
 	free atomic.Int64
 }
@@ -56,22 +66,24 @@ func (p *Proxy) refuseTooMany(w http.ResponseWriter, message string) {
 	p.refuse(w, http.StatusServiceUnavailable, codeTooMany, message)
 }
 
-// readBody reads a client's body. It has taken cap(body) bytes of the budget, also if it refuses.
-func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request) (body []byte, ok bool) {
+// readBody reads a client's body. It has taken cap(body) bytes of the budget for each time that the
+// body is held, also if it refuses.
+func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request, k kind) (body []byte, ok bool) {
 	if r.ContentLength == 0 {
 		return nil, true
 	}
 	in := http.MaxBytesReader(w, r.Body, p.limit)
 	control := http.NewResponseController(w)
+	most := p.limit
+	if r.ContentLength > 0 {
+		most = min(most, r.ContentLength)
+	}
 	end := time.Now().Add(bodyTimeout)
 	for {
 		if len(body) == cap(body) {
-			size := max(firstBody, 2*cap(body))
-			if r.ContentLength > 0 {
-				size = min(size, int(min(r.ContentLength, p.limit))+1) // and its end
-			}
+			size := min(max(firstBody, 2*cap(body)), int(most)+1) // and its end
 			size = max(size, cap(body)+1)
-			if !p.bodies.take(int64(size - cap(body))) {
+			if !p.bodies.take(k.held() * int64(size-cap(body))) {
 				p.refuseTooMany(w, "too many bytes of request bodies in flight; try again")
 				return body, false
 			}

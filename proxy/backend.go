@@ -3,6 +3,7 @@
 package proxy
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -31,6 +32,8 @@ type backend struct {
 	sidecar origin.URL // for asking for its state; zero: none
 	twin    *backend   // the same engine in the other role; nil: none
 
+	releases chan release // that wait to be sent; nil: of a decode engine
+
 	lastByte atomic.Int64 // of any of its answers, in ns since the epoch
 
 	mu       sync.Mutex // guards all below
@@ -46,12 +49,15 @@ func (b *backend) alive(now time.Time) { b.lastByte.Store(now.UnixNano()) }
 func (b *backend) quiet() (quiet, dead bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	d := b.health.silence(time.Now(), time.Unix(0, b.lastByte.Load()))
+	d := b.health.silence(time.Now(), b.last())
 	return d >= b.health.silentAfter, b.health.dead(d)
 }
 
+// last is when the engine sent the last byte of an answer.
+func (b *backend) last() time.Time { return time.Unix(0, b.lastByte.Load()) }
+
 func (b *backend) conditionLocked(now time.Time) condition {
-	return b.health.condition(now, time.Unix(0, b.lastByte.Load()))
+	return b.health.condition(now, b.last())
 }
 
 func (b *backend) condition() condition {
@@ -60,18 +66,13 @@ func (b *backend) condition() condition {
 	return b.conditionLocked(time.Now())
 }
 
-func (b *backend) candidateLocked(now time.Time) candidate {
+// candidate includes the load of the engine's other role.
+func (b *backend) candidate(now time.Time) candidate {
+	b.mu.Lock()
 	c := candidate{b.conditionLocked(now), b.identity.leaving, b.load}
 	if c.condition < failing && b.load > 0 && b.health.trial() {
 		c.condition = failing
 	}
-	return c
-}
-
-// candidate includes the load of the engine's other role.
-func (b *backend) candidate(now time.Time) candidate {
-	b.mu.Lock()
-	c := b.candidateLocked(now)
 	b.mu.Unlock()
 	if t := b.twin; t != nil {
 		t.mu.Lock()
@@ -105,12 +106,11 @@ func (b *backend) outcome(err error, s sign, after time.Duration) {
 
 // failed notes an error of a request.
 func (b *backend) failed(err error) {
+	var after time.Duration
 	if status := (*statusError)(nil); errors.As(err, &status) {
-		// everybody can read the reason
-		b.outcome(errors.New(status.brief), status.sign, status.after)
-		return
+		after = status.after
 	}
-	b.outcome(err, signOfError(err), 0)
+	b.outcome(err, signOfError(err), after)
 }
 
 // reports notes the endpoint of its sidecar that an engine has named. The next check compares it: a
@@ -179,33 +179,41 @@ func (p *pool) takeThis(b *backend) *backend {
 
 // none gives the reason why no back end takes requests.
 func (p *pool) none(role string) string {
-	leaving, now := 0, time.Now()
+	leaving, unfit, now := 0, 0, time.Now()
 	for _, b := range p.all {
-		if c := b.candidate(now); c.leaving && c.condition < down {
+		switch c := b.candidate(now); {
+		case c.condition == down:
+		case c.leaving:
 			leaving++
+		case c.condition < silent:
+			unfit++
 		}
 	}
-	if leaving > 0 {
+	switch {
+	case leaving > 0:
 		return fmt.Sprintf("no %s engine takes requests (%d leave)", role, leaving)
+	case unfit > 0:
+		return fmt.Sprintf("no %s engine is fit (%d are busy or fail)", role, unfit)
 	}
 	return fmt.Sprintf("no %s engine is up", role)
 }
 
 // any reports whether a back end that is not in skip is accepted.
-func (p *pool) any(accepts func(candidate) bool, skip ...*backend) bool {
+func (p *pool) any(skip map[*backend]bool, accepts func(candidate) bool) bool {
 	now := time.Now()
 	return slices.ContainsFunc(p.all, func(b *backend) bool {
-		return !slices.Contains(skip, b) && accepts(b.candidate(now))
+		return !skip[b] && accepts(b.candidate(now))
 	})
 }
+
+// backends are those of both roles, in the order of the policy's engines.
+func (p *Proxy) backends() []*backend { return slices.Concat(p.prefill.all, p.decode.all) }
 
 // watch checks one back end until ctx ends. The first outcome counts only after the first answer of
 // its sidecar, or its timeout, so that a router that starts sends nothing to an engine that leaves.
 func (p *Proxy) watch(ctx context.Context, b *backend, asked <-chan struct{}) {
-	tick := time.NewTicker(p.times.Check)
-	defer tick.Stop()
 	before, first := fit, true
-	for {
+	p.every(ctx, func() {
 		err := p.check(ctx, b, asked)
 		if ctx.Err() != nil {
 			return
@@ -230,6 +238,15 @@ func (p *Proxy) watch(ctx context.Context, b *backend, asked <-chan struct{}) {
 			p.learn(ctx, b)
 			p.learnModels(ctx, b) // last: a slow answer holds up nothing but the next check
 		}
+	})
+}
+
+// every calls a function at once and then after each Check, until ctx ends.
+func (p *Proxy) every(ctx context.Context, f func()) {
+	tick := time.NewTicker(p.times.Check)
+	defer tick.Stop()
+	for {
+		f()
 		select {
 		case <-ctx.Done():
 			return
@@ -240,23 +257,14 @@ func (p *Proxy) watch(ctx context.Context, b *backend, asked <-chan struct{}) {
 
 // pace counts the router's own time for all back ends until ctx ends.
 func (p *Proxy) pace(ctx context.Context) {
-	tick := time.NewTicker(p.times.Check)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-		}
+	p.every(ctx, func() {
 		now := time.Now()
-		for _, set := range []*pool{p.prefill, p.decode} {
-			for _, b := range set.all {
-				b.mu.Lock()
-				b.health.passes(now, p.times.Check)
-				b.mu.Unlock()
-			}
+		for _, b := range p.backends() {
+			b.mu.Lock()
+			b.health.passes(now, p.times.Check)
+			b.mu.Unlock()
 		}
-	}
+	})
 }
 
 // check asks for an engine's health. An answer that comes late is a sign of life; without one the
@@ -292,18 +300,11 @@ func (p *Proxy) check(ctx context.Context, b *backend, asked <-chan struct{}) er
 // watchSidecar asks the sidecar of one back end until ctx ends, also while the engine is down.
 // Neither waits for the other. It closes asked after the first time.
 func (p *Proxy) watchSidecar(ctx context.Context, b *backend, asked chan<- struct{}) {
-	tick := time.NewTicker(p.times.Check)
-	defer tick.Stop()
-	p.askSidecar(ctx, b)
-	close(asked)
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-		}
+	once := sync.OnceFunc(func() { close(asked) })
+	p.every(ctx, func() {
 		p.askSidecar(ctx, b)
-	}
+		once()
+	})
 }
 
 // askSidecar asks for a node's state. A sidecar that does not answer does not take the engine out:
@@ -397,27 +398,37 @@ func sameEndpoint(ctx context.Context, x, y string) bool {
 
 const maxSmallAnswer = 64 << 10 // bytes of a health or node answer
 
+// ask sends a request of the router's own, which is a GET without a body, and reads at most some
+// bytes of its answer. A status that is not 200 is an error.
+func (p *Proxy) ask(ctx context.Context, server origin.URL, path string, h http.Header, body []byte,
+	limit int64) ([]byte, error) {
+	method := http.MethodGet
+	if body != nil {
+		method = http.MethodPost
+	}
+	req, err := server.Request(ctx, method, path, bytes.NewReader(body))
+	if err != nil {
+		return nil, err
+	}
+	server.SetHeader(req, h)
+	resp, err := p.client.Do(req)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = resp.Body.Close() }() // read to its end or aborted
+	text, err := io.ReadAll(io.LimitReader(resp.Body, limit))
+	if err == nil && resp.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s %s%s: %w", method, server, path, newStatusError(resp, text))
+	}
+	return text, err
+}
+
 // get reads a JSON answer of at most some bytes; into nil: only its status.
 func (p *Proxy) get(ctx context.Context, server origin.URL, path string, into any,
 	limit int64) error {
-	req, err := server.Request(ctx, http.MethodGet, path, nil)
-	if err != nil {
+	body, err := p.ask(ctx, server, path, http.Header{}, nil, limit)
+	if err != nil || into == nil {
 		return err
-	}
-	resp, err := p.client.Do(req)
-	if err != nil {
-		return err
-	}
-	defer func() { _ = resp.Body.Close() }() // read to its end or aborted
-	body, err := io.ReadAll(io.LimitReader(resp.Body, limit))
-	if err != nil {
-		return err
-	}
-	if resp.StatusCode != http.StatusOK {
-		return fmt.Errorf("GET %s%s: %w", server, path, newStatusError(resp, nil))
-	}
-	if into == nil {
-		return nil
 	}
 	return json.Unmarshal(body, into)
 }

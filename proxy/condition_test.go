@@ -3,17 +3,22 @@
 package proxy
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/url"
 	"os"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
+
+	kvtest "github.com/kvspray/kvspray/internal/testutil"
 )
 
 func testHealth() health {
@@ -242,6 +247,91 @@ func TestSignOfStatus(t *testing.T) {
 		if got, wait := signOfStatus(c.status, h); got != c.want || wait != c.wait {
 			t.Errorf("%d, Retry-After %q: %s for %s; want %s for %s", c.status, c.after, got, wait, c.want,
 				c.wait)
+		}
+	}
+}
+
+// The text of an engine's error may have parts of a prompt: the log and /health have its status and
+// its type alone, and the client gets all of it.
+func TestTextOfAnEnginesErrorStaysOutOfTheLog(t *testing.T) {
+	for _, c := range []struct {
+		prefill, decode int
+	}{{500, 500}, {400, 400}, {200, 500}, {503, 200}} {
+		var log kvtest.Buffer
+		fails := func(status int, answer func(http.ResponseWriter, *http.Request, seen)) func(
+			http.ResponseWriter, *http.Request, seen) {
+			return func(w http.ResponseWriter, r *http.Request, s seen) {
+				if status == 200 {
+					answer(w, r, s)
+					return
+				}
+				w.WriteHeader(status)
+				fmt.Fprint(w, `{"error":{"message":"my secret is bad","type":"InternalServerError"}}`)
+			}
+		}
+		p, d := newEngine(t, fails(c.prefill, answerPrefill)), newEngine(t, fails(c.decode, answerDecode))
+		_, url := start(t, Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: p.URL}},
+			Decode: []string{d.URL}, Log: slog.New(slog.NewTextHandler(&log, nil))})
+		code, body, _ := post(t, url, "/v1/completions", `{"prompt":"my secret"}`)
+		if code != c.decode || code != 200 && !strings.Contains(body, "my secret is bad") {
+			t.Errorf("%v: %d %s", c, code, body)
+		}
+		resp, err := http.Get(url + "/health")
+		if err != nil {
+			t.Fatal(err)
+		}
+		health, err := io.ReadAll(resp.Body)
+		_ = resp.Body.Close()
+		if err != nil || bytes.Contains(health, []byte("secret")) {
+			t.Errorf("%v: /health: %s, %v", c, health, err)
+		}
+		if out := log.String(); strings.Contains(out, "secret") ||
+			!strings.Contains(out, ": InternalServerError") {
+			t.Errorf("%v: the log: %s", c, out)
+		}
+	}
+}
+
+// A prompt with which each engine fails, sent again and again, closes the service to no other one.
+func TestPromptThatFailsEverywhere(t *testing.T) {
+	bad := func(answer func(http.ResponseWriter, *http.Request, seen)) func(http.ResponseWriter,
+		*http.Request, seen) {
+		return func(w http.ResponseWriter, r *http.Request, s seen) {
+			if s.body["prompt"] == "bad" {
+				http.Error(w, "no", http.StatusInternalServerError)
+				return
+			}
+			answer(w, r, s)
+		}
+	}
+	cfg := Config{Mode: PrefillFirst}
+	for range 2 {
+		cfg.Prefill = append(cfg.Prefill, Prefill{URL: newEngine(t, bad(answerPrefill)).URL})
+		cfg.Decode = append(cfg.Decode, newEngine(t, bad(answerDecode)).URL)
+	}
+	px, url := start(t, cfg)
+	for range 20 {
+		if code, body, _ := post(t, url, "/v1/completions", `{"prompt":"bad"}`); code != 500 {
+			t.Fatal(code, body)
+		}
+		for _, prompt := range []string{"a", "b"} {
+			code, body, _ := post(t, url, "/v1/completions", fmt.Sprintf(`{"prompt":%q}`, prompt))
+			if code != 200 {
+				t.Fatalf("another prompt: %d %s", code, body)
+			}
+		}
+	}
+	resp, err := http.Get(url + "/health")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = resp.Body.Close()
+	if resp.StatusCode != 200 {
+		t.Errorf("/health: %s", resp.Status)
+	}
+	for _, b := range px.decode.all {
+		if c := b.condition(); c > failing {
+			t.Errorf("%s is %s", b.url, c)
 		}
 	}
 }

@@ -14,7 +14,6 @@ import (
 	"maps"
 	"net/http"
 	"net/url"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -39,8 +38,8 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
 		p.refuse(w, http.StatusBadRequest, codeInvalidTarget, err.Error())
 		return
 	}
-	body, ok := p.readBody(w, r)
-	defer p.bodies.give(int64(cap(body)))
+	body, ok := p.readBody(w, r, k)
+	defer p.bodies.give(k.held() * int64(cap(body)))
 	if !ok || !p.enter(w) {
 		return
 	}
@@ -61,7 +60,7 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
 	}
 	w.Header().Set(requestIDHeader, j.id)
 	j.run(ctx)
-	j.release(ctx)
+	j.release()
 	j.placed()
 	j.traced()
 	p.met.requests.WithLabelValues(string(j.mode), statusClass(j.status)).Inc()
@@ -127,7 +126,7 @@ type job struct {
 }
 
 func (j *job) run(ctx context.Context) {
-	if !j.p.decode.any(candidate.possible) {
+	if !j.p.decode.any(nil, candidate.possible) {
 		// A prefill would compute, and hold its blocks, for a decode engine that does not come.
 		j.fail(http.StatusServiceUnavailable, codeNoEngine, errors.New(j.p.decode.none(roleDecode)))
 		return
@@ -154,7 +153,8 @@ func (j *job) run(ctx context.Context) {
 			break
 		}
 		tried[pre] = true
-		if pre.twin != nil && !j.p.decode.any(candidate.possible, pre.twin) {
+		if pre.twin != nil && !j.p.decode.any(map[*backend]bool{pre.twin: true},
+			candidate.possible) {
 			pre.done() // it would send to itself
 			pre = nil
 			continue
@@ -182,11 +182,7 @@ func (j *job) split(ctx context.Context, pre *backend) error {
 		j.mode = PrefillFirst // P's sidecar is unknown: P itself must name it
 	}
 	xfer := randomID()
-	body, err := j.req.forPrefill(xfer, j.trace.hop(false).traceparent())
-	if err != nil {
-		j.fail(http.StatusBadRequest, codeInvalidBody, err)
-		return nil
-	}
+	body := j.req.forPrefill(xfer, j.trace.hop(false).traceparent())
 	if j.mode == PrefillFirst {
 		params, err := j.prefill(ctx, pre, body)
 		if err != nil || ctx.Err() != nil {
@@ -196,11 +192,7 @@ func (j *job) split(ctx context.Context, pre *backend) error {
 		j.decode(ctx, withTraceparent(params, j.trace.hop(true).traceparent()))
 		return nil
 	}
-	params, err := j.req.concurrentParams(xfer, endpoint, j.trace.hop(true).traceparent())
-	if err != nil {
-		j.fail(http.StatusBadRequest, codeInvalidBody, err)
-		return nil
-	}
+	params := j.req.concurrentParams(xfer, endpoint, j.trace.hop(true).traceparent())
 	j.hold(pre, params)
 	pctx, stopP := context.WithCancel(ctx)
 	dctx, stopD := context.WithCancelCause(ctx)
@@ -211,8 +203,7 @@ func (j *job) split(ctx context.Context, pre *backend) error {
 		// P's answer is not needed for its content: D knows everything from the start. An error after
 		// the client has gone, or D has answered, is our own end of the request.
 		_, err := j.prefill(pctx, pre, body)
-		if err != nil && pctx.Err() == nil && !errors.Is(err, errNoParams) && !errors.Is(err,
-			errListParams) {
+		if err != nil && pctx.Err() == nil && !errors.Is(err, errNoParams) {
 			failed = err
 			j.race.prefillFailed()
 		}
@@ -245,7 +236,7 @@ func (j *job) noteAlone(pre *backend, err error) string {
 	}
 	j.p.log.Warn("prefill failed; another engine computes the prompt", "request", j.id, "url",
 		pre.url, "err", err)
-	if errors.Is(err, errNoParams) || errors.Is(err, errListParams) {
+	if errors.Is(err, errNoParams) {
 		return aloneParams
 	}
 	return aloneFailed
@@ -257,7 +248,7 @@ func (j *job) prefill(ctx context.Context, b *backend, body []byte) (json.RawMes
 	hop.begin(b)
 	params, err := j.askPrefill(ctx, b, body)
 	switch {
-	case ctx.Err() != nil, errors.Is(err, errNoParams), errors.Is(err, errListParams):
+	case ctx.Err() != nil, errors.Is(err, errNoParams):
 		hop.end(nil) // D has answered and needs no more of P, or the client is gone
 	default:
 		hop.end(err)
@@ -302,11 +293,6 @@ func (j *job) askPrefill(ctx context.Context, b *backend, body []byte) (json.Raw
 		b.reports(ownParams(params).Peer)
 	}
 	return params, err
-}
-
-func firstBytes(b []byte) string {
-	const limit = 200
-	return strings.ToValidUTF8(string(b[:min(len(b), limit)]), "?")
 }
 
 func (j *job) decodeAlone(ctx context.Context, reason string) {
@@ -404,13 +390,19 @@ func pause(ctx context.Context, d time.Duration) bool {
 	}
 }
 
+// skips are the decode engines that were tried and, if D gets P's blocks, P itself.
+func (j *job) skips(params json.RawMessage) map[*backend]bool {
+	if params == nil || j.source == nil || j.source.twin == nil {
+		return j.tried
+	}
+	skip := maps.Clone(j.tried)
+	skip[j.source.twin] = true
+	return skip
+}
+
 // takeDecode takes a decode engine that was not tried, and is not P itself if D gets P's blocks.
 func (j *job) takeDecode(params json.RawMessage) *backend {
-	skip := j.tried
-	if params != nil && j.source != nil && j.source.twin != nil {
-		skip = maps.Clone(skip)
-		skip[j.source.twin] = true
-	}
+	skip := j.skips(params)
 	if j.prefer != nil && len(j.tried) == 0 && !skip[j.prefer] {
 		if b := j.p.decode.takeThis(j.prefer); b != nil {
 			return b
@@ -419,25 +411,14 @@ func (j *job) takeDecode(params json.RawMessage) *backend {
 	return j.p.decode.take(skip, candidate.possible)
 }
 
-// other reports whether a decode engine that was not tried would be better than a silent one.
-func (j *job) other(params json.RawMessage) bool {
-	skip := slices.Collect(maps.Keys(j.tried))
-	if params != nil && j.source != nil && j.source.twin != nil {
-		skip = append(skip, j.source.twin)
-	}
-	return j.p.decode.any(candidate.takes, skip...)
-}
-
 // askDecode asks one back end and returns its answer, of which the client has got nothing yet.
 func (j *job) askDecode(ctx context.Context, b *backend, params json.RawMessage) (*reply, error) {
-	body, err := j.req.forDecode(params)
-	if err != nil {
-		return nil, err
-	}
 	hop := j.trace.hop(true)
 	hop.begin(b)
-	g := j.p.guard(ctx, b, j.p.times.FirstByte, func() bool { return j.other(params) })
-	a, err := j.beginDecode(g, b, body)
+	g := j.p.guard(ctx, b, j.p.times.FirstByte, func() bool {
+		return j.p.decode.any(j.skips(params), candidate.takes)
+	})
+	a, err := j.beginDecode(g, b, j.req.forDecode(params))
 	switch {
 	case err == nil:
 		return a, nil
@@ -478,8 +459,11 @@ func (j *job) beginDecode(g *guard, b *backend, body []byte) (*reply, error) {
 		j.refusal = a
 		return nil, newStatusError(resp, a.buf)
 	}
+	if !g.begin() {
+		_ = resp.Body.Close() // aborted
+		return nil, context.Cause(g.ctx)
+	}
 	a.guard = g
-	g.started.Store(true)
 	b.begins()
 	return a, nil
 }

@@ -82,16 +82,14 @@ func reports(cfg *Config) ([]bool, error) {
 		checkEvents(roleDecode, cfg.DecodeEvents, len(cfg.Decode))); err != nil {
 		return nil, err
 	}
-	list, some := make([]bool, len(cfg.Prefill)+len(cfg.Decode)), false
+	list := make([]bool, len(cfg.Prefill)+len(cfg.Decode))
 	for i, e := range cfg.PrefillEvents {
 		list[i] = e.Endpoint != ""
-		some = some || list[i]
 	}
 	for i, e := range cfg.DecodeEvents {
 		list[len(cfg.Prefill)+i] = e.Endpoint != ""
-		some = some || e.Endpoint != ""
 	}
-	if !some {
+	if !slices.Contains(list, true) {
 		return nil, nil
 	}
 	if cfg.Policy == "" || cfg.Policy == DefaultPolicy {

@@ -515,7 +515,7 @@ func TestSilentClientsTakeNoPlace(t *testing.T) {
 		}
 	}
 	until(t, "the heads do not arrive", func() bool {
-		return px.bodies.free.Load() <= DefaultBodiesBytes-11*maxInFlight
+		return px.bodies.free.Load() <= DefaultBodiesBytes-11*HeldBodies*maxInFlight
 	})
 	for range 3 {
 		if code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
@@ -543,7 +543,8 @@ func serveOn(t *testing.T, px *Proxy) (url string, stop func()) {
 	}
 }
 
-// The bodies of all requests have one bound, and give back what they took.
+// The bodies of all requests have one bound, which counts each as often as it is held, and give
+// back what they took.
 func TestBodiesAreBounded(t *testing.T) {
 	release := make(chan struct{})
 	d := newEngine(t, func(w http.ResponseWriter, r *http.Request, s seen) {
@@ -553,9 +554,9 @@ func TestBodiesAreBounded(t *testing.T) {
 		}
 		answerDecode(w, r, s)
 	})
-	const bound = 64 << 10
+	const bound = 5 * 40 << 10
 	px, url := start(t, Config{Decode: []string{d.URL}, BodiesBytes: bound})
-	body := fmt.Sprintf(`{"prompt":%q}`, strings.Repeat("a", 40<<10))
+	body := fmt.Sprintf(`{"prompt":%q}`, strings.Repeat("<", 40<<10))
 	first := make(chan int, 1)
 	go func() {
 		code, _, _ := post(t, url, "/v1/completions", body)
@@ -573,6 +574,11 @@ func TestBodiesAreBounded(t *testing.T) {
 	}
 	if code, answer, _ := post(t, url, "/v1/completions", body); code != 200 {
 		t.Error(code, answer)
+	}
+	for _, s := range d.requests() {
+		if n := s.header.Get("Content-Length"); n != fmt.Sprint(len(body)) {
+			t.Errorf("the decode engine gets %s bytes of a body of %d", n, len(body))
+		}
 	}
 	until(t, "bytes are not given back", func() bool { return px.bodies.free.Load() == bound })
 }

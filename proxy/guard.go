@@ -13,9 +13,11 @@ import (
 // guard ends a request whose engine shows no sign of life, or gives no first byte in time. It owns
 // one goroutine until stop.
 type guard struct {
-	ctx     context.Context
-	cancel  context.CancelCauseFunc
-	started atomic.Bool // the client gets bytes: no other engine can take the request over
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	// Either the client gets bytes, and no other engine can take the request over, or the guard ends
+	// the request for another engine: the first of both decides.
+	decided atomic.Bool
 	wg      sync.WaitGroup
 }
 
@@ -33,17 +35,33 @@ func (p *Proxy) guard(ctx context.Context, b *backend, bound time.Duration,
 			case <-g.ctx.Done():
 				return
 			case <-late.C:
-				if !g.started.Load() {
-					g.cancel(errLate)
-				}
+				g.replace(errLate)
 			case <-tick.C:
-				if quiet, dead := b.quiet(); dead || quiet && !g.started.Load() && other() {
-					g.cancel(errSilent)
+				switch quiet, dead := b.quiet(); {
+				case dead:
+					g.cancel(errSilent) // also if the client has bytes
+				case quiet && !g.decided.Load() && other():
+					g.replace(errSilent)
 				}
 			}
 		}
 	})
 	return g
+}
+
+// replace ends the request, unless the client gets bytes.
+func (g *guard) replace(cause error) {
+	if g.decided.CompareAndSwap(false, true) {
+		g.cancel(cause)
+	}
+}
+
+// begin reports whether the client can get the answer. If not, ctx has ended.
+func (g *guard) begin() bool {
+	if !g.decided.CompareAndSwap(false, true) {
+		<-g.ctx.Done() // the guard ends it
+	}
+	return g.ctx.Err() == nil
 }
 
 func (g *guard) stop() {

@@ -31,6 +31,7 @@ type engine struct {
 	mu       sync.Mutex
 	seen     []seen
 	answer   func(w http.ResponseWriter, r *http.Request, s seen)
+	release  func(*http.Request) // waits before a release is answered; nil: not
 	unwell   bool
 	gone     chan struct{} // closed once a request's context ended before its answer
 	goneOnce sync.Once
@@ -79,6 +80,13 @@ func (e *engine) serve(w http.ResponseWriter, r *http.Request) {
 	e.mu.Lock()
 	e.seen = append(e.seen, s)
 	e.mu.Unlock()
+	if own(s)["release"] == true {
+		if e.release != nil {
+			e.release(r)
+		}
+		fmt.Fprint(w, "{}")
+		return
+	}
 	e.answer(w, r, s)
 }
 

@@ -2,7 +2,11 @@
 
 package proxy
 
-import "github.com/prometheus/client_golang/prometheus"
+import (
+	"strconv"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
 
 type metrics struct {
 	requests *prometheus.CounterVec
@@ -11,6 +15,7 @@ type metrics struct {
 	inFlight prometheus.Gauge
 	first    *prometheus.HistogramVec
 	retries  prometheus.Counter
+	releases *prometheus.CounterVec
 	spans    *prometheus.CounterVec
 }
 
@@ -24,50 +29,58 @@ const (
 	aloneChosen    = "policy"         // the policy expects that to be fastest
 )
 
+// Outcomes of releases.
+const (
+	releaseSent    = "sent"
+	releaseFailed  = "failed"  // the engine has not answered, or with an error
+	releaseDropped = "dropped" // too many wait for the engine
+)
+
+// opts names a metric of the router.
+func opts(name, help string) prometheus.Opts {
+	return prometheus.Opts{Namespace: "kvspray", Subsystem: "proxy", Name: name, Help: help}
+}
+
+func counterVec(name, help string, labels ...string) *prometheus.CounterVec {
+	return prometheus.NewCounterVec(prometheus.CounterOpts(opts(name, help)), labels)
+}
+
 func newMetrics(reg prometheus.Registerer) *metrics {
 	m := &metrics{
-		requests: prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray",
-			Subsystem: "proxy", Name: "requests_total",
-			Help: "Requests by mode and class of the answer's status; none: the client disconnected " +
-				"before it."}, []string{"mode", "code"}),
-		alone: prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: "proxy",
-			Name: "local_prefills_total",
-			Help: "Requests whose prompt the decode engine computed (local prefill)."}, []string{"reason"}),
-		up: prometheus.NewGaugeVec(prometheus.GaugeOpts{Namespace: "kvspray", Subsystem: "proxy",
-			Name: "backend_up",
-			Help: "1 while the back end answers its health checks."}, []string{"role", "url"}),
-		inFlight: prometheus.NewGauge(prometheus.GaugeOpts{Namespace: "kvspray", Subsystem: "proxy",
-			Name: "requests_in_flight",
-			Help: "Requests in flight."}),
+		requests: counterVec("requests_total", "Requests by mode and class of the answer's status; "+
+			"none: the client disconnected before it.", "mode", "code"),
+		alone: counterVec("local_prefills_total",
+			"Requests whose prompt the decode engine computed (local prefill).", "reason"),
+		up: prometheus.NewGaugeVec(prometheus.GaugeOpts(opts("backend_up",
+			"1 while the back end answers its health checks.")), []string{"role", "url"}),
+		inFlight: prometheus.NewGauge(prometheus.GaugeOpts(opts("requests_in_flight",
+			"Requests in flight."))),
 		first: prometheus.NewHistogramVec(prometheus.HistogramOpts{Namespace: "kvspray",
 			Subsystem: "proxy", Name: "first_byte_seconds",
 			Help:    "Time from the request to the first byte of its answer.",
 			Buckets: prometheus.ExponentialBuckets(0.005, 2, 14)}, []string{"mode"}),
-		retries: prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: "proxy",
-			Name: "decode_retries_total",
-			Help: "Requests sent to another decode engine because one failed before its first byte."}),
+		retries: prometheus.NewCounter(prometheus.CounterOpts(opts("decode_retries_total",
+			"Requests sent to another decode engine because one failed before its first byte."))),
+		releases: counterVec("prefill_releases_total", "Requests to prefill engines that end what they "+
+			"keep for no decode engine, by outcome. Without one the cache stays for the match timeout.",
+			"outcome"),
+		spans: counterVec("spans_total", "Spans of requests, by whether the collector of --otlp took "+
+			"them (exported) or not (dropped).", "outcome"),
 	}
-	m.spans = prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray",
-		Subsystem: "proxy", Name: "spans_total",
-		Help: "Spans of requests, by whether the collector of --otlp took them (exported) or not " +
-			"(dropped)."}, []string{"outcome"})
+	for _, outcome := range []string{releaseSent, releaseFailed, releaseDropped} {
+		m.releases.WithLabelValues(outcome)
+	}
 	for _, outcome := range []string{"exported", "dropped"} {
 		m.spans.WithLabelValues(outcome)
 	}
-	reg.MustRegister(m.requests, m.alone, m.up, m.inFlight, m.first, m.retries, m.spans)
+	reg.MustRegister(m.requests, m.alone, m.up, m.inFlight, m.first, m.retries, m.releases,
+		m.spans)
 	return m
 }
 
 func statusClass(code int) string {
-	switch {
-	case code == 0:
+	if code == 0 {
 		return "none" // the client disconnected before an answer
-	case code >= 200 && code < 300:
-		return "2xx"
-	case code >= 300 && code < 400:
-		return "3xx"
-	case code >= 400 && code < 500:
-		return "4xx"
 	}
-	return "5xx"
+	return strconv.Itoa(code/100) + "xx"
 }

@@ -53,12 +53,9 @@ func newPlacing(cfg Config, reports []bool, same []int, reg prometheus.Registere
 	if p == nil {
 		return nil, nil
 	}
-	opts := func(name, help string) prometheus.Opts {
-		return prometheus.Opts{Namespace: "kvspray", Subsystem: "proxy", Name: name, Help: help}
-	}
 	x := &placing{Placer: p, policy: cfg.Policy,
-		choices: prometheus.NewCounterVec(prometheus.CounterOpts(opts("placements_total",
-			"Requests by the policy's choice; none: the policy had none.")), []string{"choice"}),
+		choices: counterVec("placements_total",
+			"Requests by the policy's choice; none: the policy had none.", "choice"),
 		copies: prometheus.NewCounter(prometheus.CounterOpts(opts("placement_replicas_total",
 			"Hot prefixes of which another engine got a copy."))),
 		ratio: prometheus.NewHistogram(prometheus.HistogramOpts{Namespace: "kvspray",
@@ -86,10 +83,8 @@ func (j *job) place(ctx context.Context) (pre *backend, ok bool) {
 		return nil, false
 	}
 	var up []bool
-	for _, set := range []*pool{j.p.prefill, j.p.decode} {
-		for _, b := range set.all {
-			up = append(up, b.takes())
-		}
+	for _, b := range j.p.backends() {
+		up = append(up, b.takes())
 	}
 	tokens, about := j.p.tokensOf(ctx, j.req, j.in.Header.Get("Authorization"))
 	d, ok := x.Decide(&place.Request{Text: j.req.prompt(), Scope: j.req.scope(),

@@ -13,10 +13,10 @@
 // breaks is never complete for the client. When the client disconnects, both engines' requests are
 // canceled. What P keeps for a D that fails is released.
 //
-// Goroutines: Watch owns one clock, one health checker per back end, one asker of each sidecar, and
-// one feed of KV events per engine that has them, and joins them; Serve owns the HTTP server. Each
-// request owns at most one goroutine for P and one guard for each of its engines, and joins them
-// before its handler returns.
+// Goroutines: Watch owns one clock, one health checker per back end, one asker of each sidecar, one
+// feed of KV events per engine that has them, and the senders of releases to each prefill engine,
+// and joins them; Serve owns the HTTP server. Each request owns at most one goroutine for P and one
+// guard for each of its engines, and joins them before its handler returns.
 package proxy
 
 import (
@@ -61,6 +61,7 @@ const (
 const (
 	DefaultBodyBytes   = 32 << 20
 	DefaultBodiesBytes = 1 << 30 // of all requests in flight
+	HeldBodies         = 3       // most copies of a body in one request: each counts
 	maxPrefillAnswer   = 16 << 20
 	maxInFlight        = 4096 // requests
 	sidecarTimeout     = 2 * time.Second
@@ -117,7 +118,8 @@ type Config struct {
 	Decode    []string // URLs
 	Mode      Mode
 	BodyBytes int64 // largest body of a client; 0: DefaultBodyBytes
-	// BodiesBytes bounds the bodies of all requests in flight together; 0: DefaultBodiesBytes.
+	// BodiesBytes bounds the bodies of all requests in flight together, with their copies; 0:
+	// DefaultBodiesBytes.
 	BodiesBytes int64
 	Times       Times
 	// Policy is one of Policies; empty: DefaultPolicy. The fields below it are for the others.
@@ -162,27 +164,17 @@ type Proxy struct {
 
 // New checks the configuration. It starts nothing.
 func New(cfg Config) (*Proxy, error) {
-	if cfg.Mode == "" {
-		cfg.Mode = Concurrent
-	}
-	if cfg.Mode != Concurrent && cfg.Mode != PrefillFirst {
+	if cfg.Mode = cmp.Or(cfg.Mode, Concurrent); cfg.Mode != Concurrent && cfg.Mode != PrefillFirst {
 		return nil, fmt.Errorf("proxy: mode %q is not one of %s, %s", cfg.Mode, Concurrent, PrefillFirst)
 	}
 	if len(cfg.Decode) == 0 {
 		return nil, errors.New("proxy: no decode engine; pass --decode the URL of at least one")
 	}
-	p := &Proxy{mode: cfg.Mode, limit: cfg.BodyBytes, log: cfg.Log, reg: cfg.Registry,
-		times: cfg.Times.orDefaults(), slots: make(chan struct{}, maxInFlight)}
-	if p.limit <= 0 {
-		p.limit = DefaultBodyBytes
-	}
+	p := &Proxy{mode: cfg.Mode, limit: cmp.Or(max(cfg.BodyBytes, 0), DefaultBodyBytes),
+		log: cmp.Or(cfg.Log, slog.New(slog.DiscardHandler)),
+		reg: cmp.Or(cfg.Registry, prometheus.NewRegistry()), times: cfg.Times.orDefaults(),
+		slots: make(chan struct{}, maxInFlight)}
 	p.bodies.give(cmp.Or(cfg.BodiesBytes, DefaultBodiesBytes))
-	if p.log == nil {
-		p.log = slog.New(slog.DiscardHandler)
-	}
-	if p.reg == nil {
-		p.reg = prometheus.NewRegistry()
-	}
 	p.met = newMetrics(p.reg)
 	p.client = &http.Client{
 		Transport: &http.Transport{
@@ -199,6 +191,7 @@ func New(cfg Config) (*Proxy, error) {
 		if err != nil {
 			return nil, err
 		}
+		be.releases = make(chan release, releaseQueue)
 		be.identity.configured, be.identity.endpoint = b.Peer != "", b.Peer
 		if b.Peer != "" {
 			if err := hostPort(b.Peer); err != nil {
@@ -344,22 +337,24 @@ func (p *Proxy) Handler() http.Handler {
 	return p.orRefuse(mux)
 }
 
-// Watch checks the health of all back ends, and follows their KV events, until ctx ends.
+// Watch checks the health of all back ends, follows their KV events, and sends releases, until ctx
+// ends.
 func (p *Proxy) Watch(ctx context.Context) {
 	p.spans.Start()
 	defer func() { _ = p.spans.Close() }() // it returns no error
 	var wg sync.WaitGroup
 	wg.Go(func() { p.pace(ctx) })
-	for _, set := range []*pool{p.prefill, p.decode} {
-		for _, b := range set.all {
-			asked := make(chan struct{})
-			if b.sidecar.IsZero() {
-				close(asked)
-			} else {
-				wg.Go(func() { p.watchSidecar(ctx, b, asked) })
-			}
-			wg.Go(func() { p.watch(ctx, b, asked) })
+	for _, b := range p.backends() {
+		asked := make(chan struct{})
+		if b.sidecar.IsZero() {
+			close(asked)
+		} else {
+			wg.Go(func() { p.watchSidecar(ctx, b, asked) })
 		}
+		wg.Go(func() { p.watch(ctx, b, asked) })
+	}
+	for _, b := range p.prefill.all {
+		wg.Go(func() { p.sendReleases(ctx, b) })
 	}
 	for _, r := range p.reporters {
 		if r != nil {

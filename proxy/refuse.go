@@ -3,7 +3,6 @@
 package proxy
 
 import (
-	"encoding/json"
 	"fmt"
 	"net/http"
 	"strconv"
@@ -38,10 +37,7 @@ func (p *Proxy) refuse(w http.ResponseWriter, status int, code, message string) 
 	if status >= http.StatusInternalServerError {
 		kind = "server_error"
 	}
-	body, err := json.Marshal(map[string]failure{"error": {Message: message, Type: kind, Code: code}})
-	if err != nil {
-		panic(err) // of strings
-	}
+	body := marshal(map[string]failure{"error": {Message: message, Type: kind, Code: code}})
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Content-Length", strconv.Itoa(len(body)))
 	w.WriteHeader(status)

@@ -3,16 +3,21 @@
 package proxy
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
-	"io"
 	"net/http"
+	"sync"
 	"time"
 )
 
-const releaseTimeout = 5 * time.Second
+// Bounds of releases, for each prefill engine: one that is silent delays those of no other.
+const (
+	releaseTimeout = 5 * time.Second // of one, and of all that wait when the router ends
+	releaseQueue   = 256             // that wait
+	releaseWorkers = 4               // at once
+	maxRelease     = 64 << 10        // bytes of one
+)
 
 // hold is a prompt's cache that a prefill engine keeps for a decode engine.
 type hold struct {
@@ -27,12 +32,16 @@ func (j *job) hold(pre *backend, params json.RawMessage) {
 	}
 }
 
+// release is a request that ends what a prefill engine keeps.
+type release struct {
+	request string // the id of the client's
+	header  http.Header
+	body    []byte
+}
+
 // release ends what prefill engines keep for a decode engine that does not fetch it: P would wait
-// for its match timeout. A D that got the request of a client that is gone ends it itself.
-func (j *job) release(ctx context.Context) {
-	if ctx.Err() != nil && len(j.tried) > 0 {
-		return
-	}
+// for its match timeout. It waits for nothing: the client's answer ends with its handler.
+func (j *job) release() {
 	used := ""
 	if j.status >= http.StatusOK && j.status < http.StatusMultipleChoices {
 		used = ownParams(j.used).Xfer
@@ -41,48 +50,81 @@ func (j *job) release(ctx context.Context) {
 		if h.own.Xfer == used {
 			continue
 		}
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
-		err := j.sendRelease(ctx, h)
-		cancel()
-		if err != nil {
-			j.p.log.Warn("the prefill engine's cache could not be released: it stays for the match timeout",
-				"request", j.id, "url", h.pre.url, "err", err)
+		r := j.releaseOf(h)
+		err := fmt.Errorf("it has %d bytes, and %d is the bound", len(r.body), maxRelease)
+		if len(r.body) <= maxRelease {
+			select {
+			case h.pre.releases <- r:
+				continue
+			default:
+				err = fmt.Errorf("%d others wait", releaseQueue)
+			}
 		}
+		j.p.unreleased(h.pre, j.id, releaseDropped, err)
 	}
 }
 
-// sendRelease asks P for one token with parameters that release a transfer: P's engine passes them
-// to its connector before it schedules the request.
-func (j *job) sendRelease(ctx context.Context, h hold) error {
+// releaseOf asks for one token with parameters that release a transfer: P's engine passes them to
+// its connector before it schedules the request.
+func (j *job) releaseOf(h hold) release {
 	own := h.own
 	own.V, own.Release, own.Traceparent = paramsVersion, true, ""
-	params, err := json.Marshal(transferParams{DoRemotePrefill: true, KVSpray: own})
-	if err != nil {
-		return err
+	fields := map[string]json.RawMessage{"prompt": json.RawMessage("[0]"),
+		"max_tokens": json.RawMessage("1"),
+		paramsKey:    marshal(transferParams{DoRemotePrefill: true, KVSpray: own})}
+	if model := j.req.fields["model"]; model != nil {
+		fields["model"] = model
 	}
-	body, err := json.Marshal(map[string]json.RawMessage{"model": j.req.fields["model"],
-		"prompt": json.RawMessage("[0]"), "max_tokens": json.RawMessage("1"), paramsKey: params})
-	if err != nil {
-		return err
-	}
-	req, err := h.pre.url.Request(ctx, http.MethodPost, kindCompletion.path(), bytes.NewReader(body))
-	if err != nil {
-		return err
-	}
-	header := http.Header{"Content-Type": {"application/json"}}
+	header := http.Header{"Content-Type": {"application/json"},
+		requestIDHeader: {j.id + "-release"}}
 	if v := j.in.Header.Get("Authorization"); v != "" {
 		header.Set("Authorization", v)
 	}
-	header.Set(requestIDHeader, j.id+"-release")
-	h.pre.url.SetHeader(req, header)
-	resp, err := j.p.client.Do(req)
+	return release{j.id, header, encode(fields)}
+}
+
+// sendReleases sends what waits for one prefill engine until ctx ends and, for releaseTimeout at
+// most, what waits then.
+func (p *Proxy) sendReleases(ctx context.Context, b *backend) {
+	sending, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	var wg sync.WaitGroup
+	for range releaseWorkers {
+		wg.Go(func() {
+			for {
+				select {
+				case r := <-b.releases:
+					p.sendRelease(sending, b, r)
+					continue
+				default:
+				}
+				select {
+				case r := <-b.releases:
+					p.sendRelease(sending, b, r)
+				case <-ctx.Done():
+					return
+				}
+			}
+		})
+	}
+	<-ctx.Done()
+	defer time.AfterFunc(releaseTimeout, stop).Stop()
+	wg.Wait()
+}
+
+func (p *Proxy) sendRelease(ctx context.Context, b *backend, r release) {
+	ctx, cancel := context.WithTimeout(ctx, releaseTimeout)
+	defer cancel()
+	_, err := p.ask(ctx, b.url, kindCompletion.path(), r.header, r.body, maxSmallAnswer)
 	if err != nil {
-		return err
+		p.unreleased(b, r.request, releaseFailed, err)
+		return
 	}
-	defer func() { _ = resp.Body.Close() }() // read to its end or aborted
-	text, err := io.ReadAll(io.LimitReader(resp.Body, maxSmallAnswer))
-	if err == nil && resp.StatusCode != http.StatusOK {
-		err = fmt.Errorf("release: %w", newStatusError(resp, text))
-	}
-	return err
+	p.met.releases.WithLabelValues(releaseSent).Inc()
+}
+
+func (p *Proxy) unreleased(b *backend, request, outcome string, err error) {
+	p.met.releases.WithLabelValues(outcome).Inc()
+	p.log.Warn("the prefill engine's cache could not be released: it stays for the match timeout",
+		"request", request, "url", b.url, "err", err)
 }

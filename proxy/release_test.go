@@ -3,11 +3,17 @@
 package proxy
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"net/http"
+	"net/http/httptest"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
 )
 
 // releases are the transfers that a prefill engine was asked to release.
@@ -35,11 +41,6 @@ func begun(e *engine) (list []string) {
 // What a prefill engine keeps ends with the request: if the decode engine refuses it, fails, or
 // computes the prompt itself. Nothing is released that the decode engine fetches.
 func TestEndOfARequestEndsThePrefillsHold(t *testing.T) {
-	refuses := func(status int) func(http.ResponseWriter, *http.Request, seen) {
-		return func(w http.ResponseWriter, _ *http.Request, _ seen) {
-			http.Error(w, "no", status)
-		}
-	}
 	for _, c := range []struct {
 		name     string
 		decode   func(http.ResponseWriter, *http.Request, seen)
@@ -103,30 +104,116 @@ func TestEndOfARequestEndsThePrefillsHold(t *testing.T) {
 	}
 }
 
-// The client has its answer before the release is answered.
-func TestReleaseDelaysNoClient(t *testing.T) {
-	answered := make(chan struct{})
-	p := newEngine(t, func(w http.ResponseWriter, r *http.Request, s seen) {
-		if own(s)["release"] == true {
-			select {
-			case <-answered:
-			case <-r.Context().Done():
-				t.Error("the release ended before the client had its answer")
-			}
-			return
-		}
-		answerPrefill(w, r, s)
-	})
-	d := newEngine(t, func(w http.ResponseWriter, _ *http.Request, _ seen) {
-		http.Error(w, `{"error":"no"}`, http.StatusBadRequest)
-	})
-	_, url := start(t, Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: p.URL}},
-		Decode: []string{d.URL}})
-	if status, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); status != 400 {
-		t.Error(status, body)
+// refuses answers a client's mistake.
+func refuses(status int) func(http.ResponseWriter, *http.Request, seen) {
+	return func(w http.ResponseWriter, _ *http.Request, _ seen) {
+		http.Error(w, `{"error":"no"}`, status)
 	}
-	close(answered)
+}
+
+// A prefill engine that answers no release delays neither the end of the client's answer, which has
+// several parts after a failover, nor another request in its place.
+func TestReleaseDelaysNothing(t *testing.T) {
+	part := strings.Repeat("a", copyBytes)
+	p := newEngine(t, answerPrefill)
+	done := make(chan struct{})
+	p.release = func(r *http.Request) {
+		select {
+		case <-done:
+		case <-r.Context().Done():
+			t.Error("the release has ended")
+		}
+	}
+	broken := newFaulty(t, answerDecode)
+	broken.status.Store(500)
+	d := newEngine(t, func(w http.ResponseWriter, _ *http.Request, _ seen) {
+		_ = http.NewResponseController(w).Flush() // in chunks
+		fmt.Fprint(w, part, part, part)
+	})
+	px, url := start(t, Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: p.URL}},
+		Decode: []string{broken.URL, d.URL}})
+	px.decode.next = 0 // the first engine gets the first request
+	status, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`)
+	if status != 200 || body != part+part+part {
+		t.Errorf("%d, %d bytes", status, len(body))
+	}
+	until(t, "its place is not free", func() bool { return len(px.slots) == 0 })
 	until(t, "nothing is released", func() bool { return len(releases(p)) == 1 })
+	if n := testutil.ToFloat64(px.met.releases.WithLabelValues(releaseSent)); n != 0 {
+		t.Error("the client waited for the release")
+	}
+	close(done)
+	until(t, "the release does not end", func() bool {
+		return testutil.ToFloat64(px.met.releases.WithLabelValues(releaseSent)) == 1
+	})
+}
+
+// A client goes away while a decode engine has its request, or after one has failed: the decode
+// engine may never ask for the cache.
+func TestReleaseAfterTheClientHasGone(t *testing.T) {
+	for _, mode := range []Mode{PrefillFirst, Concurrent} {
+		t.Run(string(mode), func(t *testing.T) {
+			arrived := make(chan struct{})
+			var d *engine
+			computed := make(chan struct{})
+			p, d, _, url := pairWith(t, mode, func(w http.ResponseWriter, r *http.Request, s seen) {
+				answerPrefill(w, r, s)
+				close(computed)
+			}, func(_ http.ResponseWriter, r *http.Request, _ seen) {
+				<-computed
+				close(arrived)
+				d.hang(r)
+			}, &d)
+			ctx, cancel := context.WithCancel(t.Context())
+			req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions",
+				strings.NewReader(`{"prompt":"a"}`))
+			if err != nil {
+				t.Fatal(err)
+			}
+			go func() {
+				<-arrived
+				cancel()
+			}()
+			if _, err := http.DefaultClient.Do(req); !errors.Is(err, context.Canceled) {
+				t.Error(err)
+			}
+			waitFor(t, d.gone, "the decode engine's request goes on")
+			until(t, "nothing is released", func() bool { return len(releases(p)) == 1 })
+			if got, want := releases(p), begun(p); !slices.Equal(got, want) {
+				t.Errorf("released %v, want %v", got, want)
+			}
+		})
+	}
+}
+
+// At the bound of the releases that wait, a further one is dropped and counted. At the end of the
+// router those that wait are sent.
+func TestReleasesAreBounded(t *testing.T) {
+	p := newEngine(t, answerPrefill)
+	px, err := New(Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: p.URL}},
+		Decode: []string{newEngine(t, refuses(400)).URL}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const over = 3
+	h := px.Handler()
+	for range releaseQueue + over {
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/completions",
+			strings.NewReader(`{"prompt":"a"}`)))
+		if w.Code != 400 {
+			t.Fatal(w.Code, w.Body)
+		}
+	}
+	if n := testutil.ToFloat64(px.met.releases.WithLabelValues(releaseDropped)); n != over {
+		t.Errorf("%v releases are dropped", n)
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	px.Watch(ended)
+	if n := len(releases(p)); n != releaseQueue {
+		t.Errorf("%d of %d releases were sent at the end", n, releaseQueue)
+	}
 }
 
 // Connectors without our key have no release.
@@ -134,9 +221,7 @@ func TestOtherConnectorsGetNoRelease(t *testing.T) {
 	p := newEngine(t, func(w http.ResponseWriter, _ *http.Request, _ seen) {
 		fmt.Fprint(w, `{"kv_transfer_params":{"do_remote_prefill":true,"remote_block_ids":[[1]]}}`)
 	})
-	d := newEngine(t, func(w http.ResponseWriter, _ *http.Request, _ seen) {
-		http.Error(w, "no", http.StatusBadRequest)
-	})
+	d := newEngine(t, refuses(400))
 	px, url := start(t, Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: p.URL}},
 		Decode: []string{d.URL}})
 	if status, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); status != 400 {

@@ -169,10 +169,7 @@ func TestOtherPrefillThanDecidedDoesNotSendToItself(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	params, err := req.concurrentParams(randomID(), "127.0.0.1:7650", "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	params := req.concurrentParams(randomID(), "127.0.0.1:7650", "")
 	in := httptest.NewRequest(http.MethodPost, "/v1/completions", nil)
 	j := &job{p: p, w: httptest.NewRecorder(), in: in, req: req, id: "a", start: time.Now(),
 		mode: PrefillFirst, prefer: p.decode.all[0], source: p.prefill.all[0], tried: map[*backend]bool{}}

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"slices"
 )
 
 // kind of an endpoint.
@@ -62,9 +63,7 @@ func parseRequest(k kind, body []byte) (*request, error) {
 	for _, key := range connectorKeys { // only routers set the connectors' parameters
 		delete(r.fields, key)
 	}
-	if err := withoutParams(r.fields); err != nil {
-		return nil, err
-	}
+	withoutParams(r.fields)
 	if raw, ok := r.fields["n"]; ok && !isNull(raw) {
 		if err := json.Unmarshal(raw, &r.n); err != nil || r.n < 1 {
 			r.alone, r.n = "invalid n", 1
@@ -96,7 +95,7 @@ func parseRequest(k kind, body []byte) (*request, error) {
 var extraKeys = []string{"vllm_xargs", "extra_args"}
 
 // withoutParams removes the connectors' keys from the other places where an engine would read them.
-func withoutParams(fields map[string]json.RawMessage) error {
+func withoutParams(fields map[string]json.RawMessage) {
 	for _, key := range extraKeys {
 		var extra map[string]json.RawMessage
 		if json.Unmarshal(fields[key], &extra) != nil {
@@ -106,16 +105,10 @@ func withoutParams(fields map[string]json.RawMessage) error {
 		for _, own := range connectorKeys {
 			delete(extra, own)
 		}
-		if len(extra) == before {
-			continue
+		if len(extra) < before {
+			fields[key] = encode(extra)
 		}
-		raw, err := json.Marshal(extra)
-		if err != nil {
-			return err
-		}
-		fields[key] = raw
 	}
-	return nil
 }
 
 func isNull(raw json.RawMessage) bool { return bytes.Equal(raw, []byte("null")) }
@@ -182,7 +175,7 @@ var notForPrefill = []string{"stream_options", "stream_interval", "min_tokens", 
 	"include_stop_str_in_output"}
 
 // forPrefill is the body for P: the same prompt, one token, no stream.
-func (r *request) forPrefill(xfer, traceparent string) ([]byte, error) {
+func (r *request) forPrefill(xfer, traceparent string) []byte {
 	f := maps.Clone(r.fields)
 	for _, key := range notForPrefill {
 		delete(f, key)
@@ -193,39 +186,57 @@ func (r *request) forPrefill(xfer, traceparent string) ([]byte, error) {
 		f["max_completion_tokens"] = json.RawMessage("1")
 	}
 	f["n"] = json.RawMessage("1")
-	params, err := json.Marshal(transferParams{DoRemoteDecode: true, KVSpray: kvsprayParams{
+	f[paramsKey] = marshal(transferParams{DoRemoteDecode: true, KVSpray: kvsprayParams{
 		V: paramsVersion, Xfer: xfer, Fanout: r.n, Traceparent: traceparent}})
-	if err != nil {
-		return nil, err
+	return encode(f)
+}
+
+// encode writes an object of fields that are correct JSON. json.Marshal would check them again, and
+// make a body of up to six times the size: it escapes <, > and &.
+func encode(fields map[string]json.RawMessage) []byte {
+	size := 2
+	for name, raw := range fields {
+		size += len(name) + len(raw) + 4 // quotes, colon, comma
 	}
-	f[paramsKey] = params
-	return json.Marshal(f)
+	out := append(make([]byte, 0, size), '{')
+	for _, name := range slices.Sorted(maps.Keys(fields)) {
+		if len(out) > 1 {
+			out = append(out, ',')
+		}
+		out = append(append(append(out, marshal(name)...), ':'), fields[name]...)
+	}
+	return append(out, '}')
+}
+
+// marshal is of strings, of correct JSON, and of structs of them: json.Marshal has no error.
+func marshal(v any) json.RawMessage {
+	raw, err := json.Marshal(v)
+	if err != nil {
+		panic(err)
+	}
+	return raw
 }
 
 // forDecode is the body for D; nil params: D prefills locally.
-func (r *request) forDecode(params json.RawMessage) ([]byte, error) {
+func (r *request) forDecode(params json.RawMessage) []byte {
 	if r.kind == kindPassed {
-		return r.raw, nil
+		return r.raw
 	}
-	if params == nil {
-		return json.Marshal(r.fields)
+	f := r.fields
+	if params != nil {
+		f = maps.Clone(f)
+		f[paramsKey] = params
 	}
-	f := maps.Clone(r.fields)
-	f[paramsKey] = params
-	return json.Marshal(f)
+	return encode(f)
 }
 
 // concurrentParams are D's parameters in concurrent mode.
-func (r *request) concurrentParams(xfer, peer, traceparent string) (json.RawMessage, error) {
-	return json.Marshal(transferParams{DoRemotePrefill: true, KVSpray: kvsprayParams{
+func (r *request) concurrentParams(xfer, peer, traceparent string) json.RawMessage {
+	return marshal(transferParams{DoRemotePrefill: true, KVSpray: kvsprayParams{
 		V: paramsVersion, Xfer: xfer, Peer: peer, Fanout: r.n, Traceparent: traceparent}})
 }
 
-var (
-	errNoParams   = errors.New("the prefill engine's answer has no kv_transfer_params")
-	errListParams = errors.New("kv_transfer_params without a kvspray key describe the first prompt " +
-		"of a list only")
-)
+var errNoParams = errors.New("the prefill engine's answer has no usable kv_transfer_params")
 
 // answeredParams extracts kv_transfer_params from P's answer. Engines return those of the first
 // prompt only. The kvspray key holds for all prompts of a list, because they share its transfer id;
@@ -245,7 +256,8 @@ func (r *request) answeredParams(answer []byte) (json.RawMessage, error) {
 		return nil, fmt.Errorf("the prefill engine's kv_transfer_params: %w", err)
 	}
 	if own, ok := keys["kvspray"]; (!ok || isNull(own)) && r.prompts > 1 {
-		return nil, errListParams
+		return nil, fmt.Errorf("%w: without a kvspray key they describe the first prompt of a list only",
+			errNoParams)
 	}
 	return a.Params, nil
 }

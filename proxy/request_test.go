@@ -175,13 +175,9 @@ func FuzzParseRequest(f *testing.F) {
 		if tokens, q := r.question(); tokens != nil && q != nil || q != nil && !json.Valid(q) {
 			t.Fatalf("%d tokens and %s", len(tokens), q)
 		}
-		for _, make := range []func() ([]byte, error){
-			func() ([]byte, error) { return r.forPrefill("x", "") },
-			func() ([]byte, error) { return r.forDecode(nil) },
-		} {
-			b, err := make()
-			if err != nil || !json.Valid(b) {
-				t.Fatalf("%s: %v", b, err)
+		for _, b := range [][]byte{r.forPrefill("x", ""), r.forDecode(nil)} {
+			if !json.Valid(b) {
+				t.Fatalf("%s", b)
 			}
 		}
 	})

@@ -4,7 +4,9 @@ package proxy
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -31,8 +33,9 @@ func (s sign) String() string {
 }
 
 const (
-	defaultBusy = time.Second      // of an engine that names no time
-	maxBusy     = 30 * time.Second // whatever it names
+	defaultBusy  = time.Second      // of an engine that names no time
+	maxBusy      = 30 * time.Second // whatever it names
+	maxErrorType = 64               // bytes of an error's type
 )
 
 // Faults of the router's own process or host, which hold for each engine.
@@ -90,27 +93,48 @@ func signOfStatus(status int, h http.Header) (s sign, after time.Duration) {
 	return signAlive, 0
 }
 
-// statusError is an answer of an engine that is no result.
+// statusError is an answer of an engine that is no result. Everybody can read its text, so that has
+// no message of the engine, which may have parts of a prompt.
 type statusError struct {
 	status int
 	sign   sign
 	after  time.Duration
-	brief  string // the status alone: the text may have parts of a prompt
-	text   string
+	kind   string // of the error in the API's form; empty: none
 }
 
-func (e *statusError) Error() string { return e.text }
+func (e *statusError) Error() string {
+	text := fmt.Sprintf("%d %s", e.status, http.StatusText(e.status))
+	if e.kind != "" {
+		text += ": " + e.kind
+	}
+	return text
+}
 
 func newStatusError(resp *http.Response, body []byte) *statusError {
 	s, after := signOfStatus(resp.StatusCode, resp.Header)
 	if s == signAlive && resp.StatusCode < http.StatusBadRequest {
 		s = signFailed // a redirection, for instance
 	}
-	text := resp.Status
-	if len(body) > 0 {
-		text += ": " + firstBytes(body)
+	return &statusError{resp.StatusCode, s, after, typeOfError(body)}
+}
+
+// typeOfError is a name such as BadRequestError. Anything else is none.
+func typeOfError(body []byte) string {
+	var a struct {
+		Error struct {
+			Type string `json:"type"`
+		} `json:"error"`
 	}
-	return &statusError{resp.StatusCode, s, after, resp.Status, text}
+	_ = json.Unmarshal(body, &a) // another form has none
+	for _, c := range a.Error.Type {
+		if c != '_' && (c < 'a' || c > 'z') && (c < 'A' || c > 'Z') {
+			return ""
+		}
+	}
+	if len(a.Error.Type) > maxErrorType {
+		return ""
+	}
+	return a.Error.Type
 }
 
 // refused reports whether an engine rejected the client's request as wrong.

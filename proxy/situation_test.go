@@ -203,3 +203,201 @@ func TestOtherPathsAreRefusedByName(t *testing.T) {
 		refusal(t, path, code, h, answer, 404, codeUnknownURL, "POST "+path)
 	}
 }
+
+// The load of an engine goes down by what went up, however a request ends.
+func TestLoadEndsWithTheRequest(t *testing.T) {
+	first := func(w http.ResponseWriter) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		fmt.Fprint(w, "data: 1\n\n")
+		_ = http.NewResponseController(w).Flush()
+	}
+	for _, c := range []struct {
+		name   string
+		decode func(w http.ResponseWriter, r *http.Request)
+		leaves bool // the client, once the decode engine has its request
+	}{
+		{"no header, and the client leaves", func(_ http.ResponseWriter, r *http.Request) {
+			<-r.Context().Done()
+		}, true},
+		{"silent after an event, and the client leaves", func(w http.ResponseWriter, r *http.Request) {
+			first(w)
+			<-r.Context().Done()
+		}, true},
+		{"breaks after an event", func(w http.ResponseWriter, _ *http.Request) {
+			first(w)
+			panic(http.ErrAbortHandler)
+		}, false},
+		{"breaks before one", func(http.ResponseWriter, *http.Request) {
+			panic(http.ErrAbortHandler)
+		}, false},
+		{"a client's mistake", func(w http.ResponseWriter, _ *http.Request) {
+			http.Error(w, "no", http.StatusBadRequest)
+		}, false},
+	} {
+		for _, mode := range []Mode{Concurrent, PrefillFirst} {
+			t.Run(c.name+" "+string(mode), func(t *testing.T) {
+				arrived, ended := make(chan struct{}, decodeTries), make(chan struct{}, decodeTries)
+				p, d := newEngine(t, answerPrefill), newEngine(t, func(w http.ResponseWriter,
+					r *http.Request, _ seen) {
+					arrived <- struct{}{}
+					defer func() { ended <- struct{}{} }()
+					c.decode(w, r)
+				})
+				px, url := start(t, Config{Mode: mode, Prefill: []Prefill{{URL: p.URL, Peer: "p:1"}},
+					Decode: []string{d.URL}})
+				ctx, cancel := context.WithCancel(t.Context())
+				defer cancel()
+				req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions",
+					strings.NewReader(`{"prompt":"a","stream":true}`))
+				if err != nil {
+					t.Fatal(err)
+				}
+				go func() {
+					if <-arrived; c.leaves {
+						cancel()
+					}
+				}()
+				if resp, err := http.DefaultClient.Do(req); err == nil {
+					_, _ = io.Copy(io.Discard, resp.Body) // it may break
+					_ = resp.Body.Close()
+				}
+				waitFor(t, ended, "the decode engine's request goes on")
+				until(t, "the engines' load stays", func() bool {
+					return load(px.prefill.all[0])+load(px.decode.all[0])+len(px.slots) == 0
+				})
+			})
+		}
+	}
+}
+
+// The decode engine refuses, or cannot be reached, before the prefill engine has answered, which
+// would wait for it: the prefill engine's request ends.
+func TestPrefillEndsWithoutADecodeEngine(t *testing.T) {
+	for _, reached := range []bool{true, false} {
+		t.Run(fmt.Sprint(reached), func(t *testing.T) {
+			began := make(chan struct{})
+			var p *engine
+			p = newEngine(t, func(_ http.ResponseWriter, r *http.Request, _ seen) {
+				close(began)
+				p.hang(r)
+			})
+			d := newEngine(t, func(w http.ResponseWriter, _ *http.Request, _ seen) {
+				<-began
+				if !reached {
+					panic(http.ErrAbortHandler)
+				}
+				http.Error(w, "no", http.StatusBadRequest)
+			})
+			want := map[bool]int{true: 400, false: 502}[reached]
+			_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "p:1"}},
+				Decode: []string{d.URL}})
+			if code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != want {
+				t.Errorf("%d %s, want %d", code, body, want)
+			}
+			waitFor(t, p.gone, "the prefill engine's request goes on")
+		})
+	}
+}
+
+// A decode engine refuses a request for a stream: the client gets all of the refusal, in its form
+// and with its length.
+func TestRefusalOfAStreamIsWhole(t *testing.T) {
+	const mistake = `{"error":{"message":"no such effort","type":"BadRequestError","code":400}}`
+	_, _, _, url := pair(t, PrefillFirst, answerPrefill,
+		func(w http.ResponseWriter, _ *http.Request, _ seen) {
+			w.Header().Set("Content-Type", "application/json")
+			w.WriteHeader(http.StatusBadRequest)
+			fmt.Fprint(w, mistake)
+		})
+	code, body, h := post(t, url, "/v1/chat/completions",
+		`{"messages":[],"stream":true,"reasoning_effort":"x"}`)
+	if code != 400 || body != mistake || h.Get("Content-Type") != "application/json" ||
+		h.Get("Content-Length") != fmt.Sprint(len(mistake)) {
+		t.Errorf("%d %v %q", code, h, body)
+	}
+}
+
+// Prefill engines that all have no place are not down: decode engines serve meanwhile, and the
+// prefill engines get requests again.
+func TestFullPrefillEnginesAreUsedAgain(t *testing.T) {
+	var cfg Config
+	var engines []*faulty
+	for range 2 {
+		f := newFaulty(t, answerPrefill)
+		f.status.Store(429)
+		engines = append(engines, f)
+		cfg.Prefill = append(cfg.Prefill, Prefill{URL: f.URL, Peer: "p:1"})
+	}
+	cfg.Decode = []string{newEngine(t, answerDecode).URL}
+	_, url := start(t, cfg)
+	var wg sync.WaitGroup
+	for range 64 {
+		wg.Go(func() {
+			if code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
+				t.Errorf("%d %s", code, body)
+			}
+		})
+	}
+	wg.Wait()
+	until(t, "/health has another reason", func() bool {
+		post(t, url, "/v1/completions", `{"prompt":"a"}`) // they may have a place again after 1 s
+		resp, err := http.Get(url + "/health")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		text, err := io.ReadAll(resp.Body)
+		return err == nil && strings.Contains(string(text),
+			"degraded: no prefill engine is fit (2 are busy or fail)")
+	})
+	for _, f := range engines {
+		f.status.Store(0)
+	}
+	until(t, "no prefill engine gets a request", func() bool {
+		if code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
+			t.Errorf("%d %s", code, body)
+		}
+		return len(engines[0].requests())+len(engines[1].requests()) > 0
+	})
+}
+
+// Requests without a body end at once, whatever their method.
+func TestRequestsWithoutABody(t *testing.T) {
+	px, err := New(Config{Decode: []string{newEngine(t, answerDecode).URL}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	url, stop := serveOn(t, px)
+	defer stop()
+	for request, want := range map[string]string{
+		"HEAD /v1/models":         "HTTP/1.1 200",
+		"GET /v1/models":          "HTTP/1.1 200",
+		"DELETE /v1/models":       "HTTP/1.1 405",
+		"POST /v1/completions":    "HTTP/1.1 400",
+		"OPTIONS /v1/completions": "HTTP/1.1 405",
+	} {
+		answer, err := raw(t, url, request+" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+		if err != nil || !strings.HasPrefix(answer, want) {
+			t.Errorf("%s: %q, %v", request, answer, err)
+		}
+	}
+}
+
+// A decode engine has answered with its header, and so may have fetched the cache, before its
+// connection breaks without a byte: the next one computes the prompt.
+func TestDecodeEngineBreaksAfterItsHeader(t *testing.T) {
+	for _, mode := range []Mode{Concurrent, PrefillFirst} {
+		broken := sends(t, "HTTP/1.1 200 OK\r\n"+events+chunked+"\r\n")
+		p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+		px, url := start(t, Config{Mode: mode, Prefill: []Prefill{{URL: p.URL, Peer: "p:1"}},
+			Decode: []string{broken, d.URL}})
+		px.decode.next = 0 // the first engine gets the first request
+		code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a","stream":true}`)
+		if code != 200 {
+			t.Errorf("%s: %d %s", mode, code, body)
+		}
+		if got := d.requests(); len(got) != 1 || params(got[0]) != nil {
+			t.Errorf("%s: the second decode engine has %v", mode, got)
+		}
+	}
+}

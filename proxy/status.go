@@ -24,26 +24,23 @@ func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
 		Warn      string     `json:"warning,omitempty"`
 	}
 	var list []state
-	for _, set := range []*pool{p.prefill, p.decode} {
-		for _, b := range set.all {
-			b.mu.Lock()
-			now := time.Now()
-			c := b.conditionLocked(now)
-			list = append(list, state{b.role, b.url, c < silent, c.String(), b.identity.leaving, b.load,
-				b.identity.endpoint, b.health.why(now, time.Unix(0, b.lastByte.Load())),
-				b.identity.warnings()})
-			b.mu.Unlock()
-		}
+	for _, b := range p.backends() {
+		b.mu.Lock()
+		now := time.Now()
+		c := b.conditionLocked(now)
+		list = append(list, state{b.role, b.url, c < silent, c.String(), b.identity.leaving, b.load,
+			b.identity.endpoint, b.health.why(now, b.last()), b.identity.warnings()})
+		b.mu.Unlock()
 	}
 	w.Header().Set("Content-Type", "application/json")
 	status := "ok"
 	switch {
-	case !p.decode.any(candidate.possible):
+	case !p.decode.any(nil, candidate.possible):
 		status = p.decode.none(roleDecode)
 		w.WriteHeader(http.StatusServiceUnavailable)
-	case !p.decode.any(candidate.takes):
+	case !p.decode.any(nil, candidate.takes):
 		status = "degraded: no decode engine is fit"
-	case len(p.prefill.all) > 0 && !p.prefill.any(candidate.takes):
+	case len(p.prefill.all) > 0 && !p.prefill.any(nil, candidate.takes):
 		status = "degraded: " + p.prefill.none(rolePrefill)
 	}
 	// the client may be gone

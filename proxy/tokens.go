@@ -10,7 +10,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"math"
 	"net/http"
 	"sync"
@@ -80,9 +79,8 @@ type answer struct {
 func newTokenizer(engines int, reg prometheus.Registerer) *tokenizer {
 	t := &tokenizer{slots: make(chan struct{}, tokenizeAtOnce), engines: make([]mute, engines),
 		kept: map[[sha256.Size]byte]*list.Element{},
-		results: prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray",
-			Subsystem: "proxy", Name: "tokenize_total",
-			Help: "Prompts by how the router learned their tokens."}, []string{"result"})}
+		results: counterVec("tokenize_total", "Prompts by how the router learned their tokens.",
+			"result")}
 	reg.MustRegister(t.results)
 	return t
 }
@@ -201,29 +199,17 @@ func (p *Proxy) askTokens(ctx context.Context, b *backend, question []byte, auth
 	[]uint32, error) {
 	ctx, cancel := context.WithTimeout(ctx, tokenizeTimeout)
 	defer cancel()
-	req, err := b.url.Request(ctx, http.MethodPost, "/tokenize",
-		bytes.NewReader(question))
-	if err != nil {
-		return nil, err
-	}
-	req.Header.Set("Content-Type", "application/json")
+	h := http.Header{"Content-Type": {"application/json"}}
 	if authorization != "" {
-		req.Header.Set("Authorization", authorization) // the client's own, as for its request
+		h.Set("Authorization", authorization) // the client's own, as for its request
 	}
-	resp, err := p.client.Do(req)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = resp.Body.Close() }() // read to its end or aborted
-	body, err := io.ReadAll(io.LimitReader(resp.Body, maxTokensAnswer))
-	if err != nil {
-		return nil, err
-	}
-	if ofQuestion(resp.StatusCode) || len(body) == maxTokensAnswer {
+	body, err := p.ask(ctx, b.url, "/tokenize", h, question, maxTokensAnswer)
+	status := (*statusError)(nil)
+	if errors.As(err, &status) && ofQuestion(status.status) || len(body) == maxTokensAnswer {
 		return nil, errTokens
 	}
-	if resp.StatusCode != http.StatusOK {
-		return nil, fmt.Errorf("POST %s/tokenize: %s: %s", b.url, resp.Status, firstBytes(body))
+	if err != nil {
+		return nil, err
 	}
 	var a struct {
 		Tokens []uint32 `json:"tokens"`
@@ -279,8 +265,7 @@ func (r *request) question() (tokens []uint32, question []byte) {
 			f[name] = raw
 		}
 	}
-	question, err := json.Marshal(f)
-	if err != nil || len(question) > maxTokenize {
+	if question = marshal(f); len(question) > maxTokenize { // without spaces: an equal one is known
 		return nil, nil
 	}
 	return nil, question

@@ -3,6 +3,7 @@
 package proxy
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -39,9 +40,7 @@ func (p *Proxy) trace(cfg *Config) (err error) {
 		return fmt.Errorf("proxy: --trace-share %v is not above 0 and at most 1; write for instance 0.1",
 			cfg.TraceShare)
 	}
-	if p.share = cfg.TraceShare; p.share == 0 {
-		p.share = 1
-	}
+	p.share = cmp.Or(cfg.TraceShare, 1)
 	if cfg.OTLP == "" {
 		return nil
 	}
@@ -205,16 +204,7 @@ func withTraceparent(params json.RawMessage, traceparent string) json.RawMessage
 		json.Unmarshal(all["kvspray"], &own) != nil || own == nil {
 		return params
 	}
-	var err error
-	if own["traceparent"], err = json.Marshal(traceparent); err != nil {
-		return params
-	}
-	if all["kvspray"], err = json.Marshal(own); err != nil {
-		return params
-	}
-	out, err := json.Marshal(all)
-	if err != nil {
-		return params
-	}
-	return out
+	own["traceparent"] = marshal(traceparent)
+	all["kvspray"] = encode(own)
+	return encode(all)
 }

@@ -89,8 +89,9 @@ A policy guesses which engine has which prompts by what it sent there. With --de
 				return usage.Errorf("--max-body %d: want a number of bytes, for instance %d", body,
 					proxy.DefaultBodyBytes)
 			}
-			if bodies < body {
-				return usage.Errorf("--max-bodies %d: want at least --max-body, which is %d", bodies, body)
+			if bodies/proxy.HeldBodies <= body {
+				return usage.Errorf("--max-bodies %d: want more than %d times --max-body, which is %d: the "+
+					"router holds a body so many times", bodies, proxy.HeldBodies, body)
 			}
 			if err := checkTimes(&times); err != nil {
 				return err
@@ -173,7 +174,7 @@ A policy guesses which engine has which prompts by what it sent there. With --de
 	f.StringVar(&listen, "listen", "127.0.0.1:8000", "host:port to serve on; port 0 takes a free one")
 	f.Int64Var(&body, "max-body", proxy.DefaultBodyBytes, "largest request body, in bytes")
 	f.Int64Var(&bodies, "max-bodies", proxy.DefaultBodiesBytes, "bytes of all request bodies in "+
-		"flight; others get 503")
+		"flight, with their copies; others get 503")
 	for _, x := range timeFlags(&times) {
 		f.DurationVar(x.value, x.name, *x.value, x.help)
 	}

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	kvtest "github.com/kvspray/kvspray/internal/testutil"
+)
+
+// silentBackend is an engine that has not answered its check from now on.
+func silentBackend(t Times) *backend {
+	b := &backend{health: health{slowAfter: t.Slow, silentAfter: t.Silent}}
+	b.health.asks(time.Now())
+	return b
+}
+
+// An answer that begins while the guard decides to replace its engine goes to the client: the guard
+// ends it only once the engine is down.
+func TestGuardLeavesABegunAnswer(t *testing.T) {
+	for _, late := range []bool{false, true} {
+		kvtest.Bubble(t, func(t *testing.T) {
+			p := &Proxy{times: DefaultTimes()}
+			guards := make(chan *guard, 1)
+			began := make(chan bool, 1)
+			bound := p.times.FirstByte
+			if late {
+				bound = p.times.Silent + 2*p.times.Check
+			}
+			g := p.guard(t.Context(), silentBackend(p.times), bound, func() bool {
+				began <- (<-guards).begin() // its first bytes come now
+				return true
+			})
+			defer g.stop()
+			guards <- g
+			time.Sleep(2 * p.times.Silent)
+			if ok := <-began; !ok || g.ctx.Err() != nil {
+				t.Errorf("the answer has begun: %v, and is ended: %v", ok, context.Cause(g.ctx))
+			}
+			time.Sleep(deadFactor * p.times.Silent)
+			if c := context.Cause(g.ctx); !errors.Is(c, errSilent) {
+				t.Errorf("the engine is down, and the answer is ended: %v", c)
+			}
+		})
+	}
+}
+
+// An answer that begins after the guard has decided does not go to the client: another engine has
+// the request.
+func TestGuardDecidesOnce(t *testing.T) {
+	kvtest.Bubble(t, func(t *testing.T) {
+		p := &Proxy{times: DefaultTimes()}
+		g := p.guard(t.Context(), silentBackend(p.times), time.Second, func() bool { return false })
+		defer g.stop()
+		<-g.ctx.Done()
+		if g.begin() || !errors.Is(context.Cause(g.ctx), errLate) {
+			t.Errorf("the answer begins after %v", context.Cause(g.ctx))
+		}
+	})
+}
