@@ -27,8 +27,9 @@ import (
 
 // Server is the engine side of one sidecar.
 //
-// Goroutines, all joined by Close: the accept loop, the socket's, two per session (reader, writer), two per registered worker (ring, exit watch), and one watcher
-// on its own thread. While idle, all others block in the netpoller or on a condition.
+// Goroutines, all joined by Close: the accept loop, the socket's, two per session (reader, writer),
+// two per registered worker (ring, exit watch), and one watcher on its own thread. While idle, all
+// others block in the netpoller or on a condition.
 type Server struct {
 	opt      Options
 	log      *slog.Logger

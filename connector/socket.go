@@ -28,14 +28,7 @@ func (s *Server) Listen() error {
 	}
 	at, err := sock.Listen(sock.Options{Network: "unixpacket", Path: s.opt.Socket,
 		Mode: os.FileMode(s.opt.SocketMode), Look: s.opt.Look, Prepare: s.prepare,
-		Lost: func(err error) {
-			if err != nil {
-				s.log.Error("the engines' socket was removed, and cannot be made again; retrying each "+
-					"second", "socket", s.opt.Socket, "err", err)
-				return
-			}
-			s.log.Warn("the engines' socket was removed, and is made again", "socket", s.opt.Socket)
-		}})
+		Name: "the engines' socket", Log: s.log})
 	if err != nil {
 		_ = s.lock.Close() // of nil, too
 		s.lock = nil

@@ -246,43 +246,45 @@ func TestRefusedPages(t *testing.T) {
 	}
 }
 
-// TestOneWriterPerBlock: a block that a get writes is not given to another get, until the first has
-// ended.
+// TestOneWriterPerBlock: until a get has ended, no other get writes its block, and no put saves
+// what is not loaded yet; nor does a get write a block that a put still reads.
 func TestOneWriterPerBlock(t *testing.T) {
 	r := start(t, func(c *config.Config) { c.Store.Memory = 8 << 20 })
 	e := newPageEngine(t, r)
-	get := msg.Get{Space: e.space, Hashes: hashes16(1), HashBytes: 16, Blocks: []uint32{3}}
-	put, err := e.Put(msg.Put{Space: e.space, Hashes: hashes16(1), HashBytes: 16, Blocks: []uint32{3}})
-	if err != nil {
-		t.Fatal(err)
+	get := func() (uint64, error) {
+		return e.Get(msg.Get{Space: e.space, Hashes: hashes16(1), HashBytes: 16, Blocks: []uint32{3}})
 	}
-	e.ok(put)
-	for use, first := range map[string]func() (uint64, error){
-		"written": func() (uint64, error) { return e.Get(get) },
-		"read": func() (uint64, error) {
-			return e.Put(msg.Put{Space: e.space, Hashes: hashes16(1), HashBytes: 16,
-				Blocks: []uint32{3}})
-		},
-	} {
+	put := func() (uint64, error) {
+		return e.Put(msg.Put{Space: e.space, Hashes: hashes16(1), HashBytes: 16, Blocks: []uint32{3}})
+	}
+	lease, err := put()
+	ok(t, err)
+	e.ok(lease)
+	for _, c := range []struct {
+		use           string
+		first, second func() (uint64, error)
+	}{{"written", get, get}, {"written", get, put}, {"read", put, get}} {
 		refused := 0
 		for range 200 {
-			a, err := first()
+			a, err := c.first()
 			ok(t, err)
-			b, err := e.Get(get)
+			b, err := c.second()
 			ok(t, err)
 			e.ok(a)
-			if c := e.wait(b); c.Status == board.Refused {
+			if done := e.wait(b); done.Status == board.Refused {
 				refused++
-				if !strings.Contains(c.Received.Reason, "block 3 is "+use+" for lease") {
-					t.Fatal(c.Received.Reason)
+				if !strings.Contains(done.Received.Reason, "block 3 is "+c.use+" for lease") {
+					t.Fatal(done.Received.Reason)
 				}
 			}
 		}
 		if refused == 0 {
-			t.Errorf("no get came while the block was %s", use)
+			t.Errorf("nothing came while the block was %s", c.use)
 		}
 	}
-	e.ok(func() uint64 { id, err := e.Get(get); ok(t, err); return id }())
+	lease, err = get()
+	ok(t, err)
+	e.ok(lease)
 }
 
 // ask sends a request to the admin socket.

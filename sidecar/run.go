@@ -263,15 +263,8 @@ func (n *Node) listenHTTP(ctx context.Context) (net.Listener, error) {
 // covers it too: an existing one is a dead sidecar's.
 func (n *Node) listenAdmin() (net.Listener, error) {
 	path := config.AdminSocket(n.cfg.Engine.Socket)
-	ln, err := sock.Listen(sock.Options{Network: "unix", Path: path,
-		Mode: os.FileMode(socketMode(n.cfg.Engine.AdminUIDs)), Lost: func(err error) {
-			if err != nil {
-				n.log.Error("the admin socket was removed, and cannot be made again; retrying each second",
-					"socket", path, "err", err)
-				return
-			}
-			n.log.Warn("the admin socket was removed, and is made again", "socket", path)
-		}})
+	ln, err := sock.Listen(sock.Options{Network: "unix", Path: path, Name: "the admin socket",
+		Mode: os.FileMode(socketMode(n.cfg.Engine.AdminUIDs)), Log: n.log})
 	if err != nil {
 		return nil, fmt.Errorf("sidecar: admin socket %s: %w: choose a path in a directory that this "+
 			"user may write to with --socket (engine.socket)", path, err)

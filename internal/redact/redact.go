@@ -82,8 +82,8 @@ var userOf = regexp.MustCompile(`://[^\s"]*@`)
 // before that is removed, too.
 func URLs(text string) string { return userOf.ReplaceAllLiteralString(text, "://"+Hidden+"@") }
 
-// URL is a text that is to be one URL or address, without its user, password, query and fragment. It
-// may be malformed, and have no scheme.
+// URL is a text that is to be one URL or address, without its user, password, query and fragment.
+// It may be malformed, and have no scheme.
 func URL(text string) string {
 	if at := strings.LastIndexByte(text, '@'); at >= 0 {
 		scheme := ""

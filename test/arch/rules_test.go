@@ -361,7 +361,8 @@ var rules = []rule{
 	{dir: "internal/sys/limits", why: "what the kernel lets this process take, and what lifts a " +
 		"limit; independent of what takes it", ext: []string{extSys}},
 	{dir: "internal/admit", why: "connections whose peer has not proved the key; independent of " +
-		"the bytes on them", own: []string{"internal/heap", "internal/sys/limits"}, ext: []string{extSys}},
+		"the bytes on them", own: []string{"internal/heap", "internal/sys/limits"},
+		ext: []string{extSys}},
 	{dir: "internal/httpgate", why: "HTTP behind a gate; independent of what is served",
 		own: []string{"internal/admit"}, ext: []string{extSys}},
 	{dir: "internal/redact", why: "what texts hide of secrets, for every package that writes some"},

@@ -202,12 +202,9 @@ func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Ra
 				len(path), maxSocketPath,
 				transport.ErrNotSupported)
 	}
-	ln, err := sock.Listen(sock.Options{Network: "unixpacket", Path: path, Mode: 0o600, Look: b.cfg.look,
+	ln, err := sock.Listen(sock.Options{Network: "unixpacket", Path: path, Mode: 0o600,
 		Prepare: func() error { _, err := socketDir(b.cfg.Dir); return err },
-		Lost: func(err error) {
-			b.cfg.Log.Warn("the socket of shm was removed; it is made again, else retried each second",
-				"socket", path, "err", err)
-		}})
+		Look:    b.cfg.look, Name: "the socket of shm", Log: b.cfg.Log})
 	if err != nil {
 		return nil, fmt.Errorf("shm: socket %q: %w", path, err)
 	}

@@ -3,14 +3,15 @@
 // Package sock has unix sockets that are made again: cleaners of /tmp and administrators remove
 // their paths, and a listener whose path is gone accepts nothing more.
 //
-// A Listener replaces the stale socket of a dead process, and neither that of a live one nor another
-// file. It has one goroutine, which looks at the path each second and which Close joins.
+// A Listener replaces the stale socket of a dead process, and neither that of a live one nor
+// another file. It has one goroutine, which looks at the path each second and which Close joins.
 package sock
 
 import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"os"
 	"sync"
@@ -20,17 +21,16 @@ import (
 // DefaultLook is the time between two checks that the path leads to the socket.
 const DefaultLook = time.Second
 
-// Options of a Listener. Only Look, Prepare and Lost may be zero.
+// Options of a Listener. Only Look and Prepare may be zero.
 type Options struct {
+	Name    string // in the log, with its article
 	Network string // "unix" or "unixpacket"
 	Path    string
 	Mode    os.FileMode
 	Look    time.Duration // zero: DefaultLook
 	// Prepare precedes each making of the socket, one at a time: it makes the directory, say.
 	Prepare func() error
-	// Lost follows each check that finds the path elsewhere: nil after the socket was made again,
-	// otherwise why it cannot be, once for each reason.
-	Lost func(err error)
+	Log     *slog.Logger
 }
 
 // Listener is a unix socket at a path.
@@ -55,9 +55,6 @@ func Listen(o Options) (*Listener, error) {
 	}
 	if o.Prepare == nil {
 		o.Prepare = func() error { return nil }
-	}
-	if o.Lost == nil {
-		o.Lost = func(error) {}
 	}
 	l := &Listener{o: o, done: make(chan struct{})}
 	var err error
@@ -157,7 +154,8 @@ func (l *Listener) look() {
 	ln, made, err := l.bind()
 	if err != nil {
 		if err.Error() != l.lost {
-			l.o.Lost(err)
+			l.o.Log.Error(l.o.Name+" was removed, and cannot be made again; retrying", "socket", l.o.Path,
+				"every", l.o.Look, "err", err)
 		}
 		l.mu.Lock()
 		l.lost = err.Error()
@@ -169,7 +167,7 @@ func (l *Listener) look() {
 	l.ln, l.made, l.lost = ln, made, ""
 	l.mu.Unlock()
 	_ = old.Close() // Accept continues with the new one
-	l.o.Lost(nil)
+	l.o.Log.Warn(l.o.Name+" was removed, and is made again", "socket", l.o.Path)
 }
 
 func (l *Listener) current() *net.UnixListener {

@@ -4,6 +4,7 @@ package sock
 
 import (
 	"errors"
+	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
@@ -28,7 +29,7 @@ func must(t *testing.T, err error) {
 
 func listen(t *testing.T, o Options) (*Listener, error) {
 	t.Helper()
-	o.Network, o.Mode, o.Look = "unix", 0o600, time.Millisecond
+	o.Network, o.Mode, o.Look, o.Name = "unix", 0o600, time.Millisecond, "the socket"
 	l, err := Listen(o)
 	if err == nil {
 		t.Cleanup(func() { _ = l.Close() })
@@ -40,9 +41,9 @@ func listen(t *testing.T, o Options) (*Listener, error) {
 func TestMadeAgain(t *testing.T) {
 	dir := filepath.Join(testutil.ShortDir(t), "sub")
 	path := filepath.Join(dir, "s")
-	lost := make(chan error, 8)
-	l, err := listen(t, Options{Path: path, Prepare: func() error { return os.MkdirAll(dir, 0o700) },
-		Lost: func(err error) { lost <- err }})
+	var logs testutil.Buffer
+	l, err := listen(t, Options{Path: path, Log: slog.New(slog.NewTextHandler(&logs, nil)),
+		Prepare: func() error { return os.MkdirAll(dir, 0o700) }})
 	must(t, err)
 	accepted := make(chan net.Conn)
 	ended := make(chan error, 1)
@@ -84,13 +85,9 @@ func TestMadeAgain(t *testing.T) {
 	if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the socket is left: %v", err)
 	}
-	if close(lost); len(lost) != 3 {
-		t.Errorf("%d reports of 3 removals", len(lost))
-	}
-	for err := range lost {
-		if err != nil {
-			t.Error(err)
-		}
+	if n := strings.Count(logs.String(), "is made again"); n != 3 ||
+		strings.Contains(logs.String(), "cannot") {
+		t.Errorf("the log of 3 removals: %s", logs.String())
 	}
 }
 
@@ -100,12 +97,13 @@ func TestOthersStay(t *testing.T) {
 	dir := testutil.ShortDir(t)
 	path := filepath.Join(dir, "s")
 	must(t, os.WriteFile(path, []byte("mine"), 0o600))
-	if _, err := listen(t, Options{Path: path}); err == nil || !strings.Contains(err.Error(), "a file") {
+	if _, err := listen(t, Options{Path: path}); err == nil ||
+		!strings.Contains(err.Error(), "a file") {
 		t.Errorf("a file is replaced: %v", err)
 	}
 	must(t, os.Remove(path))
-	lost := make(chan error, 8)
-	l, err := listen(t, Options{Path: path, Lost: func(err error) { lost <- err }})
+	var logs testutil.Buffer
+	l, err := listen(t, Options{Path: path, Log: slog.New(slog.NewTextHandler(&logs, nil))})
 	must(t, err)
 	if _, err := listen(t, Options{Path: path}); err == nil ||
 		!strings.Contains(err.Error(), "another program") {
@@ -123,7 +121,7 @@ func TestOthersStay(t *testing.T) {
 	if b, err := os.ReadFile(path); err != nil || string(b) != "mine" {
 		t.Errorf("the file: %q, %v", b, err)
 	}
-	if len(lost) != 1 || <-lost == nil {
-		t.Errorf("%d reports of one reason", len(lost))
+	if n := strings.Count(logs.String(), "cannot be made again"); n != 1 {
+		t.Errorf("%d log lines for one reason", n)
 	}
 }

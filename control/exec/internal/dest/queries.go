@@ -127,11 +127,10 @@ func (qs *Queries) SessionOver(session uint64) {
 	delete(qs.asked, session)
 }
 
-// RequestOver follows the end of a request for a key at an address; a hash of zeros stands for every
-// prompt of the transfer. Its query is put to no further peer: that one would hold its source for a
-// request that has ended, for nothing but a decline ends such a hold before the hold timeout, and
-// the decline of this one may be lost. A query that was put to a peer stays, since another sample
-// of the request may share it.
+// RequestOver follows the end of a request for a key at an address. A hash of zeros stands for
+// every prompt of the transfer. No further peer gets its query: only a decline would end the hold
+// there before the hold timeout, and that of this request may be lost. A query that a peer has got
+// stays, since another sample of the request may share it.
 func (qs *Queries) RequestOver(addr string, k transfer.Key) {
 	for _, w := range byID(qs.byXfer[k.Xfer]) {
 		if w.a.Peer != addr || w.a.Key != k && k.Hash != (transfer.PrefixHash{}) {
