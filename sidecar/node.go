@@ -128,7 +128,7 @@ func New(opt Options) (*Node, error) {
 	n.web = web.New(web.Options{Node: n.cfg.Node, Version: n.version, Boot: n.boot, Gather: n.registry,
 		Hosts: hosts(n.cfg), AdminUIDs: uids(n.cfg.Engine.AdminUIDs), Log: n.log,
 		Driver: n.driver, Life: n.life,
-		Peers: peerViews{n.conv}, Rails: n.rails.views, Stats: n.observer.stats, Links: n.gpus.linkStates,
+		Peers: peerViews{n.conv}, Rails: n.rails.views, Totals: n.observer.counts, Links: n.gpus.linkStates,
 		Executors: n.gpus.executorStates, Workers: n.workers,
 		Transports: func() []string { return namesOf(n.backends) }, Store: n.pages.state,
 		Problems:   n.problems,
