@@ -360,11 +360,8 @@ struct kvs_info {
 
 int kvs_status_read(kvs_client *c, struct kvs_info *info);
 
-/* Copies the oldest unread log line ("level message") into buf, zero-terminated. 1, or 0 when there is none. At most 256 are
- * kept; the oldest are dropped. */
-int kvs_next_log(kvs_client *c, char *buf, uint64_t cap);
-
-/* The same, and waits for a line. 0: the log has ended, and all of it was read. */
+/* Waits for a log line ("level message") and copies the oldest unread one into buf, zero-terminated: 1. 0: the log has ended, and all of
+ * it was read. At most 256 are kept; the oldest are dropped. */
 int kvs_wait_log(kvs_client *c, char *buf, uint64_t cap);
 
 /* Ends the log: kvs_wait_log returns, which must have happened before kvs_close. */
