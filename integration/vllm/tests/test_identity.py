@@ -178,7 +178,6 @@ def test_speculation_that_leaves_the_cache_of_a_prompt_as_it_is(check: Check, a:
     assert named(said) == set() and said["fingerprints"][0] == said["fingerprints"][1], said
 
 
-
 def named(said: dict[str, Any]) -> set[str]:
     """The fields that are named, those of layers without their layer and role."""
     out = set()
