@@ -129,7 +129,7 @@ func New(opt Options) (*Node, error) {
 		Hosts: hosts(n.cfg), AdminUIDs: uids(n.cfg.Engine.AdminUIDs), Log: n.log,
 		Driver: n.driver, Life: n.life,
 		Peers: peerViews{n.conv}, Rails: n.rails.views, Totals: n.observer.counts,
-		Links: n.gpus.linkStates,
+		Links:     n.gpus.linkStates,
 		Executors: n.gpus.executorStates, Workers: n.workers,
 		Transports: func() []string { return namesOf(n.backends) }, Store: n.pages.state,
 		Problems:   n.problems,
