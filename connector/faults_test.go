@@ -505,20 +505,6 @@ func TestUIDRefused(t *testing.T) {
 	}
 }
 
-func TestStats(t *testing.T) {
-	r := start(t, nil)
-	w := r.worker(t, nil)
-	for i := range 10 {
-		r.Publish(connector.Stats{Transfers: map[string]uint64{"ok": uint64(i)},
-			Bytes: map[string]uint64{"tcp": 5}})
-	}
-	st, err := w.WaitStats(testContext(t))
-	must(t, err)
-	if st.Bytes["tcp"] != 5 {
-		t.Fatalf("%+v", st)
-	}
-}
-
 // TestProcessRegion registers memory that nothing shares.
 func TestProcessRegion(t *testing.T) {
 	r := start(t, nil)

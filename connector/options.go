@@ -33,7 +33,6 @@ const (
 	maxUndelivered = 4096             // events that SourceValid may leave to the ring's goroutine
 	retryFirst     = 2 * time.Millisecond
 	retryLast      = 100 * time.Millisecond // between checks of a full completion ring
-	statsPeriod    = time.Second
 )
 
 // Limits bounds the resources that engines can use in a Server. A zero field takes its default.
@@ -110,10 +109,4 @@ type Devices interface {
 	Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error)
 	// Forget gives back what GPUs have of regions that go.
 	Forget([]*mem.Region)
-}
-
-// Stats is the content of STATS; cumulative.
-type Stats struct {
-	Transfers map[string]uint64 // by outcome
-	Bytes     map[string]uint64 // by transport
 }

@@ -51,9 +51,6 @@ type Server struct {
 	workers  map[[16]byte]*worker  // by engine boot; until fenced
 	regions  map[[16]byte]*worker  // by region id; until fenced
 	closed   bool
-	stats    Stats
-	statsAt  time.Time
-	statsDue *time.Timer
 }
 
 // refusalTimeout bounds reporting the reason to a refused connection.
@@ -321,34 +318,6 @@ func (s *Server) allSessions() []*session {
 	return out
 }
 
-// Publish sends the cumulative stats to every session, at most once a second; the latest wins.
-func (s *Server) Publish(st Stats) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.closed {
-		return
-	}
-	s.stats = st
-	if s.statsDue != nil {
-		return // the waiting send will include it
-	}
-	wait := statsPeriod - time.Since(s.statsAt)
-	s.statsDue = time.AfterFunc(max(wait, 0), func() {
-		s.mu.Lock()
-		st := s.stats
-		s.statsAt, s.statsDue = time.Now(), nil
-		s.mu.Unlock()
-		p, err := msg.EncodePacket(&msg.Stats{Transfers: st.Transfers, Bytes: st.Bytes})
-		if err != nil {
-			s.log.Error("encode stats", "err", err)
-			return
-		}
-		for _, c := range s.allSessions() {
-			c.queue(p)
-		}
-	})
-}
-
 // Close ends every session and returns after every goroutine has ended. It does not complete open
 // leases: it calls WorkerGone for each worker, whose memory is released when the control layer has
 // fenced it. Idempotent.
@@ -360,9 +329,6 @@ func (s *Server) Close() error {
 	workers := make([]*worker, 0, len(s.workers))
 	for _, w := range s.workers {
 		workers = append(workers, w)
-	}
-	if s.statsDue != nil {
-		s.statsDue.Stop()
 	}
 	s.mu.Unlock()
 	if first {

@@ -5,7 +5,6 @@ package sidecar
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"time"
 
@@ -130,30 +129,19 @@ func (e *completions) HeldOn(w *engines.Worker, lease uint64) { w.Session.HeldOn
 // Forget implements driver.Engines.
 func (e *completions) Forget(w *engines.Worker) { e.plans.Forget(w) }
 
-// publishEvery is the interval of STATS to engines.
+// publishEvery is the interval at which members are given the engines of this node.
 const publishEvery = time.Second
 
-// publish sends the totals to engines.
 func (e *completions) publish(ctx context.Context) {
 	t := time.NewTicker(publishEvery)
 	defer t.Stop()
-	var last string
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-t.C:
 		}
-		workers := e.server.Workers()
-		e.pages.publish(workers)
-		if len(workers) == 0 {
-			continue
-		}
-		st := e.observer.stats()
-		if s := fmt.Sprint(st); s != last {
-			last = s
-			e.server.Publish(st)
-		}
+		e.pages.publish(e.server.Workers())
 	}
 }
 

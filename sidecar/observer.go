@@ -10,18 +10,18 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/spans"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
+	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
 
-// totals is the content of STATS and /debug/state.
+// totals are counts for /debug/state.
 type totals struct {
 	bytes     [transport.MaxBackends]atomic.Uint64 // landed here, by index of the backend
 	mu        sync.Mutex
@@ -180,9 +180,9 @@ func (o *observer) traceEnd(a *exec.Action, c *engines.Completion, route string,
 	o.transfers.Put(r)
 }
 
-// stats is the content of STATS.
-func (o *observer) stats() connector.Stats {
-	st := connector.Stats{Transfers: map[string]uint64{}, Bytes: map[string]uint64{}}
+// counts are those of totals.
+func (o *observer) counts() web.Totals {
+	st := web.Totals{Transfers: map[string]uint64{}, Bytes: map[string]uint64{}}
 	o.totals.mu.Lock()
 	for k, v := range o.totals.transfers {
 		st.Transfers[k] = v

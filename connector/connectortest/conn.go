@@ -27,7 +27,6 @@ type conn struct {
 	answers map[uint64]chan msg.Message // guarded by mu
 	errs    []*msg.ErrorMessage         // id 0, guarded by mu
 	bye     *msg.Bye                    // guarded by mu
-	stats   *msg.Stats                  // guarded by mu
 	err     error                       // why the reader ended, guarded by mu
 	changed chan struct{}               // replaced at every change, guarded by mu
 }
@@ -109,8 +108,6 @@ func (c *conn) took(m msg.Message) {
 		}
 	case *msg.Bye:
 		c.bye = m
-	case *msg.Stats:
-		c.stats = m
 	}
 	if ch := c.answers[id]; ch != nil {
 		delete(c.answers, id)
@@ -301,17 +298,6 @@ func (s *Session) WaitBye(ctx context.Context) error {
 		return err
 	}
 	return c.until(ctx, func() bool { return c.bye != nil })
-}
-
-// WaitStats waits for a STATS message.
-func (s *Session) WaitStats(ctx context.Context) (*msg.Stats, error) {
-	c, err := s.conn()
-	if err != nil {
-		return nil, err
-	}
-	var st *msg.Stats
-	err = c.until(ctx, func() bool { st = c.stats; return st != nil })
-	return st, err
 }
 
 // WaitEnd waits until the sidecar has closed the socket.

@@ -3,7 +3,6 @@ package msg
 import (
 	"encoding/binary"
 	"fmt"
-	"maps"
 	"math"
 	"slices"
 	"strconv"
@@ -367,28 +366,6 @@ func (r *reader) pair() [2]uint32 {
 	return [2]uint32{r.u32(), r.u32()}
 }
 
-// counts reads a map of names to numbers.
-func (r *reader) counts(limit int) map[string]uint64 {
-	n := r.mapLen()
-	if n > limit {
-		r.fail("%d entries, at most %d", n, limit)
-	}
-	if r.err != nil {
-		return nil
-	}
-	out := make(map[string]uint64, n)
-	for range n {
-		// as it would be encoded: keys are sorted before
-		k := strings.ToValidUTF8(r.str(MaxNameBytes), "?")
-		v := r.u64()
-		if r.err != nil {
-			return nil
-		}
-		out[k] = v
-	}
-	return out
-}
-
 func (r *reader) atLeast(v, least uint64) {
 	if r.err == nil && v < least {
 		r.fail("%d, want at least %d", v, least)
@@ -534,14 +511,6 @@ func appendPackedU32(b []byte, v []uint32) []byte {
 	b = appendBinHead(b, 4*len(v))
 	for _, n := range v {
 		b = binary.LittleEndian.AppendUint32(b, n)
-	}
-	return b
-}
-
-func appendCounts(b []byte, v map[string]uint64) []byte {
-	b = appendMap(b, len(v))
-	for _, k := range slices.Sorted(maps.Keys(v)) {
-		b = appendUint(appendStr(b, k), v[k])
 	}
 	return b
 }

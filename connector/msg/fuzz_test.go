@@ -79,8 +79,7 @@ func seeds(f *testing.F, kind string) {
 // mostDecoded bounds what reading so many bytes may allocate, in all. A list is made when it is
 // announced, if a byte for each element is left: the largest for its bytes is REGISTER.regions,
 // once, as reading ends where an element is not what was announced. What is complete may come again
-// and again: dearest is a map of STATS, of two bytes an entry, with 29 bytes for each byte
-// (TestMostDecoded says them all).
+// and again; TestMostDecoded logs how much each becomes.
 func mostDecoded(n int) uint64 {
 	return uint64(min(n, MaxRegions))*uint64(reflect.TypeFor[Region]().Size()) + 32*uint64(n)
 }
@@ -96,10 +95,6 @@ func dear(size int) (packets, records map[string][]byte) {
 	list := func(n int, element ...byte) []byte {
 		return append(appendArray(nil, n),
 			bytes.Repeat(element, n)...)
-	}
-	counts := func(n int) []byte {
-		return append(appendMap(nil, n),
-			bytes.Repeat([]byte{0xa0, 0}, n)...)
 	}
 	packet := func(t Type, body []byte) []byte {
 		return append(binary.LittleEndian.AppendUint32(nil, uint32(t)), body...)
@@ -117,13 +112,6 @@ func dear(size int) (packets, records map[string][]byte) {
 			"no regions":      packet(TypeRegister, again("regions", list(0))),
 			"one feature":     packet(TypeHello, again("features", list(1, 0xa0))),
 			"features":        packet(TypeHello, again("features", list(MaxFeatures, 0xa0))),
-			"64 counts":       packet(TypeStats, again("bytes", counts(MaxOutcomes))),
-			"57 counts":       packet(TypeStats, again("bytes", counts(57))),
-			"29 counts":       packet(TypeStats, again("bytes", counts(29))),
-			"15 counts":       packet(TypeStats, again("bytes", counts(15))),
-			"no counts":       packet(TypeStats, again("bytes", counts(0))),
-			"keys that are junk": packet(TypeStats, again("bytes", append(appendMap(nil, 57),
-				bytes.Repeat([]byte{0xa1, 0xff, 0}, 57)...))),
 		}, map[string][]byte{
 			"STEP 0":   again("reqs", list(1, req...)),
 			"STEP":     again("reqs", list(257, req...)),

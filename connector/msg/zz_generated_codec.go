@@ -26,8 +26,6 @@ func newPacket(t Type) Message {
 		return &Admitted{}
 	case TypeBye:
 		return &Bye{}
-	case TypeStats:
-		return &Stats{}
 	case TypeDecline:
 		return &Decline{}
 	case TypeOpen:
@@ -978,29 +976,6 @@ func (m *Bye) append(b []byte) []byte {
 	b = appendMap(b, 1)
 	b = append(b, "\xa6reason"...)
 	b = appendStr(b, clip(m.Reason, MaxTextBytes))
-	return b
-}
-
-func (m *Stats) read(r *reader) {
-	*m = Stats{}
-	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
-		switch string(r.key()) {
-		case "transfers":
-			m.Transfers = r.counts(MaxOutcomes)
-		case "bytes":
-			m.Bytes = r.counts(MaxOutcomes)
-		default:
-			r.skip()
-		}
-	}
-}
-
-func (m *Stats) append(b []byte) []byte {
-	b = appendMap(b, 2)
-	b = append(b, "\xa9transfers"...)
-	b = appendCounts(b, m.Transfers)
-	b = append(b, "\xa5bytes"...)
-	b = appendCounts(b, m.Bytes)
 	return b
 }
 

@@ -19,7 +19,6 @@ const (
 	MaxPendingSteps = 64      // steps of an INTENT
 	MaxStepReqs     = 4096
 	MaxRecompute    = 1024
-	MaxOutcomes     = 64 // entries of a STATS map
 	MaxFanout       = 16
 	MaxCopyBlocks   = 32768   // blocks of a COPY, pages of a LOAD: fits a record, and takes less than a second
 	MaxLoadParts    = 1024    // of a LOAD
@@ -123,7 +122,6 @@ const (
 	TypeAwait       Type = 6
 	TypeAdmitted    Type = 7
 	TypeBye         Type = 8
-	TypeStats       Type = 9
 	TypeDecline     Type = 10
 	TypeOpen        Type = 11
 	TypeOpened      Type = 12
@@ -147,7 +145,6 @@ var typeNames = [...]string{
 	TypeAwait:       "AWAIT",
 	TypeAdmitted:    "ADMITTED",
 	TypeBye:         "BYE",
-	TypeStats:       "STATS",
 	TypeDecline:     "DECLINE",
 	TypeOpen:        "OPEN",
 	TypeOpened:      "OPENED",
@@ -377,15 +374,6 @@ type Bye struct {
 
 // Type implements Message.
 func (*Bye) Type() Type { return TypeBye }
-
-// Stats has cumulative counts, at most once per second.
-type Stats struct {
-	Transfers map[string]uint64 // by outcome
-	Bytes     map[string]uint64 // by transport
-}
-
-// Type implements Message.
-func (*Stats) Type() Type { return TypeStats }
 
 // Decline reports that no rank of the scheduler's engine will send an EXPECT for this prompt; 32 zero bytes as hash stand for every prompt of the transfer; not answered.
 type Decline struct {

@@ -69,7 +69,6 @@ void client_put(kvs_client *c)
 	free(c->engine_version);
 	free(c->engine_id);
 	free(c->layout);
-	free(c->stats);
 	free(c->packet);
 	free(c->record);
 	free(c);
@@ -313,18 +312,4 @@ int kvs_status_read(kvs_client *c, struct kvs_info *info)
 	info->source_epoch = __atomic_load_n(c->source_epoch, __ATOMIC_ACQUIRE);
 	pthread_mutex_unlock(&c->mu);
 	return 0;
-}
-
-int64_t kvs_stats(kvs_client *c, void *buf, uint64_t cap)
-{
-	CHECK(c);
-	int64_t rc = 0;
-	pthread_mutex_lock(&c->mu);
-	if (c->stats) {
-		rc = c->stats_bytes <= cap ? (int64_t)c->stats_bytes : KVS_E_BUFFER;
-		if (rc > 0)
-			memcpy(buf, c->stats, c->stats_bytes);
-	}
-	pthread_mutex_unlock(&c->mu);
-	return rc;
 }

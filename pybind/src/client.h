@@ -53,7 +53,7 @@
 #define BOARD_FDS 4 /* flags, rings, doorbell, bell: the first of a REGISTER packet */
 
 /* Of packets on the socket: docs/protocol.md section 1. */
-enum message { MSG_HELLO = 1, MSG_WELCOME, MSG_REGISTER, MSG_REGISTERED, MSG_ERROR, MSG_AWAIT, MSG_ADMITTED, MSG_BYE, MSG_STATS, MSG_DECLINE,
+enum message { MSG_HELLO = 1, MSG_WELCOME, MSG_REGISTER, MSG_REGISTERED, MSG_ERROR, MSG_AWAIT, MSG_ADMITTED, MSG_BYE, MSG_DECLINE = 10,
 	       MSG_OPEN, MSG_OPENED, MSG_EXISTS, MSG_FOUND, MSG_UNPIN, MSG_REMOVE, MSG_ADD_REGIONS, MSG_DROP_REGIONS, MSG_DONE,
 	       MSG_CLOSE, MSG_HELD };
 
@@ -69,12 +69,13 @@ struct landing {
 struct lease {
 	uint64_t id;
 	uint16_t type; /* KVS_REC_INTENT: of a source; any other: of a destination */
-	bool held, cancelled, done;
+	bool cancelled, done;
 	uint32_t bound; /* set of procs */
 	uint64_t session; /* serial of the session that it was last presented in */
 	uint32_t deadline_ms;
 	int64_t end_ms;   /* deadline, as a time; of a source it counts from the engine's last INTENT, STEP or HOLD */
 	int64_t since_ms; /* source: when the engine began to wait for it; 0: it does not */
+	int64_t held_ms;  /* source: when it was held first; 0: it is not */
 	uint8_t *snap;    /* source: the latest INTENT body */
 	uint32_t snap_bytes;
 	uint16_t status; /* once done */
@@ -119,6 +120,12 @@ struct decline {
 	char peer[256], reason[256];
 	int64_t end_ms; /* then the source gives up by itself */
 	struct decline *next;
+};
+
+/* The end of pins or of a namespace that waits for the socket. */
+struct end {
+	uint32_t type;    /* UNPIN, CLOSE */
+	uint32_t request; /* id of this session's message */
 };
 
 struct region_file {
@@ -209,10 +216,10 @@ struct kvs_client {
 	uint32_t decline_count;
 	struct request *requests; /* latest first */
 	uint32_t request_count;
+	struct end ends[KVS_MAX_ENDS]; /* of this session, oldest first */
+	uint32_t end_count;
 
 	struct kvs_info info; /* counters, texts, limits; the rest is filled in by kvs_status_read */
-	uint8_t *stats;
-	uint32_t stats_bytes;
 	char log[LOG_LINES][LOG_LINE_BYTES];
 	uint32_t log_head, log_tail;
 	uint8_t *packet; /* receive buffer, background thread only */
@@ -404,6 +411,7 @@ void declines_send(kvs_client *c, int64_t now);
 bool requests_answer(kvs_client *c, uint32_t type, uint64_t msg, const uint8_t *body, size_t bytes);
 void requests_lose(kvs_client *c); /* the session ends */
 void requests_free(kvs_client *c);
+void ends_send(kvs_client *c); /* the ends for which the socket had no room */
 /* Sends a request, whose body has `keys` more keys in w. Its handle, or an error. */
 int64_t request_post(kvs_client *c, uint32_t type, uint32_t keys, const struct mpw *w);
 

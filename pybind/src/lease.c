@@ -140,8 +140,8 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 		bool held = false;
 		if (mp_find(body, bytes, "held", &off, &len)) {
 			struct mpr r = mpr_make((const uint8_t *)body + off, len);
-			l->held = mpr_bool(&r, &held) && held;
-			l->since_ms = l->held ? now : 0;
+			if (mpr_bool(&r, &held) && held)
+				l->held_ms = l->since_ms = now;
 		}
 	}
 	l->id = c->next_lease + 1;
@@ -296,9 +296,8 @@ static int restate(kvs_client *c, const struct kvs_snapshot *s, uint16_t type)
 	else if (rc < 0 && type == KVS_REC_PREEMPT)
 		submit_or_replace(c, type, s->lease, empty_map, sizeof empty_map);
 	if (rc == 0) {
-		if (type == KVS_REC_HOLD && !l->held) {
-			l->held = true;
-			l->since_ms = now;
+		if (type == KVS_REC_HOLD && !l->held_ms) {
+			l->held_ms = l->since_ms = now;
 			if (l->bound)
 				wake_by(c, lease_limit_ms(c, l) - c->info.grace_ms / 2);
 		}
@@ -329,7 +328,7 @@ int kvs_hold(kvs_client *c, const struct kvs_snapshot *s)
 void lease_held_on(kvs_client *c, uint64_t id, int64_t now)
 {
 	struct lease *l = open_source(c, id);
-	if (l && l->held && !l->cancelled) {
+	if (l && l->held_ms && !l->cancelled && now < l->held_ms + KVS_MAX_HOLD_MS) {
 		l->since_ms = now;
 		l->end_ms = now + l->deadline_ms;
 	}
@@ -342,7 +341,7 @@ int kvs_yield(kvs_client *c, uint64_t lease)
 	pthread_mutex_lock(&c->mu);
 	struct lease *l = open_source(c, lease);
 	/* A lease that no sidecar has waits for no receiver, and ends by its deadline. */
-	if (l && l->held && !l->cancelled)
+	if (l && l->held_ms && !l->cancelled)
 		rc = session_usable(c) && l->session == c->serial ? submit_or_replace(c, KVS_REC_YIELD, lease, empty_map, sizeof empty_map) : KVS_KEPT;
 	pthread_mutex_unlock(&c->mu);
 	return rc;

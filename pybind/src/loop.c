@@ -9,7 +9,7 @@
 #include "client.h"
 
 #define REPLAY_RETRY_MS 5 /* while the ring is full of leases that are presented again */
-#define SEND_RETRY_MS 5   /* while the socket has no room for an AWAIT or a DECLINE */
+#define SEND_RETRY_MS 5   /* while the socket has no room */
 
 /* One turn's descriptors: ctl, the socket, the pidfds. */
 #define POLL_FDS (2 + KVS_MAX_SIDECARS)
@@ -38,6 +38,7 @@ void *client_loop(void *arg)
 		leases_replay(c, now);
 		awaits_ask(c, now);
 		declines_send(c, now);
+		ends_send(c);
 		/* Last, because they also look at leases that were just presented. */
 		int64_t due = earlier(leases_watch(c, now), awaits_watch(c, now));
 		if (c->closing && !c->landing)
@@ -48,7 +49,7 @@ void *client_loop(void *arg)
 			due = earlier(due, c->handshake_end_ms);
 		else if (c->replaying)
 			due = earlier(due, now + REPLAY_RETRY_MS);
-		else if (c->await_unsent || c->declines)
+		else if (c->await_unsent || c->declines || c->end_count)
 			due = earlier(due, now + SEND_RETRY_MS);
 		if (c->breaking[0])
 			due = now;

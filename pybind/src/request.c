@@ -178,17 +178,39 @@ int kvs_request_forget(kvs_client *c, int64_t request)
 	return 0;
 }
 
+static int end_send(kvs_client *c, struct end e)
+{
+	struct mpw w = {0};
+	mpw_map(&w, 1);
+	mpw_put_uint(&w, e.type == MSG_CLOSE ? "open" : "pin", e.request);
+	return send_now(c, e.type, &w);
+}
+
+void ends_send(kvs_client *c)
+{
+	uint32_t n = 0;
+	while (n < c->end_count && session_usable(c) && end_send(c, c->ends[n]) != KVS_E_FULL)
+		n++;
+	c->end_count -= n;
+	memmove(c->ends, c->ends + n, c->end_count * sizeof *c->ends);
+}
+
 /* Ends what a request of this session has begun. That of an earlier session ended with it. */
-static int end_of(kvs_client *c, int64_t request, uint32_t type, const char *key)
+static int end_of(kvs_client *c, int64_t request, uint32_t type)
 {
 	CHECK(c);
 	int rc = 0;
 	pthread_mutex_lock(&c->mu);
 	if (session_usable(c) && handle_of(c, (uint64_t)request) == request) {
-		struct mpw w = {0};
-		mpw_map(&w, 1);
-		mpw_put_uint(&w, key, (uint32_t)request);
-		rc = send_now(c, type, &w);
+		struct end e = {type, (uint32_t)request};
+		rc = end_send(c, e);
+		if (rc == KVS_E_FULL && c->end_count < KVS_MAX_ENDS) {
+			c->ends[c->end_count++] = e;
+			kvs_wake(c->ctl_fd);
+			rc = 0;
+		} else if (rc == KVS_E_FULL) {
+			log_error(c, "the sidecar at %s reads nothing, and %d ends of pins and namespaces wait: one is lost", c->path, KVS_MAX_ENDS);
+		}
 	}
 	pthread_mutex_unlock(&c->mu);
 	return rc;
@@ -196,10 +218,10 @@ static int end_of(kvs_client *c, int64_t request, uint32_t type, const char *key
 
 int kvs_unpin(kvs_client *c, int64_t request)
 {
-	return end_of(c, request, MSG_UNPIN, "pin");
+	return end_of(c, request, MSG_UNPIN);
 }
 
 int kvs_close_space(kvs_client *c, int64_t request)
 {
-	return end_of(c, request, MSG_CLOSE, "open");
+	return end_of(c, request, MSG_CLOSE);
 }

@@ -14,7 +14,6 @@
 #define BACKOFF_RESET_MS 1000 /* a session that lasted as long as this was a good one */
 #define REFUSED_MAX_MS 10000
 #define PACKETS_PER_TURN 64
-#define STATS_MAX_BYTES (64u << 10)
 
 /* ---- HELLO and REGISTER ---- */
 
@@ -101,6 +100,7 @@ void session_end(kvs_client *c, int64_t now, uint32_t wait_ms)
 	c->proc = -1;
 	awaits_ask_again(c);
 	requests_lose(c);
+	c->end_count = 0;
 	if (!wait_ms) {
 		wait_ms = c->backoff_ms;
 		c->backoff_ms = c->backoff_ms * 2 > BACKOFF_MAX_MS ? BACKOFF_MAX_MS : c->backoff_ms * 2;
@@ -364,17 +364,6 @@ static void on_packet(kvs_client *c, int64_t now, const uint8_t *p, size_t n)
 			lease_held_on(c, lease, now);
 		return;
 	}
-	case MSG_STATS:
-		if (n <= STATS_MAX_BYTES && mp_is_map(body, n)) {
-			uint8_t *copy = malloc(n);
-			if (copy) {
-				memcpy(copy, body, n);
-				free(c->stats);
-				c->stats = copy;
-				c->stats_bytes = (uint32_t)n;
-			}
-		}
-		return;
 	default: /* a newer minor version */
 		return;
 	}

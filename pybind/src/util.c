@@ -88,7 +88,7 @@ const char *kvs_strerror(int error)
 		[-KVS_E_DEGRADED] = "session is being replaced or the sidecar drains",
 		[-KVS_E_TOO_BIG] = "record exceeds 1 MiB or half the submission ring",
 		[-KVS_E_UNKNOWN] = "no such open lease",
-		[-KVS_E_LIMIT] = "too many open leases, copies, queries, watches or regions",
+		[-KVS_E_LIMIT] = "too many open leases, copies, queries, requests or regions",
 		[-KVS_E_FORKED] = "client belongs to the parent process",
 		[-KVS_E_CLOSED] = "client is closed",
 		[-KVS_E_SYS] = "system call failed",
@@ -102,14 +102,14 @@ const char *kvs_strerror(int error)
 	return error <= 0 && error > -(int)(sizeof texts / sizeof *texts) ? texts[-error] : "unknown error";
 }
 
-static int log_read(kvs_client *c, char *buf, uint64_t cap, bool wait)
+int kvs_wait_log(kvs_client *c, char *buf, uint64_t cap)
 {
 	CHECK(c);
 	if (!buf || !cap)
 		return KVS_E_ARG;
 	int rc = 0;
 	pthread_mutex_lock(&c->mu);
-	while (wait && c->log_tail == c->log_head && !c->log_ended)
+	while (c->log_tail == c->log_head && !c->log_ended)
 		pthread_cond_wait(&c->logged, &c->mu);
 	if (c->log_tail != c->log_head) {
 		const char *line = c->log[c->log_tail++ % LOG_LINES];
@@ -118,16 +118,6 @@ static int log_read(kvs_client *c, char *buf, uint64_t cap, bool wait)
 	}
 	pthread_mutex_unlock(&c->mu);
 	return rc;
-}
-
-int kvs_next_log(kvs_client *c, char *buf, uint64_t cap)
-{
-	return log_read(c, buf, cap, false);
-}
-
-int kvs_wait_log(kvs_client *c, char *buf, uint64_t cap)
-{
-	return log_read(c, buf, cap, true);
 }
 
 int kvs_end_log(kvs_client *c)

@@ -258,15 +258,21 @@ static void *poller(void *arg)
 static void *watcher(void *arg)
 {
 	(void)arg;
-	char line[300];
 	while (!atomic_load(&over)) {
 		struct kvs_info info = {.size = sizeof info};
 		REQUIRE(kvs_status_read(client, &info) == 0);
-		while (kvs_next_log(client, line, sizeof line) == 1)
-			;
 		kvs_connected(client);
 		poll(NULL, 0, 1);
 	}
+	return NULL;
+}
+
+static void *reader(void *arg)
+{
+	(void)arg;
+	char line[300];
+	while (kvs_wait_log(client, line, sizeof line) == 1)
+		;
 	return NULL;
 }
 
@@ -337,12 +343,15 @@ int main(int argc, char **argv)
 	REQUIRE(kvs_start(client, &region, 1, "\x80", 1) == 0);
 	REQUIRE(kvs_start(client, &region, 1, "\x80", 1) == KVS_E_ARG);
 	REQUIRE(kvs_wait_connected(client, 10000) == 1);
-	pthread_t t[3];
-	void *(*const run[3])(void *) = {submitter, poller, watcher};
-	for (int i = 0; i < 3; i++)
+	pthread_t t[4];
+	void *(*const run[4])(void *) = {submitter, poller, watcher, reader};
+	for (int i = 0; i < 4; i++)
 		REQUIRE(pthread_create(&t[i], NULL, run[i], NULL) == 0);
-	for (int i = 0; i < 3; i++)
+	for (int i = 0; i < 4; i++) {
+		if (run[i] == reader)
+			kvs_end_log(client);
 		pthread_join(t[i], NULL);
+	}
 	looks();
 	struct kvs_info info = {.size = sizeof info};
 	REQUIRE(kvs_status_read(client, &info) == 0);

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgpack
 
-TYPES = {"HELLO": 1, "WELCOME": 2, "REGISTER": 3, "REGISTERED": 4, "ERROR": 5, "AWAIT": 6, "ADMITTED": 7, "BYE": 8, "STATS": 9, "DECLINE": 10,
-         "ADD_REGIONS": 17, "DROP_REGIONS": 18, "DONE": 19, "CLOSE": 20, "HELD": 21}  # fmt: skip
+TYPES = {"HELLO": 1, "WELCOME": 2, "REGISTER": 3, "REGISTERED": 4, "ERROR": 5, "AWAIT": 6, "ADMITTED": 7, "BYE": 8, "DECLINE": 10,
+         "OPEN": 11, "OPENED": 12, "UNPIN": 15, "ADD_REGIONS": 17, "DROP_REGIONS": 18, "DONE": 19, "CLOSE": 20, "HELD": 21}  # fmt: skip
 RECORDS = {"STEP": 1, "INTENT": 2, "EXPECT": 3, "CANCEL": 4, "PREEMPT": 5, "HOLD": 6, "COPY": 7, "LOAD": 10, "YIELD": 11, "RECEIVED": 32, "SENT": 33}
 RECORD_NAMES = {v: k for k, v in RECORDS.items()}
 RECORD = struct.Struct("<IHHQQQII")
@@ -184,6 +184,8 @@ class Fake:
                 self.send(s, "DONE", {"id": m["id"]})
         elif kind == TYPES["DROP_REGIONS"]:
             emit("drop_regions", id=m["id"], regions=list(struct.unpack(f"<{len(m['regions']) // 4}I", m["regions"])))
+        elif kind in (TYPES["OPEN"], TYPES["UNPIN"], TYPES["CLOSE"]):
+            emit("pages", kind=kind, named=m.get("id") or m.get("pin") or m.get("open"))
         elif kind == TYPES["BYE"]:
             emit("bye", reason=m["reason"])
 

@@ -113,11 +113,30 @@ static void rings(long rounds)
 	}
 }
 
+/* A sidecar that reports HELD without an end: the engine has its blocks back all the same. */
+static void holds(void)
+{
+	struct kvs_config config = {.size = sizeof config, .role = KVS_WORKER, .layers = 1, .socket_path = "/none"};
+	kvs_client *c;
+	struct lease *l = calloc(1, sizeof *l);
+	REQUIRE(kvs_open(&config, &c) == 0 && l);
+	*l = (struct lease){.id = 1, .type = KVS_REC_INTENT, .deadline_ms = 60000, .held_ms = 5000, .since_ms = 5000};
+	lease_add(c, l);
+	int64_t last = 0;
+	for (int64_t now = 5000; now < 5000 + 3 * KVS_MAX_HOLD_MS; now += 1000) {
+		lease_held_on(c, 1, now);
+		last = l->since_ms == now ? now : last;
+	}
+	REQUIRE(last == 5000 + KVS_MAX_HOLD_MS - 1000 && l->end_ms == last + 60000);
+	kvs_close(c);
+}
+
 int main(int argc, char **argv)
 {
 	long rounds = argc > 1 ? atol(argv[1]) : 20000;
 	messages(rounds);
 	rings(rounds / 20);
+	holds();
 	puts("ok");
 	return 0;
 }

@@ -152,7 +152,6 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "wait_connected": lambda: lonely.wait_connected(0.01),
             "wait_connected, for ever": lambda: w.wait_connected(),
             "status": w.status,
-            "sidecar_stats": w.sidecar_stats,
             "intent": lambda: w.intent(XFER, HASH, 40, [[1]]),
             "step": lambda: w.step(1, [(src[0], 16, None)]),
             "preempt": lambda: w.preempt(src[0]),

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import pathlib
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +16,8 @@ from conftest import ENGINE, LAYERS, TIMEOUT_S, Serve, Sidecar, layout, real_lay
 
 import kvspray
 from kvspray import CompletionStatus, _messages
-from kvspray.store import Namespace, PageResult, Piece, Space
+from kvspray._lib import lib
+from kvspray.store import Namespace, PageResult, Piece, Space, _Request
 
 PAGE = 4096
 BLOCKS = 64
@@ -240,3 +243,50 @@ def test_more_spaces_than_a_session_has(serve: Serve, engines: Any) -> None:
     assert found and found[0]
     assert outcomes(e.end(e.space.get(hashes(1), [2]))) == [_messages.PAGE_HIT] and e.read(2) == page
     s.close()
+
+
+def test_ends_wait_for_the_socket(sidecar: Any, engines: Any, socket_path: pathlib.Path) -> None:
+    """A pin or a namespace whose end is lost would stay until the sidecar needs its place."""
+    s: Sidecar = sidecar(features=["store"])
+    e = engines(socket_path, real=False)
+    assert not e.space.ready(0)
+    opened = s.expect("pages", kind=11)["named"]
+    s.signal(signal.SIGSTOP)
+    body = kvspray.protocol.pack({"hashes": bytes(32_000)})
+    asked = list(itertools.takewhile(lambda rc: rc > 0, (lib.kvs_request(e.w._h, 13, body, len(body)) for _ in range(256))))
+    assert 0 < len(asked) < 256, "the socket is not full"
+    e.space.close()
+    assert lib.kvs_unpin(e.w._h, asked[0]) == 0
+    s.signal(signal.SIGCONT)
+    assert s.expect("pages", kind=20)["named"] == opened
+    assert s.expect("pages", kind=15)["named"] == asked[0] & 0xFFFFFFFF
+    assert e.w.connected
+
+
+def test_ends_that_wait_are_bounded(sidecar: Any, engines: Any, socket_path: pathlib.Path) -> None:
+    s: Sidecar = sidecar(features=["store"])
+    e = engines(socket_path, real=False)
+    asked = lib.kvs_request(e.w._h, 13, b"\x80", 1)
+    s.signal(signal.SIGSTOP)
+    ends = itertools.takewhile(lambda rc: rc == 0, (lib.kvs_unpin(e.w._h, asked) for _ in range(100_000)))
+    assert 256 < sum(1 for _ in ends) < 100_000
+    assert "256 ends of pins and namespaces wait" in e.w.status().error
+    s.signal(signal.SIGCONT)
+
+
+def test_a_space_that_another_thread_closes_while_it_opens(serve: Serve, engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's use of one more space may close it at any time. What the sidecar has answered is of no use then."""
+    _, socket = serve("a", "store.memory=16MiB")
+    e = engines(socket)
+    fetch = _Request.fetch
+
+    def closed(self: _Request, timeout_s: float | None) -> Any:
+        answer = fetch(self, timeout_s)
+        e.space.close()
+        return answer
+
+    with monkeypatch.context() as m:
+        m.setattr(_Request, "fetch", closed)
+        assert not e.space.ready(TIMEOUT_S)
+    assert e.space.ready(TIMEOUT_S), e.space.error
+    assert outcomes(e.end(e.space.get(hashes(1), [0]))) == [_messages.PAGE_MISS]

@@ -78,19 +78,6 @@ def test_error(sidecar: Make, worker: Make, version: str, reported: str) -> None
     assert w.connected and w.status().counters["protocol_errors"] == 0 and w.intent(XFER, HASH, 40, [[1]])
 
 
-@pytest.mark.parametrize(("version", "stats"), [("older", {}), ("newer", {"transfers": {"ok": 1}, "bytes": {"tcp": 2}})])
-def test_stats(sidecar: Make, worker: Make, version: str, stats: dict[str, Any]) -> None:
-    s: Sidecar = sidecar()
-    w = worker()
-    assert w.sidecar_stats() is None or w.sidecar_stats() == {}
-    s.tell("send", name="STATS", body={"transfers": {"before": 1}, "bytes": {}})
-    until(lambda: w.sidecar_stats() == {"transfers": {"before": 1}, "bytes": {}}, "earlier stats")
-    hears(s, f"stats-{version}")
-    got = until(lambda: (x := w.sidecar_stats()) != {"transfers": {"before": 1}, "bytes": {}} and (x or {"none": 1}), "stats")
-    assert {k: v for k, v in got.items() if k in ("transfers", "bytes")} == stats
-    assert w.connected and w.status().counters["protocol_errors"] == 0
-
-
 @pytest.mark.parametrize("version", ["older", "newer"])
 def test_bye(sidecar: Make, worker: Make, version: str) -> None:
     s: Sidecar = sidecar()
@@ -135,6 +122,6 @@ def test_completions(sidecar: Make, worker: Make, name: str, want: dict[str, Any
 
 def test_each_message_to_a_shim_is_heard() -> None:
     """What a sidecar says has both vectors, and a test here that plays them."""
-    said = ("welcome", "registered", "error", "admitted", "bye", "stats", "received", "sent")
+    said = ("welcome", "registered", "error", "admitted", "bye", "received", "sent")
     assert {f"{m}-{v}" for m in said for v in ("older", "newer")} <= set(VECTORS)
     assert bytes.fromhex(BOOT) in bytes.fromhex(VECTORS["welcome-older"])

@@ -147,3 +147,27 @@ def test_a_prefill_engine_that_restarts_has_other_blocks(c: Kind) -> None:
         assert c.d.run(p, 8, kv=kv).tokens == c.r.run(p, 8).tokens
     c.settle()
     serves(c, "after a restart")
+
+
+def test_a_prefill_node_dies_while_loads_wait_and_comes_back(c: Kind) -> None:
+    """Engine and sidecar at once: no end of the loads ever comes from there. Half of them are aborted by then."""
+    free = c.d.free_blocks()
+    prompts = [fresh(400, (c.name, "node", i)) for i in range(N)]
+    given = [c.p.run(p, 1, kv=dict(PREFILL)).kv for p in prompts]
+    c.sp.signal(signal.SIGSTOP)
+    waiting = [c.d.add(p, 8, kv=kv) for p, kv in zip(prompts, given, strict=True)]
+    rig.wait_for("loads at D's sidecar", lambda: open_leases(c.sd) == N, 30)
+    for d in waiting[::2]:
+        d.abort()
+    c.p.kill()
+    c.sp.kill()
+    for d, p in zip(waiting[1::2], prompts[1::2], strict=True):
+        assert d.result().tokens == c.r.run(p, 8).tokens
+    rig.wait_for("no lease", lambda: not open_leases(c.sd), 30)
+    rig.wait_for("D's blocks", lambda: c.d.free_blocks() == free, 30)
+    c.sp.start()
+    c.spawn("P", max_num_seqs=N).wait_up()
+    c.connected()
+    for p, kv in zip(prompts, given, strict=True):  # answers of the node before
+        assert c.d.run(p, 8, kv=kv).tokens == c.r.run(p, 8).tokens
+    serves(c, "after the node came back")

@@ -88,3 +88,37 @@ def test_a_prefix_that_decode_has(c: Cluster) -> None:
     moved.all_loaded(1)
     assert moved.hit > 0
     c.settle()
+
+
+PAIRS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
+    "ngram at decode": (None, DRAFTS["ngram"]),
+    "drafts of other lengths": ({**DRAFTS["draft_model"], "num_speculative_tokens": 1}, DRAFTS["draft_model"]),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_speculation_that_differs(zygote: None, workdir: pathlib.Path, pair: str) -> None:
+    """Prefill reserves other blocks behind a prompt than decode, and their caches of the prompt are equal."""
+    dir = workdir / pair.replace(" ", "-")
+    dir.mkdir()
+    c = Cluster(dir, {"transports": {"order": ["shm"]}})
+    try:
+        for name, spec in zip("PD", PAIRS[pair], strict=True):
+            c.spawn(name, **({"speculative_config": dict(spec)} if spec else {}))
+        c.up()
+        for n in (32, 33, 300):
+            prompt = fresh(n, (pair, n))
+            with Moved(c) as moved:
+                got = [c.prefill_first(prompt, TOKENS)]
+            moved.all_loaded(1)
+            for e in (c.p, c.d):
+                rig.wait_for(f"{e.name}'s prefix cache empty", e.clear_prefix_cache, 30)
+            with Moved(c) as moved:
+                got.append(c.both(prompt, TOKENS))
+            moved.all_loaded(1)
+            rig.wait_for("D's prefix cache empty", c.d.clear_prefix_cache, 30)
+            want = c.d.run(prompt, TOKENS).tokens
+            assert [g.tokens for g in got] == [want, want], n
+        c.settle()
+    finally:
+        c.close()

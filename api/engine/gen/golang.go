@@ -306,8 +306,6 @@ func (w *writer) read(f *field, v string) {
 		w.line("%s = r.strs(MaxFeatures)", v)
 	case "map":
 		w.line("%s = r.rawMap()", v)
-	case "counts":
-		w.line("%s = r.counts(%s)", v, t.bound)
 	case "packed":
 		w.line("%s = r.packed%s(%s, %s)", v, packedName(t.elem), cmp.Or(f.least, "0"), t.bound)
 	case "struct", "tuple":
@@ -349,8 +347,6 @@ func (w *writer) append(f *field, v string) {
 		w.line("b = appendStrs(b, %s)", v)
 	case "map":
 		w.line("b = append(b, %s...)", v)
-	case "counts":
-		w.line("b = appendCounts(b, %s)", v)
 	case "packed":
 		w.line("b = appendPacked%s(b, %s)", packedName(t.elem), v)
 	case "struct", "tuple":
@@ -393,8 +389,6 @@ func goType(t *fieldType) string {
 		return "[2]uint32"
 	case "features":
 		return "[]string"
-	case "counts":
-		return "map[string]uint64"
 	case "list", "packed":
 		if t.elem != nil {
 			return "[]" + goType(t.elem)

@@ -281,7 +281,7 @@ func (p *parser) field(words []string, doc string) error {
 	return nil
 }
 
-var generic = regexp.MustCompile(`^(str|text|bin|word|counts|list|packed)\((.*)\)$`)
+var generic = regexp.MustCompile(`^(str|text|bin|word|list|packed)\((.*)\)$`)
 
 func (p *parser) typ(text string) (*fieldType, error) {
 	switch text {

@@ -88,9 +88,7 @@ class Config:
     should_split_heads: bool = False
 
 
-class _WeightUpdater:
-    """What the releases have in common."""
-
+class WeightUpdater:
     def update_weights_from_disk(self, path: str) -> str:
         return path
 
@@ -99,10 +97,6 @@ class _WeightUpdater:
 
     def update_weights_from_ipc(self, recv_req: Any) -> Any:
         return recv_req
-
-
-class WeightUpdater(_WeightUpdater):
-    """Of 0.5.23."""
 
     def begin_weight_update(self) -> str:
         return "begun"
@@ -115,13 +109,6 @@ class WeightUpdater(_WeightUpdater):
 
     def end_weight_update(self, run_post_load: bool) -> bool:
         return run_post_load
-
-
-class OldWeightUpdater(_WeightUpdater):
-    """Of 0.5.17."""
-
-    def update_weights_from_distributed(self, names: Any) -> Any:
-        return names
 
 
 class WeightChecker:

@@ -411,30 +411,22 @@ def test_replaced_weights(
     assert after.batch_set_v1(KEYS[:1], pool.indices(0)) == [True]
 
 
-NEW_UPDATES = (
+UPDATES = (
     "update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc",
     "begin_weight_update", "receive_weights_from_distributed", "load_weights_from_distributed",
     "end_weight_update",
 )  # fmt: skip
-OLD_UPDATES = (*NEW_UPDATES[:3], "update_weights_from_distributed")
 
 
-@pytest.mark.parametrize(
-    ("updater", "method"),
-    [
-        *((fake.WeightUpdater, m) for m in NEW_UPDATES),
-        *((fake.OldWeightUpdater, m) for m in OLD_UPDATES),
-    ],
-)
+@pytest.mark.parametrize("method", UPDATES)
 def test_each_way_to_replace_weights_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, updater: Any, method: str
+    monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setattr(names, "_replaced", [0])
-    monkeypatch.setattr(sys.modules[names._UPDATER], "WeightUpdater", updater)
     weights = names.Weights(Settings.parse(EXTRA), fake.server_args, logging.getLogger())
     assert weights.current
     args = () if method == "begin_weight_update" else ("given",)
-    assert getattr(updater(), method)(*args) == (args[0] if args else "begun")
+    assert getattr(fake.WeightUpdater(), method)(*args) == (args[0] if args else "begun")
     assert not weights.current
 
 

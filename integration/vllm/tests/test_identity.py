@@ -157,7 +157,6 @@ BASE_HF = Engine().hf
         ({}, {"hf": BASE_HF | {"rope_scaling": {"factor": 8.0}}}, {"identity.rope", "identity.model_config"}),
         ({}, {"hf": BASE_HF | {"vocab_size": 2000}}, {"identity.model_config"}),
         ({}, {"spec": draft()}, {"identity.speculative"}),
-        ({"spec": draft()}, {"spec": draft(tokens=4)}, {"identity.speculative"}),
         ({"spec": draft()}, {"spec": draft(method="medusa")}, {"identity.speculative"}),
         ({"spec": draft()}, {"spec": draft(model="e")}, {"identity.speculative"}),
         ({}, {"weights": "step-2"}, {"identity.weights"}),
@@ -171,6 +170,12 @@ def test_what_differs_is_named(check: Check, a: dict[str, Any], b: dict[str, Any
     assert named(said) == fields, said
     assert said["fingerprints"][0] != said["fingerprints"][1]
     assert check(d, d)["fingerprints"] == [said["fingerprints"][1]] * 2  # its own, and not by chance
+
+
+@pytest.mark.parametrize(("a", "b"), [(draft(), draft(tokens=4)), (None, draft(method="ngram")), (draft(method="suffix"), draft(method="medusa"))])
+def test_speculation_that_leaves_the_cache_of_a_prompt_as_it_is(check: Check, a: Any, b: Any) -> None:
+    said = check(Engine(spec=a), Engine(spec=b))
+    assert named(said) == set() and said["fingerprints"][0] == said["fingerprints"][1], said
 
 
 def named(said: dict[str, Any]) -> set[str]:

@@ -14,7 +14,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/ui/ask"
 )
@@ -23,23 +22,29 @@ import (
 type Snapshot struct {
 	At time.Time `json:"-"`
 
-	Node           string          `json:"node"`
-	Boot           string          `json:"boot"`
-	Version        string          `json:"version"`
-	Endpoint       string          `json:"endpoint"`
-	Sessions       []string        `json:"sessions"`
-	Ready          bool            `json:"ready"`
-	Draining       bool            `json:"draining"`
-	Leaving        bool            `json:"leaving"` // routers choose other engines, for LeavingSeconds
-	LeavingSeconds int             `json:"leaving_seconds"`
-	Problems       []string        `json:"problems"`
-	Leases         exec.View       `json:"leases"`
-	Lanes          []Lane          `json:"lanes"`
-	Totals         connector.Stats `json:"totals"`
+	Node           string    `json:"node"`
+	Boot           string    `json:"boot"`
+	Version        string    `json:"version"`
+	Endpoint       string    `json:"endpoint"`
+	Sessions       []string  `json:"sessions"`
+	Ready          bool      `json:"ready"`
+	Draining       bool      `json:"draining"`
+	Leaving        bool      `json:"leaving"` // routers choose other engines, for LeavingSeconds
+	LeavingSeconds int       `json:"leaving_seconds"`
+	Problems       []string  `json:"problems"`
+	Leases         exec.View `json:"leases"`
+	Lanes          []Lane    `json:"lanes"`
+	Totals         Totals    `json:"totals"`
 	// by boot: address at which it was reached; empty if it connected to this sidecar
 	Peers   map[string]string `json:"peers"`
 	Claimed map[string]string `json:"claimed"` // endpoint that one of the latter announced
 	Store   *Store            `json:"store"`   // nil: the sidecar has none
+}
+
+// Totals are counts since the sidecar's start.
+type Totals struct {
+	Transfers map[string]uint64 // by outcome
+	Bytes     map[string]uint64 // by transport
 }
 
 // Store is the page store of a sidecar. Counts are since its start.

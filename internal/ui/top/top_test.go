@@ -22,7 +22,6 @@ import (
 	"charm.land/lipgloss/v2"
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/leaktest"
@@ -58,7 +57,7 @@ func snapshot(at time.Time, moved uint64) *Snapshot {
 			Rails: spray.View{Pairs: []spray.PairView{busy, dead, pair(self, "rail0", "healthy",
 				spray.Counters{})}, Waiting: map[string]int{"background": 12, "decode_waits": 1}}},
 		Lanes: []Lane{{other, "tcp", "rail0"}, {other, "tcp", "rail1"}, {self, "tcp", "rail0"}},
-		Totals: connector.Stats{Transfers: map[string]uint64{"destination_ok": 10 + moved,
+		Totals: Totals{Transfers: map[string]uint64{"destination_ok": 10 + moved,
 			"source_failed": 1}, Bytes: map[string]uint64{"tcp": moved * gib}},
 		Peers:   map[string]string{other: "10.0.0.2:7650", self: "10.0.0.1:7650", caller: ""},
 		Claimed: map[string]string{caller: "127.0.0.1:7650"},

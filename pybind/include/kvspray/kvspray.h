@@ -43,6 +43,8 @@ extern "C" {
 #define KVS_MAX_AWAITS 4096     /* open admission questions of a scheduler */
 #define KVS_MAX_REQUESTS 256    /* about pages of the store, until their answers were fetched */
 #define KVS_MAX_DECLINES 1024   /* of a scheduler, while the socket takes none */
+#define KVS_MAX_ENDS 256        /* of pins and of namespaces, while the socket takes none */
+#define KVS_MAX_HOLD_MS 600000  /* from HOLD until HELD has no effect; transfer.hold of a sidecar is not longer */
 #define KVS_MAX_SIDECARS 16     /* sidecar processes that may still access blocks of an open lease */
 #define KVS_LOAD_GRACES 10      /* further ones, for a sidecar that answers but does not end a load: see kvs_submit_load */
 
@@ -314,9 +316,10 @@ int64_t kvs_request(kvs_client *c, uint32_t type, const void *body, uint32_t byt
 int64_t kvs_answer(kvs_client *c, int64_t request, int timeout_ms, uint32_t *type, void *buf, uint64_t cap);
 /* No answer is wanted any more. */
 int kvs_request_forget(kvs_client *c, int64_t request);
-/* Ends the pins of an EXISTS. Its answer may have been fetched. */
+/* Ends the pins of an EXISTS. Its answer may have been fetched. While the socket takes none, KVS_MAX_ENDS wait; KVS_E_FULL: they do. */
 int kvs_unpin(kvs_client *c, int64_t request);
-/* Closes the namespace of an OPEN, once the session's gets and puts in it have ended. Its answer may not have come yet. */
+/* Closes the namespace of an OPEN, once the session's gets and puts in it have ended. Its answer may not have come yet.
+ * Waits like kvs_unpin. */
 int kvs_close_space(kvs_client *c, int64_t request);
 
 /* ---- status, log, statistics --------------------------------------------------------------------------------------------- */
@@ -357,18 +360,12 @@ struct kvs_info {
 
 int kvs_status_read(kvs_client *c, struct kvs_info *info);
 
-/* Copies the oldest unread log line ("level message") into buf, zero-terminated. 1, or 0 when there is none. At most 256 are
- * kept; the oldest are dropped. */
-int kvs_next_log(kvs_client *c, char *buf, uint64_t cap);
-
-/* The same, and waits for a line. 0: the log has ended, and all of it was read. */
+/* Waits for a log line ("level message") and copies the oldest unread one into buf, zero-terminated: 1. 0: the log has ended, and all of
+ * it was read. At most 256 are kept; the oldest are dropped. */
 int kvs_wait_log(kvs_client *c, char *buf, uint64_t cap);
 
 /* Ends the log: kvs_wait_log returns, which must have happened before kvs_close. */
 int kvs_end_log(kvs_client *c);
-
-/* The body of the latest STATS message of the sidecar. Returns its bytes, 0: none yet. */
-int64_t kvs_stats(kvs_client *c, void *buf, uint64_t cap);
 
 /* ---- ring primitives: for tests and for tools; the client uses the same code --------------------------------------- */
 

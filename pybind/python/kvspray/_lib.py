@@ -160,7 +160,6 @@ _PROTOTYPES = {
     "kvs_status_read": (c_int, [c_void_p, POINTER(CInfo)]),
     "kvs_wait_log": (c_int, [c_void_p, c_char_p, c_uint64]),
     "kvs_end_log": (c_int, [c_void_p]),
-    "kvs_stats": (c_int64, [c_void_p, c_void_p, c_uint64]),
 }
 
 

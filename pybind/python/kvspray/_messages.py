@@ -22,7 +22,6 @@ MAX_GROUPS = 16  # block tables of an engine
 MAX_PENDING_STEPS = 64  # steps of an INTENT
 MAX_STEP_REQS = 4096
 MAX_RECOMPUTE = 1024
-MAX_OUTCOMES = 64  # entries of a STATS map
 MAX_FANOUT = 16
 MAX_COPY_BLOCKS = 32768  # blocks of a COPY, pages of a LOAD: fits a record, and takes less than a second
 MAX_LOAD_PARTS = 1024  # of a LOAD
@@ -81,7 +80,6 @@ MESSAGES: dict[int, str] = {
     6: "AWAIT",
     7: "ADMITTED",
     8: "BYE",
-    9: "STATS",
     10: "DECLINE",
     11: "OPEN",
     12: "OPENED",
@@ -128,7 +126,6 @@ ORDER: dict[str, tuple[str, ...]] = {
     "AWAIT": ("id", "xfer", "hash", "peer", "tokens", "ttl_ms"),
     "ADMITTED": ("id", "state", "tokens", "message"),
     "BYE": ("reason",),
-    "STATS": ("transfers", "bytes"),
     "DECLINE": ("id", "xfer", "hash", "peer", "reason"),
     "OPEN": ("id", "namespace", "pieces", "blocks"),
     "OPEN.namespace": ("weights", "dtype", "layout", "page_tokens", "page_bytes", "algorithm", "seed", "adapter", "secret"),

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import _lib, limits, protocol
+from . import _lib, limits
 from ._lib import byref, lib
 from .region import KvsprayError
 
@@ -213,6 +213,7 @@ class _Client:
             )
         self._h = handle
         self._spaces: dict[Any, None] = {}  # open ones of the store, the least recently used first
+        self._spaces_lock = threading.Lock()  # guards it, and what its spaces have open
         # Freed once neither this object nor its log thread uses it: a thread in a call has a reference to this object.
         self._owner = _Handle(handle)
         out = log.log if isinstance(log, logging.Logger) else log
@@ -271,20 +272,6 @@ class _Client:
             has_regions=bool(info.has_regions),
             counters={name: getattr(info, name) for name in _COUNTERS},
         )
-
-    def sidecar_stats(self) -> dict[str, Any]:
-        """The latest STATS of the sidecar: cumulative ``transfers`` by outcome, ``bytes`` by transport. Empty: none yet."""
-        h = self._handle()
-        if h is None:
-            return {}
-        buf = ctypes.create_string_buffer(64 << 10)
-        n = lib.kvs_stats(h, buf, len(buf))
-        if n <= 0:
-            return {}
-        try:
-            return protocol.decode(buf.raw[:n])
-        except ValueError:
-            return {}
 
     def _info(self) -> _lib.CInfo:
         info = _lib.CInfo(size=ctypes.sizeof(_lib.CInfo))

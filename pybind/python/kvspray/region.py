@@ -114,5 +114,5 @@ def _check(what: str, rc: int, nbytes: int) -> None:
         raise KvsprayError(f"kvspray: {what} of {nbytes} bytes: {limits.explain(ctypes.get_errno())}")
     raise KvsprayError(
         f"kvspray: {what} of {nbytes} bytes: {_lib.strerror(rc)}; the range must be page-aligned, private, anonymous, "
-        "readable and writable, and for adopting at least 64 MiB"
+        "readable and writable"
     )

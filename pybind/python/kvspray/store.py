@@ -183,7 +183,8 @@ class Exists:
 
 class Space:
     """A namespace of the store in a client's session. It is opened again in each session, when it is used. A client that uses more
-    than the session may have closes the one whose last use is the oldest.
+    than the session may have closes the one whose last use is the oldest, also of another thread. A space itself belongs to one
+    thread at a time.
 
     A worker that gets or puts pages gives the pieces of its blocks and how many there are; a scheduler only asks.
     """
@@ -221,6 +222,10 @@ class Space:
 
     def close(self) -> None:
         """Closes the namespace, once its open gets and puts have ended. Another use opens it again."""
+        with self._client._spaces_lock:
+            self._close_locked()
+
+    def _close_locked(self) -> None:
         self._client._spaces.pop(self, None)
         h = self._client._handle()
         if h is not None and self._opened > 0:
@@ -334,30 +339,33 @@ class Space:
 
     def _open(self, timeout_s: float | None) -> int | None:
         session = self._client._info().connects
-        if self._session != session:
-            if self._opening is not None:
-                self._opening.forget()
-            self._session, self._space, self._opening, self.error = session, None, None, ""
-        spaces = self._client._spaces
-        spaces.pop(self, None)
-        spaces[self] = None
-        while len(spaces) > _messages.MAX_SPACES:
-            next(iter(spaces)).close()
-        if self._space is not None or self.error:
+        with self._client._spaces_lock:
+            if self._session != session:
+                if self._opening is not None:
+                    self._opening.forget()
+                self._session, self._space, self._opening, self.error = session, None, None, ""
+            spaces = self._client._spaces
+            spaces.pop(self, None)
+            spaces[self] = None
+            while len(spaces) > _messages.MAX_SPACES:
+                next(iter(spaces))._close_locked()
+            if self._space is not None or self.error:
+                return self._space
+            if self._opening is None:
+                self._opening = _Request(self._client, _OPEN, self._body)
+                self._opened = self._opening._handle
+            opening = self._opening
+        answer = opening.fetch(timeout_s)
+        with self._client._spaces_lock:
+            if answer is None or self._opening is not opening:  # another thread has closed it meanwhile
+                return None
+            self._opening = None
+            kind, body = answer
+            if kind == _OPENED and isinstance(body.get("space"), int):
+                self._space = body["space"]
+            elif kind == _ERROR:
+                self.error = f"{body.get('message', '')}; field {body.get('field', '')}; remedy: {body.get('remedy', '')}"
             return self._space
-        if self._opening is None:
-            self._opening = _Request(self._client, _OPEN, self._body)
-            self._opened = self._opening._handle
-        answer = self._opening.fetch(timeout_s)
-        if answer is None:
-            return None
-        self._opening = None
-        kind, body = answer
-        if kind == _OPENED and isinstance(body.get("space"), int):
-            self._space = body["space"]
-        elif kind == _ERROR:
-            self.error = f"{body.get('message', '')}; field {body.get('field', '')}; remedy: {body.get('remedy', '')}"
-        return self._space
 
 
 def _hashes(hashes: Sequence[bytes]) -> dict[str, Any]:

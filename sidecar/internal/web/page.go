@@ -9,7 +9,6 @@ import (
 	"net/http"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
@@ -34,7 +33,7 @@ type Live struct {
 	Node
 	At       time.Time       `json:"at"`
 	Leases   exec.View       `json:"leases"`
-	Totals   connector.Stats `json:"totals"`
+	Totals   Totals          `json:"totals"`
 	Rails    []Rail          `json:"rails"`
 	Peers    []PeerReach     `json:"peers"` // the first maxPagePeers
 	AllPeers int             `json:"all_peers"`
@@ -45,7 +44,7 @@ type Live struct {
 
 func (w *Server) live() Live {
 	reach := w.Reach()
-	v := Live{Node: w.describe(), At: time.Now(), Totals: w.o.Stats(), Rails: w.o.Rails(),
+	v := Live{Node: w.describe(), At: time.Now(), Totals: w.o.Totals(), Rails: w.o.Rails(),
 		Peers: reach.Peers[:min(len(reach.Peers), maxPagePeers)], AllPeers: len(reach.Peers),
 		Links: w.o.Links(), Store: w.o.Store(), Recent: w.o.Recent()}
 	w.o.Driver.View(func(ex *exec.Exec, now exec.Instant) { v.Leases = ex.View(now) })

@@ -5,7 +5,6 @@ package web
 import (
 	"math"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/gpu"
@@ -61,12 +60,18 @@ type Lane struct {
 	Remote    string `json:"remote"`
 }
 
+// Totals are counts since the node's start.
+type Totals struct {
+	Transfers map[string]uint64 // by outcome
+	Bytes     map[string]uint64 // by transport
+}
+
 // State is /debug/state.
 type State struct {
 	Node
-	Leases exec.View       `json:"leases"`
-	Lanes  []Lane          `json:"lanes"`
-	Totals connector.Stats `json:"totals"`
+	Leases exec.View `json:"leases"`
+	Lanes  []Lane    `json:"lanes"`
+	Totals Totals    `json:"totals"`
 	// boot to the address at which this node reached it; empty if it connected to this node
 	Peers map[string]string `json:"peers"`
 	// Claimed is the endpoint that each of the latter announced. By boot.
@@ -89,7 +94,7 @@ type State struct {
 // State reads /debug/state.
 func (w *Server) State() State {
 	v := State{Node: w.describe(), Links: w.o.Links(),
-		Executors: w.o.Executors(), Totals: w.o.Stats(), Peers: map[string]string{},
+		Executors: w.o.Executors(), Totals: w.o.Totals(), Peers: map[string]string{},
 		Claimed: map[string]string{}, Releases: map[string]string{}, Rails: w.o.Rails(),
 		Routes:  map[string][]route.Candidate{},
 		Control: map[string][]string{}, Store: w.o.Store()}

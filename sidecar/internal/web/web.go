@@ -21,7 +21,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/driver"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/route"
@@ -53,7 +52,7 @@ type Options struct {
 	Life          Life
 	Peers         Peers
 	Rails         func() []Rail
-	Stats         func() connector.Stats
+	Totals        func() Totals
 	Links         func() []gpu.PathState
 	Executors     func() []policy.RouteState
 	Workers       func() []*engines.Worker

@@ -157,7 +157,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         moves = arg("disaggregation_mode") in ("prefill", "decode")
         moves = moves and arg("disaggregation_transfer_backend") == plugin.TRANSFER_BACKEND
         for wrong, what in (
-            (not plugin.loads, "this SGLang has no L2TransferEngine"),
+            (not plugin.installed, "it has not loaded the plug-in kvspray"),
             (moves, "the transfer backend kvspray has the device pool"),
             (arg("enable_memory_saver"), "enable_memory_saver is on"),
             (

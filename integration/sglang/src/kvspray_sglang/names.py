@@ -37,9 +37,9 @@ _ARGUMENTS = (
 _REPLICATED = ("kv", "indexer", "deepseek_v4_")
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _CHECKER = "sglang.srt.utils.weight_checker"
-# How the names of the methods that write parameters begin, by module and class. Until 0.5.17 each
-# of WeightUpdater's does all of it; in 0.5.23 some receive and load weights between the beginning
-# and the end of a session. test/sglang/test_writers.py fails on others in SGLang's sources.
+# How the names of the methods that write parameters begin, by module and class. Some of
+# WeightUpdater's receive and load weights between the beginning and the end of a session.
+# test/sglang/test_writers.py fails on others in SGLang's sources.
 WRITERS = {
     (_UPDATER, "WeightUpdater"): (
         "update_weights", "receive_weights", "load_weights", "begin_weight_update",

@@ -10,7 +10,6 @@ changes unless kvspray is the backend.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import math
 from collections.abc import Callable
@@ -31,20 +30,16 @@ _ADDS = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.add"
 
 _log = logging.getLogger(__name__)
 _CHOOSES = "sglang.srt.mem_cache.pool_host.common.get_allocator_from_storage"
-_LOADS = "sglang.srt.mem_cache.l2_transfer"
+_LOADS = "sglang.srt.mem_cache.l2_transfer.L2TransferEngine.submit_host_to_device"
 installed = False
-loads = False  # SGLang has a place for loads by the sidecar
 
 
 def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    global installed, loads
+    global installed
     HookRegistry.register(_CHOOSES, _choose, HookType.AROUND)
-    if importlib.util.find_spec(_LOADS) is not None:  # not in 0.5.17
-        name = f"{_LOADS}.L2TransferEngine.submit_host_to_device"
-        HookRegistry.register(name, _load, HookType.AROUND)
-        loads = True
+    HookRegistry.register(_LOADS, _load, HookType.AROUND)
     try:
         _add_transfer_backend()
     except (ImportError, AttributeError) as err:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvspray import portable
-from kvspray_vllm.speculation import check_speculation
+from kvspray_vllm.speculation import check_speculation, draft_in_cache
 from kvspray_vllm.strategies import TRANSPOSED
 from kvspray_vllm.strategies import Unsupported as Unsupported
 
@@ -153,7 +153,6 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
     for key in ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"):
         hf.pop(key, None)
     rope = {k: v for k, v in hf.items() if "rope" in k}
-    spec = config.speculative_config
     windows = windows_of(kv)
     kinds = {type(spec_of(g)).__name__ + (f":{window}" if window else "") for g, window in zip(kv.kv_cache_groups, windows, strict=True)}
     return {
@@ -173,7 +172,7 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
         "packing": cpu_packing(config),
         "byte_order": sys.byteorder,
         "backoff": str(backoff_of(windows)),
-        "speculative": "" if spec is None else f"{spec.method}:{spec.model}:{spec.num_speculative_tokens}",
+        "speculative": draft_in_cache(config.speculative_config),
     }
 
 

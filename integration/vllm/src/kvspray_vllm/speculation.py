@@ -53,6 +53,14 @@ def check_speculation(config: VllmConfig) -> None:
         )
 
 
+def draft_in_cache(spec: SpeculativeConfig | None) -> str:
+    """The draft whose layers are in the cache; empty: there are none. How many tokens it drafts at
+    once changes nothing of a prompt's cache, so the engines of a pair may differ in that."""
+    if spec is None or spec.method in CACHELESS_DRAFTS:
+        return ""
+    return f"{spec.method}:{spec.model}"
+
+
 def mtp_modules(spec: SpeculativeConfig) -> int:
     """How many modules the draft has, each with a cache of its own."""
     draft = getattr(spec, "draft_model_config", None)
