@@ -325,6 +325,22 @@ func TestEqualPromptsThatNobodyFetches(t *testing.T) {
 	wantStatus(t, second, engines.StatusExpired)
 }
 
+// A request that is refused waits for nothing.
+func TestRefusedRequestsWaitForNothing(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 21, 0)
+	pw.Fingerprint[0] = 1
+	d.ask(1, decodeSession, testKey(1, 1), "p:1")
+	s.rest(100 * time.Millisecond)
+	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+	p.steps(src)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
+	p.hold(pw, 1)
+	s.until("the refusal", sec, func() bool { return dst.done != nil })
+	wantStatus(t, dst, engines.StatusRefused)
+	s.until("the source's end", core.DefaultMatchTimeout+sec, func() bool { return src.done != nil })
+	wantStatus(t, src, engines.StatusExpired)
+}
+
 // A sidecar that is only out of reach has the match timeout, and a dead engine of two frees
 // nothing that the other waits for.
 func TestHoldOutOfReach(t *testing.T) {

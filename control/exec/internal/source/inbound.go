@@ -172,6 +172,7 @@ func (mt *Matcher) settle(now Instant, in *inboundGrant) bool {
 	if first == nil {
 		return false
 	}
+	mt.sources.asked(now, in.id.Peer, in.key)
 	place := first.ws.Place
 	if string(in.msg.Fingerprint) != string(first.ws.Fingerprint[:]) {
 		// This comes before the reply with ranks: from those the receiver learns only that it cannot
@@ -285,7 +286,6 @@ func (mt *Matcher) bindPart(now Instant, c *partBinding) bool {
 	if s.firstBind == 0 {
 		s.firstBind = now
 	}
-	mt.sources.waits.served(in.id.Peer, in.key)
 	c.src = s
 	s.bindings = append(s.bindings, c)
 	switch {

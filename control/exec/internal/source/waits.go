@@ -55,16 +55,6 @@ func (ws *waits) remove(w waiter, k transfer.Key) {
 	}
 }
 
-// served ends the waits of a peer for a key: one of its requests fetches. Others of the same prompt
-// have the match timeout, and the engine's own prefix cache.
-func (ws *waits) served(boot transfer.Boot, k transfer.Key) {
-	for w := range ws.byKey[k] {
-		if w.peer == boot {
-			ws.remove(w, k)
-		}
-	}
-}
-
 func (ws *waits) dropKey(k transfer.Key) {
 	for w := range ws.byKey[k] {
 		ws.remove(w, k)
@@ -105,6 +95,30 @@ func (ss *Table) holdOn(now Instant, s *Lease) {
 	s.Deadline = max(s.Deadline, s.MatchBy)
 	ss.out.HeldOn(s.ws.Worker, s.ID.ID)
 	ss.Agenda.Arm(s.t, min(s.Deadline, s.MatchBy))
+}
+
+func (ss *Table) holdAllOn(now Instant, k transfer.Key) {
+	for _, s := range ss.byKey[k] {
+		if s.Held && s.MatchBy != lease.Never && now < s.holdEnd {
+			ss.holdOn(now, s)
+		}
+	}
+}
+
+// asked ends the waits of a peer for a key: one of its requests has a place in the queue, and fetches
+// or is refused. It has the match timeout for that, and so have others of the same prompt, for which
+// the engine's own prefix cache suffices.
+func (ss *Table) asked(now Instant, boot transfer.Boot, k transfer.Key) {
+	waited := false
+	for w := range ss.waits.byKey[k] {
+		if w.peer == boot {
+			ss.waits.remove(w, k)
+			waited = true
+		}
+	}
+	if waited {
+		ss.holdAllOn(now, k)
+	}
 }
 
 // unmatched is why a lease ends that served no receiver.
@@ -162,11 +176,7 @@ func (ss *Table) peerDown(now Instant, boot transfer.Boot, over bool) {
 			continue
 		}
 		for _, k := range slices.SortedFunc(maps.Keys(ss.waits.keys[w]), compareKeys) {
-			for _, s := range ss.byKey[k] {
-				if s.Held && s.MatchBy != lease.Never && now < s.holdEnd {
-					ss.holdOn(now, s)
-				}
-			}
+			ss.holdAllOn(now, k)
 		}
 	}
 }
