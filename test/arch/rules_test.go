@@ -32,7 +32,6 @@ const (
 	extPlot  = "gonum.org/v1/plot"
 	extLeak  = "go.uber.org/goleak"
 	extCmp   = "github.com/google/go-cmp"
-	extCharm = "charm.land"
 	extMinio = "github.com/minio/minio-go/v7"
 	extNVML  = "github.com/NVIDIA/go-nvml"
 	extRapid = "pgregory.net/rapid"
@@ -51,7 +50,7 @@ var rules = []rule{
 			"internal/ui/ask", "internal/ui/bugreport", "internal/ui/command", "internal/ui/doctor",
 			"internal/ui/drain", "internal/ui/explain", "internal/ui/loadctl",
 			"internal/ui/ping", "internal/ui/place", "internal/ui/status", "internal/ui/storectl",
-			"internal/ui/top", "internal/ui/usage", "internal/version", "placement", "proxy",
+			"internal/ui/usage", "internal/version", "placement", "proxy",
 			"sidecar"},
 		ext: []string{extCobra, extProm}},
 	{dir: "internal/ui/command", why: "runs the command line of any program; has no command of its " +
@@ -132,8 +131,9 @@ var rules = []rule{
 			"store/directory/redis", "store/page", "transfer"}, ext: []string{extSys, extNVML}},
 	{dir: "internal/ui/ask", why: "asks the HTTP port of a sidecar as any client does; the forms " +
 		"of the answers belong to its users", own: []string{"internal/redact"}},
-	{dir: "internal/ui/status", why: "one screen of what top and doctor read",
-		own: []string{"internal/ui/ask", "internal/ui/doctor", "internal/ui/top"}},
+	{dir: "internal/ui/status", why: "shows what a sidecar reports: the forms of its answers",
+		own: []string{"connector", "control/exec", "control/spray", "internal/ui/ask",
+			"internal/ui/doctor"}, ext: []string{extSys}},
 	{dir: "internal/ui/drain", why: "asks a sidecar and its engine as any client does",
 		own: []string{"internal/redact", "internal/ui/ask"}},
 	{dir: "internal/ui/ping", why: "calls a peer as a sidecar does, with the same keys",
@@ -373,10 +373,6 @@ var rules = []rule{
 	{dir: "internal/sys/usertimeout",
 		why: "sockets that notice a lost host; independent of the bytes " +
 			"on them", ext: []string{extSys}},
-	{dir: "internal/ui/top",
-		why: "shows what a sidecar reports: the forms of its answers, and a terminal",
-		own: []string{"connector", "control/exec", "control/spray", "internal/ui/ask"},
-		ext: []string{extCharm}},
 	{dir: "internal/ui/loadctl", why: "asks an engine over HTTP; the plug-in in it moves the bytes",
 		own: []string{"internal/ui/ask"}},
 	{dir: "internal/ui/storectl",
