@@ -25,8 +25,11 @@ var edges = []edge{
 	{"internal/ui", "proxy sidecar", "internal/ui/cli", "commands ask a running one over HTTP"},
 	{"internal/ui", "gpu transport control", "control/exec control/spray control/peer",
 		"commands try what a host offers without the parts of a sidecar"},
+	{"internal/nodeapi", "api cluster connector control gpu layout parseblock store transport",
+		"internal/nodeapi/debug", "answers of a sidecar are plain values for all readers"},
 	{"proxy", "api cluster connector control gpu layout parseblock store transport sidecar", "",
 		"the router sends HTTP; it uses kvspray by its answers and parameters"},
+	{"proxy", "internal/nodeapi/debug", "", "the router links no executor"},
 	{"proxy/internal/zmtp", "proxy/internal/kvevents placement", "",
 		"connections are independent of the messages on them"},
 	{"proxy/internal/feed", "placement proxy/internal/place", "",
@@ -67,7 +70,7 @@ var edges = []edge{
 	{"store/object", "store/memory store/disk", "", "as above"},
 	{"layout parseblock transfer", "internal", "", "pure"},
 	{"cluster", "control connector transport", "", "members are found without a session"},
-	{"bench/railsbench", "sidecar control connector transport store",
+	{"bench/railsbench", "sidecar control connector transport store internal/nodeapi",
 		"connector/connectortest connector/msg control/peer/keys",
 		"plays engines and operators to sidecar processes, from outside"},
 	{"test/rails test/skew", "sidecar proxy control connector transport store", "",
@@ -106,7 +109,7 @@ var confined = []struct{ module, in, why string }{
 
 // pure packages, with all below them, have no clock, I/O, goroutine or lock: time is an argument.
 var pure = []string{"connector/internal/blocks", "connector/msg", "control/exec", "control/lease",
-	"control/route", "control/spray", "internal/heap", "layout", "parseblock",
+	"control/route", "control/spray", "internal/heap", "internal/nodeapi", "layout", "parseblock",
 	"placement", "proxy/internal/kvevents", "store/evict", "store/page", "store/removal",
 	"store/trace", "transfer"}
 

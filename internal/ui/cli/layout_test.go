@@ -13,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/explain"
 	"github.com/kvspray/kvspray/parseblock"
@@ -62,14 +63,7 @@ func sidecarOf(t *testing.T, weights string, engines map[string]explain.Side) st
 	if err != nil {
 		t.Fatal(err)
 	}
-	type worker struct {
-		Name   string `json:"name"`
-		Engine string `json:"engine"`
-		Layout []byte `json:"layout"`
-	}
-	var reply struct {
-		Workers []worker `json:"workers"`
-	}
+	var reply nodeapi.Layouts
 	for id, side := range engines {
 		for rank := range side.TP {
 			l, _, err := m.Layout(side, rank, 4096)
@@ -81,7 +75,7 @@ func sidecarOf(t *testing.T, weights string, engines map[string]explain.Side) st
 			if err != nil {
 				t.Fatal(err)
 			}
-			reply.Workers = append(reply.Workers, worker{"w", id, b})
+			reply.Workers = append(reply.Workers, nodeapi.Layout{Name: "w", Engine: id, Layout: b})
 		}
 	}
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {

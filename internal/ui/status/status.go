@@ -15,10 +15,9 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
-	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/internal/nodeapi"
+	"github.com/kvspray/kvspray/internal/nodeapi/debug"
 	"github.com/kvspray/kvspray/internal/ui/ask"
-	"github.com/kvspray/kvspray/internal/ui/doctor"
 )
 
 // Status is a sidecar at one time.
@@ -27,50 +26,14 @@ type Status struct {
 
 	Phase    string   `json:"state"` // starting, ready, not ready, leaving or draining
 	Troubles []string `json:"troubles"`
-	State
-	Reach []doctor.Peer `json:"reach"` // the other sidecars
-}
-
-// State is a sidecar's /debug/state.
-type State struct {
-	Node           string          `json:"node"`
-	Boot           string          `json:"boot"`
-	Version        string          `json:"version"`
-	Endpoint       string          `json:"endpoint"`
-	Sessions       []string        `json:"sessions"`
-	Ready          bool            `json:"ready"`
-	Draining       bool            `json:"draining"`
-	Leaving        bool            `json:"leaving"` // routers choose other engines, for LeavingSeconds
-	LeavingSeconds int             `json:"leaving_seconds"`
-	Problems       []string        `json:"problems"`
-	Leases         exec.View       `json:"leases"`
-	Totals         connector.Stats `json:"totals"`
-	Store          *Store          `json:"store"` // nil: the sidecar has none
-}
-
-// Store is the page store of a sidecar. Counts are since its start.
-type Store struct {
-	Tiers   []Tier `json:"tiers"`
-	Misses  uint64 `json:"misses"`
-	Drained bool   `json:"drained"`
-}
-
-// Tier is one tier of a store.
-type Tier struct {
-	Name     string `json:"name"`
-	Bytes    uint64 `json:"bytes"`
-	Capacity uint64 `json:"capacity_bytes"`
-	Hits     uint64 `json:"hits"`
-	Evicted  uint64 `json:"evicted"`
-	Gets     uint64 `json:"gets"` // whose slowest page came from here, and their time in all
-	GetUS    uint64 `json:"get_us"`
-	Problem  string `json:"problem"`
+	debug.State
+	Reach []nodeapi.PeerReach `json:"reach"` // the other sidecars
 }
 
 // Read asks the sidecar at addr, the host:port of its http.listen.
 func Read(ctx context.Context, addr string) (*Status, error) {
 	s := &Status{}
-	var reach doctor.Reach
+	var reach nodeapi.Reach
 	if err := ask.JSON(ctx, addr, "/debug/state", &s.State); err != nil {
 		return nil, fmt.Errorf("status: %w", err)
 	}
@@ -105,7 +68,7 @@ func (s *Status) judge() {
 			continue
 		}
 		why := "no transport in common"
-		if k := slices.IndexFunc(p.Pairs, func(x doctor.Pair) bool { return x.Why != "" }); k >= 0 {
+		if k := slices.IndexFunc(p.Pairs, func(x nodeapi.PairReach) bool { return x.Why != "" }); k >= 0 {
 			why = p.Pairs[k].Why
 		}
 		trouble("no lane to %s: %s", s.name(p.Boot), why)
@@ -141,7 +104,7 @@ func (s *Status) name(boot string) string {
 }
 
 // lanesOf counts the lanes to a peer; idle: no request needs one.
-func lanesOf(p *doctor.Peer) (lanes int, idle bool) {
+func lanesOf(p *nodeapi.PeerReach) (lanes int, idle bool) {
 	for _, pair := range p.Pairs {
 		lanes += pair.Lanes
 		idle = idle || pair.Idle

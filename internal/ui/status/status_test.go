@@ -22,8 +22,9 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/nodeapi"
+	"github.com/kvspray/kvspray/internal/nodeapi/debug"
 	"github.com/kvspray/kvspray/internal/ui/ask"
-	"github.com/kvspray/kvspray/internal/ui/doctor"
 )
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
@@ -45,12 +46,12 @@ func sidecar(at time.Time, moved uint64) *Status {
 	busy := pair(other, "rail0", "healthy", spray.Counters{Bytes: moved * gib, Hedges: 5,
 		Exclusions: 1, Readmissions: 1})
 	busy.InFlight, busy.Flights = 786432, 3
-	lanes := func(rail string, n int, why string, idle bool) doctor.Pair {
-		return doctor.Pair{Transport: "tcp", Local: rail, Remote: rail, Lanes: n, Why: why, Idle: idle}
+	lanes := func(rail string, n int, why string, idle bool) nodeapi.PairReach {
+		return nodeapi.PairReach{Transport: "tcp", Local: rail, Remote: rail, Lanes: n, Why: why, Idle: idle}
 	}
-	s := &Status{At: at, State: State{Node: "node-1", Boot: self, Version: "v1",
-		Endpoint: "10.0.0.1:7650", Sessions: []string{"vllm/a/tp0"}, Ready: true,
-		Problems: []string{"clock: not synchronized"},
+	s := &Status{At: at, State: debug.State{Node: nodeapi.Node{Node: "node-1", Boot: self,
+		Version: "v1", Endpoint: "10.0.0.1:7650", Sessions: []string{"vllm/a/tp0"}, Ready: true,
+		Problems: []string{"clock: not synchronized"}},
 		Leases: exec.View{Open: [2]int{1, 2}, Flights: 3, Pending: 1,
 			Dests: []exec.DestView{{Lease: "dddddddd:1.0", Req: "req-7", State: "open", Grants: 1,
 				Age: 1500 * time.Millisecond, Left: 28 * time.Second, Trouble: "no grant yet"}},
@@ -60,15 +61,15 @@ func sidecar(at time.Time, moved uint64) *Status {
 				spray.Counters{})}, Waiting: map[string]int{"background": 12, "decode_waits": 1}}},
 		Totals: connector.Stats{Transfers: map[string]uint64{"destination_ok": 10 + moved,
 			"source_failed": 1}, Bytes: map[string]uint64{"tcp": moved * gib}},
-		Store: &Store{Misses: 10 * moved, Tiers: []Tier{{Name: "memory", Bytes: gib, Capacity: 4 * gib,
+		Store: &nodeapi.Store{Misses: 10 * moved, Tiers: []nodeapi.StoreTier{{Name: "memory", Bytes: gib, Capacity: 4 * gib,
 			Hits: 80 * moved, Evicted: 7, Gets: 8 * moved, GetUS: 8000 * moved},
 			{Name: "disk", Bytes: 30 * gib, Capacity: 40 * gib, Hits: 10 * moved, Gets: 2 * moved,
 				GetUS: 9000 * moved}, {Name: "object", Problem: "no bucket"}}}},
-		Reach: []doctor.Peer{
-			{Boot: other, Node: "node-2", Endpoint: "10.0.0.2:7650", Pairs: []doctor.Pair{
+		Reach: []nodeapi.PeerReach{
+			{Boot: other, Node: "node-2", Endpoint: "10.0.0.2:7650", Pairs: []nodeapi.PairReach{
 				lanes("rail1", 0, "connection refused", false), lanes("rail0", 2, "", false)}},
-			{Boot: caller, Claimed: "127.0.0.1:7650", Pairs: []doctor.Pair{lanes("rail0", 0, "", true)}},
-			{Boot: "dddddddd", Node: "node-4", Endpoint: "10.0.0.4:7650", Pairs: []doctor.Pair{
+			{Boot: caller, Claimed: "127.0.0.1:7650", Pairs: []nodeapi.PairReach{lanes("rail0", 0, "", true)}},
+			{Boot: "dddddddd", Node: "node-4", Endpoint: "10.0.0.4:7650", Pairs: []nodeapi.PairReach{
 				lanes("rail0", 0, "no route to host", false)}}}}
 	s.judge()
 	return s
@@ -150,7 +151,7 @@ func TestStoreRates(t *testing.T) {
 func TestForeignText(t *testing.T) {
 	const bad = "a\x1b[2J\r\nb\u009b1m"
 	s := sidecar(time.Unix(1000, 0), 2)
-	s.Node, s.Version, s.Endpoint, s.Sessions, s.Problems = bad, bad, bad, []string{bad}, []string{bad}
+	s.Node.Node, s.Version, s.Endpoint, s.Sessions, s.Problems = bad, bad, bad, []string{bad}, []string{bad}
 	s.Reach[0].Node, s.Reach[0].Endpoint, s.Reach[1].Claimed = bad, bad, bad
 	s.Reach[2].Node, s.Reach[2].Pairs[0].Why = bad, bad
 	s.Reach[0].Pairs[1].Local = bad
@@ -209,7 +210,8 @@ func TestRates(t *testing.T) {
 }
 
 func TestNothingYet(t *testing.T) {
-	s := &Status{At: time.Unix(1, 0), State: State{Node: "n", Boot: self}}
+	s := &Status{At: time.Unix(1, 0), State: debug.State{Node: nodeapi.Node{Node: "n",
+		Boot: self}}}
 	s.judge()
 	const want = `n  starting    boot aaaaaaaa  kvspray
 engines    none
@@ -230,7 +232,7 @@ store      off
 func TestManyRows(t *testing.T) {
 	s := sidecar(time.Unix(1, 0), 1)
 	for range 40 {
-		s.Reach = append(s.Reach, doctor.Peer{Boot: other, Node: "d"})
+		s.Reach = append(s.Reach, nodeapi.PeerReach{Boot: other, Node: "d"})
 	}
 	s.judge()
 	text := s.Text(nil)
@@ -298,7 +300,7 @@ func encode(t *testing.T, v any) []byte {
 func TestRead(t *testing.T) {
 	want := sidecar(time.Time{}, 2)
 	s, err := Read(t.Context(), server(t, func() []byte { return encode(t, want.State) },
-		func() []byte { return encode(t, doctor.Reach{Peers: want.Reach}) }))
+		func() []byte { return encode(t, nodeapi.Reach{Peers: want.Reach}) }))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -351,7 +353,7 @@ func TestWatch(t *testing.T) {
 			return nil
 		}
 		return encode(t, sidecar(time.Time{}, asked).State)
-	}, func() []byte { return encode(t, doctor.Reach{}) })
+	}, func() []byte { return encode(t, nodeapi.Reach{}) })
 	ctx, cancel := context.WithCancel(t.Context())
 	out := &prints{left: 4, cancel: cancel}
 	if err := Watch(ctx, addr, MinInterval, out); err != nil {

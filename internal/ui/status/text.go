@@ -15,7 +15,7 @@ import (
 
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/spray"
-	"github.com/kvspray/kvspray/internal/ui/doctor"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 )
 
 // Bounds of the text; JSON has all.
@@ -59,7 +59,7 @@ func (s *Status) head(b *strings.Builder, prev *Status) {
 		phase = fmt.Sprintf("leaving, %d s left", s.LeavingSeconds)
 		engines += fmt.Sprintf(" (leaving: no new requests from routers for %d s)", s.LeavingSeconds)
 	}
-	line("%s  %s  %s  boot %s  kvspray %s", s.Node, phase, s.Endpoint, short(s.Boot), s.Version)
+	line("%s  %s  %s  boot %s  kvspray %s", s.Node.Node, phase, s.Endpoint, short(s.Boot), s.Version)
 	line("engines    %s", engines)
 	var ended, received, waiting []string
 	for _, k := range slices.Sorted(maps.Keys(s.Totals.Transfers)) {
@@ -169,7 +169,7 @@ func (s *Status) sent(boot string) (n uint64) {
 }
 
 // routes has transport:rail of each local rail with a lane.
-func routes(p *doctor.Peer) string {
+func routes(p *nodeapi.PeerReach) string {
 	var out []string
 	for _, pair := range p.Pairs {
 		if pair.Lanes > 0 {
@@ -245,28 +245,28 @@ func (s *Status) tiers(prev *Status) *table {
 	if s.Store == nil {
 		return t
 	}
-	var was Store
+	var was nodeapi.Store
 	if prev != nil && prev.Store != nil {
 		was = *prev.Store
 	}
-	asked := s.Store.asked() - was.asked()
-	if asked == 0 || s.Store.asked() < was.asked() {
-		was, asked = Store{}, s.Store.asked()
+	now, before := asked(s.Store), asked(&was)
+	if now <= before {
+		was, before = nodeapi.Store{}, 0
 	}
 	for i, x := range s.Store.Tiers {
-		var before Tier
+		var old nodeapi.StoreTier
 		if i < len(was.Tiers) {
-			before = was.Tiers[i]
+			old = was.Tiers[i]
 		}
 		full, hits, mean := "-", "-", "-"
 		if x.Capacity > 0 {
 			full = fmt.Sprintf("%.0f%%", 100*float64(x.Bytes)/float64(x.Capacity))
 		}
-		if asked > 0 {
-			hits = fmt.Sprintf("%.1f%%", 100*float64(x.Hits-before.Hits)/float64(asked))
+		if now > before {
+			hits = fmt.Sprintf("%.1f%%", 100*float64(x.Hits-old.Hits)/float64(now-before))
 		}
-		if n := x.Gets - before.Gets; n > 0 && x.Gets >= before.Gets {
-			mean = brief(time.Duration((x.GetUS-before.GetUS)/n) * time.Microsecond)
+		if n := x.Gets - old.Gets; n > 0 && x.Gets >= old.Gets {
+			mean = brief(time.Duration((x.GetUS-old.GetUS)/n) * time.Microsecond)
 		}
 		note := x.Problem
 		if note == "" && s.Store.Drained {
@@ -278,7 +278,7 @@ func (s *Status) tiers(prev *Status) *table {
 }
 
 // asked counts the pages that gets asked for.
-func (s *Store) asked() uint64 {
+func asked(s *nodeapi.Store) uint64 {
 	n := s.Misses
 	for _, t := range s.Tiers {
 		n += t.Hits
