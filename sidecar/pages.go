@@ -197,10 +197,10 @@ func (p *pageStore) tiers(st *store.Stats) []nodeapi.StoreTier {
 			EvictionAgeMS: st.Disk.EvictionAge.Milliseconds(), Removed: st.Disk.Removed})
 	}
 	if p.cfg.Object.Bucket != "" {
-		out = append(out, nodeapi.StoreTier{Name: "object", Pages: st.Object.Pages, Bytes: st.Object.Bytes,
-			Capacity: st.Object.Capacity, Hits: st.Hits[store.Object], Evicted: st.Object.Evicted,
-			EvictionAgeMS: st.Object.EvictionAge.Milliseconds(),
-			Removed:       st.Object.Removed, Problem: st.Object.Problem})
+		out = append(out, nodeapi.StoreTier{Name: "object", Pages: st.Object.Pages,
+			Bytes: st.Object.Bytes, Capacity: st.Object.Capacity, Hits: st.Hits[store.Object],
+			Evicted: st.Object.Evicted, EvictionAgeMS: st.Object.EvictionAge.Milliseconds(),
+			Removed: st.Object.Removed, Problem: st.Object.Problem})
 	}
 	if p.exchange != nil {
 		out = append(out, nodeapi.StoreTier{Name: "peer", Hits: st.Hits[store.Peer]})
@@ -231,8 +231,8 @@ func (p *pageStore) state() *nodeapi.Store {
 		return nil
 	}
 	st := p.store.Stats()
-	out := &nodeapi.Store{Tiers: p.tiers(&st), Misses: st.Misses, Stored: st.Stored, Existed: st.Existed,
-		Refused: st.Refused, Damaged: damaged(&st)}
+	out := &nodeapi.Store{Tiers: p.tiers(&st), Misses: st.Misses, Stored: st.Stored,
+		Existed: st.Existed, Refused: st.Refused, Damaged: damaged(&st)}
 	out.Namespaces, out.Pinned = p.service.Namespaces()
 	out.Drained = p.service.Drained()
 	for i := range out.Tiers {

@@ -33,8 +33,8 @@ type PairReach struct {
 	Idle      bool   `json:"idle,omitempty"` // no lane, because no request needs one
 }
 
-// Links is /v1/links: the sidecar's learned speeds, as a sender, of each rail pair to each peer, for
-// programs that estimate a transfer before they request it. docs/protocol-links.md has the units.
+// Links is /v1/links: the sidecar's learned speeds, as a sender, of each rail pair to each peer.
+// Programs estimate a transfer by it before they request one. docs/protocol-links.md has the units.
 type Links struct {
 	Node  string      `json:"node"`
 	Boot  string      `json:"boot"`

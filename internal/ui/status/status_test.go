@@ -47,7 +47,8 @@ func sidecar(at time.Time, moved uint64) *Status {
 		Exclusions: 1, Readmissions: 1})
 	busy.InFlight, busy.Flights = 786432, 3
 	lanes := func(rail string, n int, why string, idle bool) nodeapi.PairReach {
-		return nodeapi.PairReach{Transport: "tcp", Local: rail, Remote: rail, Lanes: n, Why: why, Idle: idle}
+		return nodeapi.PairReach{Transport: "tcp", Local: rail, Remote: rail, Lanes: n, Why: why,
+			Idle: idle}
 	}
 	s := &Status{At: at, State: debug.State{Node: nodeapi.Node{Node: "node-1", Boot: self,
 		Version: "v1", Endpoint: "10.0.0.1:7650", Sessions: []string{"vllm/a/tp0"}, Ready: true,
@@ -61,14 +62,16 @@ func sidecar(at time.Time, moved uint64) *Status {
 				spray.Counters{})}, Waiting: map[string]int{"background": 12, "decode_waits": 1}}},
 		Totals: connector.Stats{Transfers: map[string]uint64{"destination_ok": 10 + moved,
 			"source_failed": 1}, Bytes: map[string]uint64{"tcp": moved * gib}},
-		Store: &nodeapi.Store{Misses: 10 * moved, Tiers: []nodeapi.StoreTier{{Name: "memory", Bytes: gib, Capacity: 4 * gib,
-			Hits: 80 * moved, Evicted: 7, Gets: 8 * moved, GetUS: 8000 * moved},
+		Store: &nodeapi.Store{Misses: 10 * moved, Tiers: []nodeapi.StoreTier{
+			{Name: "memory", Bytes: gib, Capacity: 4 * gib, Hits: 80 * moved, Evicted: 7,
+				Gets: 8 * moved, GetUS: 8000 * moved},
 			{Name: "disk", Bytes: 30 * gib, Capacity: 40 * gib, Hits: 10 * moved, Gets: 2 * moved,
 				GetUS: 9000 * moved}, {Name: "object", Problem: "no bucket"}}}},
 		Reach: []nodeapi.PeerReach{
 			{Boot: other, Node: "node-2", Endpoint: "10.0.0.2:7650", Pairs: []nodeapi.PairReach{
 				lanes("rail1", 0, "connection refused", false), lanes("rail0", 2, "", false)}},
-			{Boot: caller, Claimed: "127.0.0.1:7650", Pairs: []nodeapi.PairReach{lanes("rail0", 0, "", true)}},
+			{Boot: caller, Claimed: "127.0.0.1:7650", Pairs: []nodeapi.PairReach{
+				lanes("rail0", 0, "", true)}},
 			{Boot: "dddddddd", Node: "node-4", Endpoint: "10.0.0.4:7650", Pairs: []nodeapi.PairReach{
 				lanes("rail0", 0, "no route to host", false)}}}}
 	s.judge()
@@ -151,7 +154,8 @@ func TestStoreRates(t *testing.T) {
 func TestForeignText(t *testing.T) {
 	const bad = "a\x1b[2J\r\nb\u009b1m"
 	s := sidecar(time.Unix(1000, 0), 2)
-	s.Node.Node, s.Version, s.Endpoint, s.Sessions, s.Problems = bad, bad, bad, []string{bad}, []string{bad}
+	s.Node.Node, s.Version, s.Endpoint = bad, bad, bad
+	s.Sessions, s.Problems = []string{bad}, []string{bad}
 	s.Reach[0].Node, s.Reach[0].Endpoint, s.Reach[1].Claimed = bad, bad, bad
 	s.Reach[2].Node, s.Reach[2].Pairs[0].Why = bad, bad
 	s.Reach[0].Pairs[1].Local = bad
@@ -239,7 +243,8 @@ func TestManyRows(t *testing.T) {
 	if n := strings.Count(text, "\n"); n > 55 {
 		t.Errorf("%d lines:\n%s", n, text)
 	}
-	for _, want := range []string{"and 27 more (--output json)\n\nrails", "and 35 more (--output json)\n"} {
+	for _, want := range []string{"and 27 more (--output json)\n\nrails",
+		"and 35 more (--output json)\n"} {
 		if !strings.Contains(text, want) {
 			t.Errorf("%q is not in:\n%s", want, text)
 		}

@@ -101,7 +101,8 @@ func (s *Service) hold(id page.ID) (*namespace, func(), error) {
 }
 
 // Keys lists keys of pages of a namespace.
-func (s *Service) Keys(id [32]byte, tier string, first uint32, most int) (*nodeapi.StoreKeys, error) {
+func (s *Service) Keys(id [32]byte, tier string, first uint32, most int) (*nodeapi.StoreKeys,
+	error) {
 	t, ok := map[string]store.Tier{"memory": store.Memory, "disk": store.Disk}[tier]
 	if !ok {
 		return nil, &store.RequestError{Field: "tier", Problem: fmt.Sprintf("%q", tier),

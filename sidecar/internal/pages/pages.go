@@ -360,8 +360,8 @@ func (s *Service) Namespaces() (out []nodeapi.StoreNamespace, bytes uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for id, ns := range s.namespaces {
-		out = append(out, nodeapi.StoreNamespace{ID: id.String(), Weights: ns.of.Weights, DType: ns.of.DType,
-			Layout: ns.of.Layout, Adapter: ns.of.Adapter, PageTokens: ns.of.PageTokens,
+		out = append(out, nodeapi.StoreNamespace{ID: id.String(), Weights: ns.of.Weights,
+			DType: ns.of.DType, Layout: ns.of.Layout, Adapter: ns.of.Adapter, PageTokens: ns.of.PageTokens,
 			PageBytes: ns.of.PageBytes, Pools: ns.users, Private: ns.of.Secret != nil})
 	}
 	slices.SortFunc(out, func(a, b nodeapi.StoreNamespace) int { return cmp.Compare(a.ID, b.ID) })
