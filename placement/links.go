@@ -6,23 +6,12 @@ import (
 	"encoding/json"
 	"fmt"
 	"math"
+
+	"github.com/kvspray/kvspray/internal/nodeapi"
 )
 
-// Links is a sidecar's answer to GET /v1/links: learned rates from its node to each peer. Newer
-// releases add fields, which are ignored here.
-type Links struct {
-	Peers []struct {
-		Endpoint string             `json:"endpoint"`
-		Claimed  string             `json:"claimed"`
-		Waiting  map[string]float64 `json:"waiting_bytes"`
-		Links    []struct {
-			State    string  `json:"state"`
-			Rate     float64 `json:"bytes_per_second"`
-			InFlight float64 `json:"in_flight_bytes"`
-			Fixed    float64 `json:"fixed_seconds"`
-		} `json:"links"`
-	} `json:"peers"`
-}
+// Links is a sidecar's answer to GET /v1/links: learned rates from its node to each peer.
+type Links nodeapi.Links
 
 // ParseLinks reads an answer.
 func ParseLinks(b []byte) (*Links, error) {
@@ -44,9 +33,10 @@ func (l *Links) Path(endpoint string) Path {
 			continue
 		}
 		// A transfer of layers waits for both urgent priorities.
-		path := Path{Fixed: math.Inf(1), Before: p.Waiting["decode_waits"] + p.Waiting["layer_stream"]}
+		path := Path{Fixed: math.Inf(1),
+			Before: float64(p.Waiting["decode_waits"]) + float64(p.Waiting["layer_stream"])}
 		for _, x := range p.Links {
-			path.Before += x.InFlight
+			path.Before += float64(x.InFlight)
 			if (x.State == "healthy" || x.State == "readmitted") && x.Rate > 0 {
 				path.Fixed, path.Rate = min(path.Fixed, x.Fixed), path.Rate+x.Rate
 			}

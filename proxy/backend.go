@@ -16,6 +16,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/origin"
 )
 
@@ -312,10 +313,7 @@ func (p *Proxy) watchSidecar(ctx context.Context, b *backend, asked chan<- struc
 func (p *Proxy) askSidecar(ctx context.Context, b *backend) {
 	asking, cancel := context.WithTimeout(ctx, sidecarTimeout)
 	defer cancel()
-	var node struct {
-		Endpoint string `json:"endpoint"`
-		Leaving  bool   `json:"leaving"`
-	}
+	var node nodeapi.Node
 	err := p.get(asking, b.sidecar, "/v1/node", &node, maxSmallAnswer)
 	if ctx.Err() != nil {
 		return // the router ends

@@ -17,11 +17,11 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/internal/sys/verbs/fake"
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/transport/gdr"
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
@@ -201,7 +201,7 @@ func TestGDRWithoutRoom(t *testing.T) {
 			told := func() bool {
 				for _, n := range []*running{p, d} {
 					for _, peer := range n.web.Reach().Peers {
-						if slices.ContainsFunc(peer.Pairs, func(x web.PairReach) bool {
+						if slices.ContainsFunc(peer.Pairs, func(x nodeapi.PairReach) bool {
 							return strings.Contains(x.Why,
 								c.says)
 						}) {
@@ -427,7 +427,7 @@ func TestGPUMemoryOverTCP(t *testing.T) {
 	same(t, ends[0], ends[1], x.pt, x.dt, tokens, 0)
 	for _, peer := range p.web.Reach().Peers {
 		for _, x := range peer.Pairs {
-			if x.Kind != route.Staged {
+			if x.Kind != string(route.Staged) {
 				t.Errorf("%s over %s is %s", x.Transport, x.Local, x.Kind)
 			}
 		}

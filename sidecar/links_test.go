@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/sidecar/internal/web"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 )
 
 // What /v1/links shows of the rail that a transfer took is what the sidecar learned: a rate, from
@@ -15,7 +15,7 @@ import (
 func TestLinks(t *testing.T) {
 	p, d := pairOf(t, "tcp")
 	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
-	read := func(r *running) (v web.Links) {
+	read := func(r *running) (v nodeapi.Links) {
 		t.Helper()
 		code, body := get(t, r, "/v1/links")
 		if err := json.Unmarshal([]byte(body), &v); code != 200 || err != nil {

@@ -18,8 +18,8 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/sidecar/internal/web"
 )
 
 // How large the mesh of processes is; a few processes and seconds where nothing is set.
@@ -95,7 +95,7 @@ func newMeshed(t *testing.T, ports *fixedPorts, gossip, join, secret string) *me
 }
 
 // reach is which others it knows; nothing where it does not answer.
-func (m *meshed) reach() (v web.Reach, err error) {
+func (m *meshed) reach() (v nodeapi.Reach, err error) {
 	resp, err := http.Get("http://" + m.http + "/v1/reach")
 	if err != nil {
 		return v, err

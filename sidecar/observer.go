@@ -13,10 +13,10 @@ import (
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/spans"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
-	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -181,8 +181,8 @@ func (o *observer) traceEnd(a *exec.Action, c *engines.Completion, route string,
 }
 
 // counts are those of totals.
-func (o *observer) counts() web.Totals {
-	st := web.Totals{Transfers: map[string]uint64{}, Bytes: map[string]uint64{}}
+func (o *observer) counts() nodeapi.Totals {
+	st := nodeapi.Totals{Transfers: map[string]uint64{}, Bytes: map[string]uint64{}}
 	o.totals.mu.Lock()
 	for k, v := range o.totals.transfers {
 		st.Transfers[k] = v

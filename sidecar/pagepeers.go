@@ -15,10 +15,10 @@ import (
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/sidecar/internal/exchange"
 	"github.com/kvspray/kvspray/sidecar/internal/removals"
-	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/directory/embedded"
 	"github.com/kvspray/kvspray/store/directory/redis"
@@ -279,11 +279,11 @@ func (p *pageStore) publish(workers []*engines.Worker) {
 }
 
 // showPeers adds the directory and the peers to /v1/store.
-func (p *pageStore) showPeers(out *web.Store) {
+func (p *pageStore) showPeers(out *nodeapi.Store) {
 	if p.exchange == nil {
 		return
 	}
-	d := &web.StoreDirectory{Kind: p.cfg.Directory}
+	d := &nodeapi.StoreDirectory{Kind: p.cfg.Directory}
 	if p.embedded != nil {
 		st := p.embedded.Stats()
 		d.Hints, d.Capacity, d.Bytes = st.Hints, st.Capacity, st.Bytes
@@ -292,8 +292,8 @@ func (p *pageStore) showPeers(out *web.Store) {
 	d.Problem = p.exchange.Problem()
 	out.Directory = d
 	for _, s := range p.exchange.Peers() {
-		out.Peers = append(out.Peers, web.StorePeer{Node: s.Node, Boot: s.Boot.String(),
+		out.Peers = append(out.Peers, nodeapi.StorePeer{Node: s.Node, Boot: s.Boot.String(),
 			Asked: s.Asked, Load: s.Load, Served: s.Served})
 	}
-	slices.SortFunc(out.Peers, func(a, b web.StorePeer) int { return cmp.Compare(a.Boot, b.Boot) })
+	slices.SortFunc(out.Peers, func(a, b nodeapi.StorePeer) int { return cmp.Compare(a.Boot, b.Boot) })
 }

@@ -16,8 +16,8 @@ import (
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -109,7 +109,7 @@ func (n *storeNode) meets(t *testing.T, others int) {
 	})
 }
 
-func (n *storeNode) state(t *testing.T) (st web.Store) {
+func (n *storeNode) state(t *testing.T) (st nodeapi.Store) {
 	t.Helper()
 	_, text := get(t, n.running, "/v1/store")
 	if err := json.Unmarshal([]byte(text), &st); err != nil {

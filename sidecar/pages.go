@@ -16,6 +16,7 @@ import (
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/sys/limits"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/sidecar/internal/exchange"
@@ -186,23 +187,23 @@ func (p *pageStore) gone(w *engines.Worker) {
 }
 
 // tiers returns the tiers that the store has, nearest first.
-func (p *pageStore) tiers(st *store.Stats) []web.StoreTier {
-	out := []web.StoreTier{{Name: "memory", Pages: uint64(st.Memory.Pages), Bytes: st.Memory.Bytes,
+func (p *pageStore) tiers(st *store.Stats) []nodeapi.StoreTier {
+	out := []nodeapi.StoreTier{{Name: "memory", Pages: uint64(st.Memory.Pages), Bytes: st.Memory.Bytes,
 		Capacity: p.store.Region().Size(), Hits: st.Hits[store.Memory], Evicted: st.Memory.Evicted,
 		EvictionAgeMS: st.Memory.EvictionAge.Milliseconds()}}
 	if len(p.cfg.Disk) > 0 {
-		out = append(out, web.StoreTier{Name: "disk", Pages: st.Disk.Pages, Bytes: st.Disk.Bytes,
+		out = append(out, nodeapi.StoreTier{Name: "disk", Pages: st.Disk.Pages, Bytes: st.Disk.Bytes,
 			Capacity: st.Disk.Capacity, Hits: st.Hits[store.Disk], Evicted: st.Disk.Evicted,
 			EvictionAgeMS: st.Disk.EvictionAge.Milliseconds(), Removed: st.Disk.Removed})
 	}
 	if p.cfg.Object.Bucket != "" {
-		out = append(out, web.StoreTier{Name: "object", Pages: st.Object.Pages, Bytes: st.Object.Bytes,
-			Capacity: st.Object.Capacity, Hits: st.Hits[store.Object], Evicted: st.Object.Evicted,
-			EvictionAgeMS: st.Object.EvictionAge.Milliseconds(),
-			Removed:       st.Object.Removed, Problem: st.Object.Problem})
+		out = append(out, nodeapi.StoreTier{Name: "object", Pages: st.Object.Pages,
+			Bytes: st.Object.Bytes, Capacity: st.Object.Capacity, Hits: st.Hits[store.Object],
+			Evicted: st.Object.Evicted, EvictionAgeMS: st.Object.EvictionAge.Milliseconds(),
+			Removed: st.Object.Removed, Problem: st.Object.Problem})
 	}
 	if p.exchange != nil {
-		out = append(out, web.StoreTier{Name: "peer", Hits: st.Hits[store.Peer]})
+		out = append(out, nodeapi.StoreTier{Name: "peer", Hits: st.Hits[store.Peer]})
 	}
 	return out
 }
@@ -225,13 +226,13 @@ func (p *pageStore) sample() metrics.StoreSample {
 func damaged(st *store.Stats) uint64 { return st.Damaged + st.Disk.Damaged + st.Object.Damaged }
 
 // state returns the store's state for /v1/store; nil: there is no store.
-func (p *pageStore) state() *web.Store {
+func (p *pageStore) state() *nodeapi.Store {
 	if p.service == nil {
 		return nil
 	}
 	st := p.store.Stats()
-	out := &web.Store{Tiers: p.tiers(&st), Misses: st.Misses, Stored: st.Stored, Existed: st.Existed,
-		Refused: st.Refused, Damaged: damaged(&st)}
+	out := &nodeapi.Store{Tiers: p.tiers(&st), Misses: st.Misses, Stored: st.Stored,
+		Existed: st.Existed, Refused: st.Refused, Damaged: damaged(&st)}
 	out.Namespaces, out.Pinned = p.service.Namespaces()
 	out.Drained = p.service.Drained()
 	for i := range out.Tiers {

@@ -19,7 +19,7 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/sidecar/internal/web"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 )
 
 // TestStoreOpens: the configuration reaches the tiers, and they are shown.
@@ -29,7 +29,7 @@ func TestStoreOpens(t *testing.T) {
 		c.Store = config.Store{Memory: 8 << 20, Disk: []config.StoreDisk{{Path: file, Size: 64 << 20}}}
 	})
 	code, text := get(t, r, "/v1/store")
-	var st web.Store
+	var st nodeapi.Store
 	if err := json.Unmarshal([]byte(text), &st); code != http.StatusOK || err != nil {
 		t.Fatalf("%d, %v: %s", code, err, text)
 	}
@@ -335,18 +335,18 @@ func TestOperatorsAskTheStore(t *testing.T) {
 		}
 	}
 	_, text := get(t, r, "/v1/store")
-	var st web.Store
+	var st nodeapi.Store
 	if err := json.Unmarshal([]byte(text), &st); err != nil || len(st.Namespaces) != 1 {
 		t.Fatalf("%v: %s", err, text)
 	}
 	of := "namespace=" + st.Namespaces[0].ID
-	var keys web.StoreKeys
+	var keys nodeapi.StoreKeys
 	code, text := ask(t, r, "GET", "/v1/store/keys?"+of+"&tier=memory&first=0&most=2")
 	if err := json.Unmarshal([]byte(text), &keys); err != nil || code != 200 || len(keys.Keys) != 2 ||
 		keys.Next == 0 {
 		t.Fatalf("%d %v %s", code, err, text)
 	}
-	verified := func(key string) (v web.StoreVerified) {
+	verified := func(key string) (v nodeapi.StoreVerified) {
 		t.Helper()
 		code, text := ask(t, r, "GET", "/v1/store/verify?"+of+"&key="+key)
 		if err := json.Unmarshal([]byte(text), &v); err != nil || code != 200 {

@@ -13,8 +13,8 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/sys/topo"
-	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/transport"
 )
 
@@ -155,10 +155,10 @@ func memoryOf(w *engines.Worker) (topo.Memory, bool) {
 	return topo.Memory{}, false
 }
 
-func (s *railSet) views() (out []web.Rail) {
+func (s *railSet) views() (out []nodeapi.Rail) {
 	for _, b := range s.backends {
 		for _, r := range s.of(b.Name()) {
-			out = append(out, web.Rail{Transport: b.Name(), Rail: r.Name, Address: r.Address,
+			out = append(out, nodeapi.Rail{Transport: b.Name(), Rail: r.Name, Address: r.Address,
 				Interface: r.nic, Gbps: r.Gbps, MTU: r.MTU,
 				NUMA: r.NUMA, Down: r.down, Auto: r.auto})
 		}

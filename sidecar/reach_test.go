@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/sidecar/internal/web"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -25,7 +25,7 @@ func TestReach(t *testing.T) {
 	var dials int
 	for _, ends := range [][2]*running{{p, d}, {d, p}} {
 		here, there := ends[0], ends[1]
-		var v web.Reach
+		var v nodeapi.Reach
 		until(t, func() bool {
 			v = here.web.Reach()
 			if len(v.Peers) != 1 || len(v.Peers[0].Pairs) == 0 {

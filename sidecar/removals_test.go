@@ -12,11 +12,11 @@ import (
 
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/sidecar/internal/web"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 )
 
 // remove removes the only namespace as an operator does.
-func (n *storeNode) remove(t *testing.T, id, more string) (code int, out web.StoreRemoved,
+func (n *storeNode) remove(t *testing.T, id, more string) (code int, out nodeapi.StoreRemoved,
 	text string) {
 	t.Helper()
 	code, text = ask(t, n.running, http.MethodPost, "/v1/store/remove?namespace="+id+more)

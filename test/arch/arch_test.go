@@ -120,143 +120,23 @@ func goFiles(t *testing.T) []file {
 	return out
 }
 
-func ruleOf(dir string) *rule {
-	for i := range rules {
-		if rules[i].dir == dir {
-			return &rules[i]
-		}
-	}
-	return nil
-}
-
-func covers(list []string, name string) bool {
-	return slices.ContainsFunc(list, func(e string) bool {
-		prefix, all := strings.CutSuffix(e, "/...")
-		return e == name || all && (name == prefix || strings.HasPrefix(name, prefix+"/"))
-	})
-}
-
 func hasPathPrefix(name, prefix string) bool {
 	return name == prefix || strings.HasPrefix(name, prefix+"/")
-}
-
-func standard(name string) bool {
-	first, _, _ := strings.Cut(name, "/")
-	return !strings.Contains(first, ".")
-}
-
-func TestImports(t *testing.T) {
-	for _, f := range goFiles(t) {
-		if f.test || f.ignored {
-			continue
-		}
-		r := ruleOf(f.dir)
-		if r == nil {
-			t.Errorf("%s: package %s has no rule; add one to test/arch/rules_test.go, with what it may "+
-				"import, and why", f.path, f.dir)
-			continue
-		}
-		for _, name := range f.imports {
-			switch own, isOwn := strings.CutPrefix(name, module+"/"); {
-			case name == "C":
-				if !r.c {
-					t.Errorf(`%s imports "C"; only packages with c in test/arch/rules_test.go may`, f.path)
-				}
-			case isOwn:
-				if !covers(r.own, own) {
-					t.Errorf("%s imports %s, which %s may not (%s)", f.path, own, r.dir, r.why)
-				}
-			case standard(name):
-				if r.pure && !values[name] && slices.ContainsFunc(impure,
-					func(p string) bool { return hasPathPrefix(name, strings.TrimSuffix(p, "/")) }) {
-					t.Errorf("%s imports %s: %s is pure (%s)", f.path, name, r.dir, r.why)
-				}
-			case !slices.ContainsFunc(r.ext, func(p string) bool { return hasPathPrefix(name, p) }):
-				t.Errorf("%s imports %s, which %s may not (%s)", f.path, name, r.dir, r.why)
-			}
-		}
-	}
-}
-
-// Imports that are forbidden by name, also if a rule allows them.
-func TestForbiddenEdges(t *testing.T) {
-	for _, e := range []struct{ from, to, why string }{
-		{"connector", "transport", "what an engine sends cannot depend on the wire"},
-		{"transport", "layout", "backends move runs; tokens are no concept of theirs"},
-		{"transport", "control", "a backend never decides routing"},
-		{"transport/tcp", "internal/sys/cuda", "tcp works where no GPU is"},
-		{"layout", "internal", "pure"},
-		{"parseblock", "internal", "pure"},
-		{"transfer", "internal", "pure"},
-	} {
-		for _, r := range rules {
-			if !hasPathPrefix(r.dir, e.from) {
-				continue
-			}
-			for _, own := range r.own {
-				if hasPathPrefix(own, e.to) && !hasPathPrefix(own, e.from) {
-					t.Errorf("the rule of %s allows %s: %s", r.dir, own, e.why)
-				}
-			}
-		}
-	}
-}
-
-func TestRulesAreComplete(t *testing.T) {
-	r := root(t)
-	seen := map[string]bool{}
-	for _, x := range rules {
-		if x.why == "" || seen[x.dir] {
-			t.Errorf("rule of %s: no reason, or listed twice", x.dir)
-		}
-		seen[x.dir] = true
-		if _, err := os.Stat(filepath.Join(r, filepath.FromSlash(x.dir))); err != nil {
-			t.Errorf("rule of %s: no such package", x.dir)
-		}
-	}
-}
-
-func TestPure(t *testing.T) {
-	for _, f := range goFiles(t) {
-		r := ruleOf(f.dir)
-		if r == nil || !r.pure || f.test || f.ignored {
-			continue
-		}
-		ast.Inspect(f.ast, func(n ast.Node) bool {
-			switch x := n.(type) {
-			case *ast.GoStmt:
-				t.Errorf("%s: a goroutine in a pure package", fset.Position(x.Pos()))
-			case *ast.SelectorExpr:
-				if id, ok := x.X.(*ast.Ident); ok && id.Name == "time" && id.Obj == nil && clocks[x.Sel.Name] {
-					t.Errorf("%s: time.%s in a pure package; take now as an argument",
-						fset.Position(x.Pos()), x.Sel.Name)
-				}
-			case *ast.ChanType:
-				t.Errorf("%s: a channel in a pure package", fset.Position(x.Pos()))
-			}
-			return true
-		})
-	}
 }
 
 func TestDocComments(t *testing.T) {
 	docs := map[string]string{}
 	names := map[string]string{}
 	for _, f := range goFiles(t) {
-		if f.test || f.ignored {
+		if f.test || f.ignored || f.generated {
 			continue
 		}
 		names[f.dir] = f.ast.Name.Name
-		if f.ast.Doc != nil && !f.generated {
+		if f.ast.Doc != nil {
 			docs[f.dir] += f.ast.Doc.Text()
-		} else if f.ast.Doc != nil && docs[f.dir] == "" {
-			docs[f.dir] = f.ast.Doc.Text()
 		}
 	}
 	for dir, name := range names {
-		if f := ruleOf(dir); f != nil && f.why == "generated" {
-			continue
-		}
 		want := "Package " + name + " "
 		if name == "main" {
 			want = "Command "

@@ -55,7 +55,7 @@ def explain(model: str, fields: dict[str, Any], dir: pathlib.Path) -> tuple[Any,
     file = dir / "config.json"
     file.write_text(json.dumps(said | fields))
     run = subprocess.run(
-        [rig.BINARY, "layout", "explain", "--model", file, "--block", "512", "--tokens", "512", "--format", "json"], capture_output=True, text=True, check=False
+        [rig.BINARY, "layout", "explain", "--model", file, "--block", "512", "--tokens", "512", "--json"], capture_output=True, text=True, check=False
     )
     return config, types, run
 

@@ -44,7 +44,7 @@ Check what works on this host:        kvspray doctor
 See what a sidecar does:              kvspray status`,
 	}
 	root.AddCommand(serveCommand(), configCommand(), doctorCommand(), keygenCommand(), proxyCommand(),
-		benchCommand(), calibrateCommand(), layoutCommand(), loadCommand(), placeCommand(), topCommand(),
+		benchCommand(), calibrateCommand(), layoutCommand(), loadCommand(), placeCommand(),
 		statusCommand(), pingCommand(), bugreportCommand(), storeCommand(),
 		drainCommand())
 	command.Finish(root)

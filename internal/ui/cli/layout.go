@@ -32,8 +32,9 @@ func layoutCommand() *cobra.Command {
 }
 
 func layoutExplainCommand() *cobra.Command {
-	var model, format, engine, toEngine string
+	var model, engine, toEngine string
 	var tokens int
+	var asJSON bool
 	var prefill, decode explain.Side
 	cmd := &cobra.Command{
 		Use:   "explain",
@@ -46,13 +47,12 @@ func layoutExplainCommand() *cobra.Command {
 			"HTTP address of a sidecar, followed\n" +
 			"by #ID if several engines are registered there.",
 		Example: "  kvspray layout explain --model llama-3.1-8b --tp 2 --to-tp 1\n" +
-			"  kvspray layout explain --model ./config.json --block 16 --to-block 64 --order packed_hnd " +
-			"--format svg > layout.svg",
+			"  kvspray layout explain --model ./config.json --block 16 --to-block 64 --order packed_hnd",
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			f := cmd.Flags()
 			if engine != "" || toEngine != "" {
-				return explainEngines(cmd, engine, toEngine, model, tokens, format)
+				return explainEngines(cmd, engine, toEngine, model, tokens, asJSON)
 			}
 			m, err := readModel(model)
 			if err != nil {
@@ -77,7 +77,7 @@ func layoutExplainCommand() *cobra.Command {
 			if err != nil {
 				return usage.Of(err)
 			}
-			return writeReport(cmd.OutOrStdout(), r, format)
+			return writeReport(cmd.OutOrStdout(), r, asJSON)
 		},
 	}
 	f := cmd.Flags()
@@ -85,7 +85,7 @@ func layoutExplainCommand() *cobra.Command {
 	f.StringVar(&engine, "engine", "", "explain the layout of the engine at this sidecar")
 	f.StringVar(&toEngine, "to-engine", "", "sidecar of the decode engine, if it is another one")
 	f.IntVar(&tokens, "tokens", 32768, "length of the planned prompt")
-	f.StringVar(&format, "format", "text", "text, json or svg")
+	command.OutputFlag(cmd, &asJSON)
 	f.IntVar(&prefill.Block, "block", 16, "tokens of a block at the prefill engine")
 	f.IntVar(&prefill.TP, "tp", 1, "tensor parallel size of the prefill engine")
 	f.StringVar(&prefill.Order, "order", explain.Orders[0],
@@ -99,7 +99,7 @@ func layoutExplainCommand() *cobra.Command {
 	return cmd
 }
 
-func explainEngines(cmd *cobra.Command, from, to, model string, tokens int, format string) error {
+func explainEngines(cmd *cobra.Command, from, to, model string, tokens int, asJSON bool) error {
 	if model != "" {
 		return usage.Of(errors.New("--model and --engine: pass one of them"))
 	}
@@ -122,19 +122,14 @@ func explainEngines(cmd *cobra.Command, from, to, model string, tokens int, form
 	if err != nil {
 		return err
 	}
-	return writeReport(cmd.OutOrStdout(), r, format)
+	return writeReport(cmd.OutOrStdout(), r, asJSON)
 }
 
-func writeReport(w io.Writer, r *explain.Report, format string) error {
-	switch format {
-	case "text":
-		return r.WriteText(w)
-	case "json":
+func writeReport(w io.Writer, r *explain.Report, asJSON bool) error {
+	if asJSON {
 		return r.WriteJSON(w)
-	case "svg":
-		return r.WriteSVG(w)
 	}
-	return usage.Of(fmt.Errorf("--format %q: text, json or svg", format))
+	return r.WriteText(w)
 }
 
 func readModel(name string) (*explain.Model, error) {

@@ -13,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/explain"
 	"github.com/kvspray/kvspray/parseblock"
@@ -35,14 +36,11 @@ func TestLayoutExplain(t *testing.T) {
 			"1,048,576  2,048"},
 		"file": {[]string{"--model", config, "--block", "16", "--to-block", "64", "--tokens", "100"},
 			command.ExitOK, "256 bytes a token"},
-		"json": {[]string{"--model", config, "--format", "json"}, command.ExitOK,
+		"json": {[]string{"--model", config, "--json"}, command.ExitOK,
 			`"bytes_per_token": 256`},
-		"svg":       {[]string{"--model", config, "--format", "svg"}, command.ExitOK, "<svg "},
 		"no model":  {nil, command.ExitUsage, "--model is missing"},
 		"no preset": {[]string{"--model", "gpt-2"}, command.ExitUsage, "neither a file nor a preset"},
 		"no file":   {[]string{"--model", "./nowhere/config.json"}, command.ExitUsage, "no such file"},
-		"no format": {[]string{"--model", config, "--format", "png"}, command.ExitUsage,
-			"text, json or svg"},
 		"other": {[]string{"--model", config, "--to-dtype", "fp8"}, command.ExitUsage,
 			"without conversion"},
 		"slab": {[]string{"--model", "deepseek-v4-pro", "--block", "256"}, command.ExitOK,
@@ -65,14 +63,7 @@ func sidecarOf(t *testing.T, weights string, engines map[string]explain.Side) st
 	if err != nil {
 		t.Fatal(err)
 	}
-	type worker struct {
-		Name   string `json:"name"`
-		Engine string `json:"engine"`
-		Layout []byte `json:"layout"`
-	}
-	var reply struct {
-		Workers []worker `json:"workers"`
-	}
+	var reply nodeapi.Layouts
 	for id, side := range engines {
 		for rank := range side.TP {
 			l, _, err := m.Layout(side, rank, 4096)
@@ -84,7 +75,7 @@ func sidecarOf(t *testing.T, weights string, engines map[string]explain.Side) st
 			if err != nil {
 				t.Fatal(err)
 			}
-			reply.Workers = append(reply.Workers, worker{"w", id, b})
+			reply.Workers = append(reply.Workers, nodeapi.Layout{Name: "w", Engine: id, Layout: b})
 		}
 	}
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
@@ -119,10 +110,8 @@ func TestLayoutExplainEngine(t *testing.T) {
 		"to itself": {[]string{"--engine", two}, command.ExitOK, "131,072 bytes a token"},
 		"one of several": {[]string{"--engine", many + "#vllm/p", "--to-engine", many + "#vllm/d"},
 			command.ExitOK, "prefill TP 2 with 16"},
-		"json": {[]string{"--engine", two, "--format", "json"}, command.ExitOK,
+		"json": {[]string{"--engine", two, "--json"}, command.ExitOK,
 			`"bytes_per_token": 131072`},
-		"svg": {[]string{"--engine", two, "--to-engine", one, "--format", "svg"},
-			command.ExitOK, "<svg "},
 		"which of them": {[]string{"--engine", many}, command.ExitFailure,
 			"2 engines are registered there"},
 		"not there": {[]string{"--engine", many + "#vllm/x"}, command.ExitFailure,

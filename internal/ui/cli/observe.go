@@ -5,6 +5,7 @@ package cli
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"time"
 
@@ -21,20 +22,37 @@ import (
 
 func statusCommand() *cobra.Command {
 	var addr string
-	var asJSON bool
+	var asJSON, watch bool
+	var interval time.Duration
 	cmd := &cobra.Command{
 		Use:   "status",
-		Short: "Show a running sidecar on one screen: engines, transfers, store, peers, problems",
-		Long: `Prints the state of a running sidecar once, on one screen: engines, transfers, the page
-store, each peer with its lanes, and problems. It reads the sidecar's HTTP address (http.listen).
-'kvspray top' shows rates and updates the screen.`,
+		Short: "Show a running sidecar on one screen: engines, transfers, rails, store, problems",
+		Long: `Prints the state of a running sidecar on one screen: engines, transfers, each peer with its
+lanes, each rail pair with its state, its learned rate and errors, open leases, the page store, and
+problems. It reads the sidecar's HTTP address (http.listen) and needs no other access.
+
+--watch prints the state again at each --interval until Ctrl-C, with the rates since the print
+before: on a terminal in place, elsewhere one after another.`,
 		Example: `  kvspray status
-  kvspray status --http 127.0.0.1:7661 --output json`,
+  kvspray status --http 127.0.0.1:7661 --output json
+  kvspray status --watch --interval 500ms`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			switch {
+			case interval < status.MinInterval || interval > status.MaxInterval:
+				return usage.Errorf("--interval %v: must be %v to %v", interval, status.MinInterval,
+					status.MaxInterval)
+			case cmd.Flags().Changed("interval") && !watch:
+				return usage.Errorf("--interval without --watch: add --watch")
+			case watch && asJSON:
+				return usage.Errorf("--watch prints text only: leave out --watch or --output json")
+			}
 			addr, err := ask.Address(addr)
 			if err != nil {
 				return usage.Of(err)
+			}
+			if watch {
+				return status.Watch(cmd.Context(), addr, interval, cmd.OutOrStdout())
 			}
 			s, err := status.Read(cmd.Context(), addr)
 			if err != nil {
@@ -43,11 +61,14 @@ store, each peer with its lanes, and problems. It reads the sidecar's HTTP addre
 			if asJSON {
 				return s.WriteJSON(cmd.OutOrStdout())
 			}
-			return s.WriteText(cmd.OutOrStdout())
+			_, err = io.WriteString(cmd.OutOrStdout(), s.Text(nil))
+			return err
 		},
 	}
 	cmd.Flags().StringVar(&addr, "http", fmt.Sprintf("127.0.0.1:%d", config.DefaultHTTPPort),
 		"host:port of the sidecar's http.listen")
+	cmd.Flags().BoolVar(&watch, "watch", false, "print again and again, with rates, until Ctrl-C")
+	cmd.Flags().DurationVar(&interval, "interval", time.Second, "time between two prints of --watch")
 	command.OutputFlag(cmd, &asJSON)
 	return cmd
 }

@@ -167,8 +167,7 @@ func TestNoSecretLeavesTheProcess(t *testing.T) {
 	at := []string{"--http", addrs["http"]}
 	for _, args := range [][]string{
 		append([]string{"status"}, at...), append([]string{"status", "--output", "json"}, at...),
-		append([]string{"top", "--once"}, at...), append([]string{"store", "stat"}, at...),
-		append([]string{"store", "ls"}, at...),
+		append([]string{"store", "stat"}, at...), append([]string{"store", "ls"}, at...),
 		{"store", "drain", "--timeout", "1ms", "--socket", socket},
 		{"store", "remove", strings.Repeat("ab", 32), "--socket", socket},
 		{"drain", "--notice", "0s", "--timeout", "0s", "--socket", socket + "x"},

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/ui/ask"
 )
 
@@ -134,13 +135,7 @@ func running(ctx context.Context, h *Host) Result {
 			"none answers at %s", addr)
 	}
 	defer func() { _ = resp.Body.Close() }() // read to its end
-	var node struct {
-		Node     string   `json:"node"`
-		Endpoint string   `json:"endpoint"`
-		Sessions []string `json:"sessions"`
-		Leaving  int      `json:"leaving_seconds"`
-		Problems []string `json:"problems"`
-	}
+	var node nodeapi.Node
 	if err := json.NewDecoder(io.LimitReader(resp.Body, maxFileBytes)).Decode(&node); err != nil ||
 		resp.StatusCode != http.StatusOK {
 		return skip("", "another program answers at %s (%s)", addr, resp.Status)
@@ -153,9 +148,10 @@ func running(ctx context.Context, h *Host) Result {
 		return good("%s at %s, no engine connected", node.Node, node.Endpoint)
 	}
 	engines := strings.Join(node.Sessions, ", ")
-	if node.Leaving > 0 {
+	if node.Leaving {
 		return warn("'kvspray drain --undo' ends this at once", "%s at %s, engines: %s; they leave: "+
-			"routers send them no new requests for %d s", node.Node, node.Endpoint, engines, node.Leaving)
+			"routers send them no new requests for %d s", node.Node, node.Endpoint, engines,
+			node.LeavingSeconds)
 	}
 	return good("%s at %s, engines: %s", node.Node, node.Endpoint, engines)
 }

@@ -14,6 +14,7 @@ import (
 	"unicode"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/ui/ask"
 )
 
@@ -24,33 +25,7 @@ const (
 )
 
 // Reach is a running sidecar's report about the paths to its peers.
-type Reach struct {
-	Node  string `json:"node"`
-	Boot  string `json:"boot"`
-	Peers []Peer `json:"peers"`
-}
-
-// Peer is another sidecar.
-type Peer struct {
-	Boot string `json:"boot"`
-	Node string `json:"node"` // its own name
-	// address at which it was reached; empty: it connected to the queried sidecar
-	Endpoint string `json:"endpoint"`
-	Claimed  string `json:"claimed"` // endpoint that it announced
-	// the queried sidecar opens the lanes; otherwise the peer does, and has the reasons
-	Dials bool   `json:"dials"`
-	Pairs []Pair `json:"pairs"` // best first
-}
-
-// Pair is a rail pair over one transport.
-type Pair struct {
-	Transport string `json:"transport"`
-	Local     string `json:"local"`
-	Remote    string `json:"remote"`
-	Lanes     int    `json:"lanes"`
-	Why       string `json:"why,omitempty"`  // reason without a lane
-	Idle      bool   `json:"idle,omitempty"` // no lane, because no request needs one
-}
+type Reach nodeapi.Reach
 
 // Peers asks the sidecar that runs on this host.
 func Peers(ctx context.Context, c *config.Config) (*Reach, error) {
@@ -68,8 +43,10 @@ func Peers(ctx context.Context, c *config.Config) (*Reach, error) {
 
 // Reached reports whether every peer has at least one lane, or none because no request needs one.
 func (r *Reach) Reached() bool {
-	return !slices.ContainsFunc(r.Peers, func(p Peer) bool {
-		return !slices.ContainsFunc(p.Pairs, func(x Pair) bool { return x.Lanes > 0 || x.Idle })
+	return !slices.ContainsFunc(r.Peers, func(p nodeapi.PeerReach) bool {
+		return !slices.ContainsFunc(p.Pairs, func(x nodeapi.PairReach) bool {
+			return x.Lanes > 0 || x.Idle
+		})
 	})
 }
 
@@ -90,7 +67,7 @@ func (r *Reach) WriteText(w io.Writer) error {
 			"gossip (peer.gossip.join)\n", r.Node)
 	}
 	for _, p := range r.Peers[:min(len(r.Peers), shownPeers)] {
-		p.text(&b)
+		writePeer(&b, &p)
 	}
 	if more := len(r.Peers) - shownPeers; more > 0 {
 		fmt.Fprintf(&b, "and %d more peers: --json shows all\n", more)
@@ -99,8 +76,8 @@ func (r *Reach) WriteText(w io.Writer) error {
 	return err
 }
 
-func (p *Peer) text(b *strings.Builder) {
-	fmt.Fprintf(b, "peer %s (%sboot %.8s)\n", p.where(), p.named(), p.Boot)
+func writePeer(b *strings.Builder, p *nodeapi.PeerReach) {
+	fmt.Fprintf(b, "peer %s (%sboot %.8s)\n", where(p), quoted(p), p.Boot)
 	if len(p.Pairs) == 0 {
 		b.WriteString("  no transport in common\n")
 	}
@@ -152,7 +129,7 @@ func (p *Peer) text(b *strings.Builder) {
 }
 
 // where locates the peer: the address that was dialed, or the endpoint that it announced.
-func (p *Peer) where() string {
+func where(p *nodeapi.PeerReach) string {
 	switch {
 	case p.Endpoint != "":
 		return p.Endpoint
@@ -162,8 +139,8 @@ func (p *Peer) where() string {
 	return "that connected to this sidecar, and announced no endpoint"
 }
 
-// named is the peer's name for itself, quoted: it is foreign text.
-func (p *Peer) named() string {
+// quoted is the peer's name for itself, quoted: it is foreign text.
+func quoted(p *nodeapi.PeerReach) string {
 	if p.Node == "" {
 		return ""
 	}

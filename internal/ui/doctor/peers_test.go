@@ -15,6 +15,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/ui/ask"
 )
 
@@ -129,8 +130,8 @@ func TestPeersBadAnswers(t *testing.T) {
 func TestPeersTextIsBounded(t *testing.T) {
 	r := Reach{Node: "n"}
 	for i := range 200 {
-		r.Peers = append(r.Peers, Peer{Boot: "b", Endpoint: fmt.Sprint(i), Dials: true,
-			Pairs: []Pair{{Transport: "tcp", Local: "l", Remote: "r", Why: strings.Repeat("é", 4000)}}})
+		r.Peers = append(r.Peers, nodeapi.PeerReach{Boot: "b", Endpoint: fmt.Sprint(i), Dials: true,
+			Pairs: []nodeapi.PairReach{{Transport: "tcp", Local: "l", Remote: "r", Why: strings.Repeat("é", 4000)}}})
 	}
 	var b bytes.Buffer
 	if err := r.WriteText(&b); err != nil {

@@ -22,6 +22,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/redact"
 	"github.com/kvspray/kvspray/internal/ui/ask"
 )
@@ -113,9 +114,7 @@ func tell(ctx context.Context, method, socket string, within time.Duration) (sou
 	err error) {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
-	var node struct {
-		Sources int `json:"source_leases"`
-	}
+	var node nodeapi.Node
 	b, err := ask.Admin(ctx, method, socket, path)
 	if err == nil {
 		err = ask.Decode(socket, path, b, &node)
@@ -123,7 +122,7 @@ func tell(ctx context.Context, method, socket string, within time.Duration) (sou
 	if err != nil {
 		return 0, fmt.Errorf("drain: sidecar: %w", err)
 	}
-	return node.Sources, nil
+	return node.SourceLeases, nil
 }
 
 // look returns why the engine is not idle.

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
 )
@@ -96,13 +97,7 @@ const maxWorkers = 1024
 func ParseEngine(name, engine string, r io.Reader) (*Engine, error) {
 	reg := parseblock.Default()
 	var engines []string
-	var reply struct {
-		Workers []struct {
-			Name   string `json:"name"`
-			Engine string `json:"engine"`
-			Layout []byte `json:"layout"` // as registered, msgpack
-		} `json:"workers"`
-	}
+	var reply nodeapi.Layouts
 	if err := json.NewDecoder(r).Decode(&reply); err != nil {
 		return nil, fmt.Errorf("%s: %w", name, err)
 	}

@@ -7,9 +7,8 @@ import (
 	"slices"
 )
 
-// part is drawn in one color: the cells of a plane, or the K or the V in them.
+// part is drawn with one letter: the cells of a plane, or the K or the V in them.
 type part struct {
-	role string
 	at   uint64 // of the first cell, in the page
 	cell uint64
 	axes []partAxis // axes of more than one element, the widest stride first
@@ -31,7 +30,7 @@ func (p *Plane) part() part {
 	case p.RowTokens > 1:
 		row = "entry"
 	}
-	out := part{role: p.Role, at: p.Offset, cell: p.CellBytes}
+	out := part{at: p.Offset, cell: p.CellBytes}
 	for _, a := range []partAxis{{"column", uint64(p.Cols), p.ColStride}, {head, uint64(p.Heads),
 		p.HeadStride},
 		{row, uint64(p.Rows / max(p.Tiles, 1)), p.RowStride}, {"kernel page", uint64(p.Tiles),
@@ -52,9 +51,9 @@ func (p *Page) parts() (out []part) {
 	for i := range p.Planes {
 		k := p.Planes[i].part()
 		if p.Planes[i].halves() {
-			k.role, k.cell = "k", k.cell/2
+			k.cell /= 2
 			v := k
-			v.role, v.at = "v", k.at+k.cell
+			v.at = k.at + k.cell
 			out = append(out, k, v)
 			continue
 		}
@@ -111,7 +110,6 @@ func descend(axes []partAxis, at, piece uint64, in extent, yield func(extent)) {
 type window struct {
 	name   string // of what it shows
 	places []extent
-	unit   partAxis // its division; n is 0 without one
 }
 
 func (w *window) bytes() (n uint64) {
@@ -119,25 +117,6 @@ func (w *window) bytes() (n uint64) {
 		n += e.hi - e.lo
 	}
 	return n
-}
-
-// divisions yields the bytes of a place at which units of a window begin, each with its number.
-func (w *window) divisions(place extent, parts []part, yield func(number, at uint64)) {
-	var begun []uint64
-	for i := range parts {
-		p := &parts[i]
-		if p.at < place.lo || p.at >= place.hi || !slices.Contains(p.axes, w.unit) ||
-			slices.ContainsFunc(begun, func(at uint64) bool {
-				return p.at >= at &&
-					p.at-at < w.unit.stride
-			}) {
-			continue // V beside its K has the same units
-		}
-		begun = append(begun, p.at)
-		for k := range w.unit.n {
-			yield(k, p.at+k*w.unit.stride)
-		}
-	}
 }
 
 // maxBars bounds the bars of a page.
@@ -160,9 +139,8 @@ func windows(p *Page, parts []part) []window {
 	out := []window{page}
 	first := &parts[0]
 	for _, a := range first.axes {
-		out[len(out)-1].unit = a
 		next := extent{first.at, first.at + a.stride}
-		if len(out) == maxBars || coloursIn(parts, next) < 2 {
+		if len(out) == maxBars || partsIn(parts, next) < 2 {
 			break
 		}
 		out = append(out, window{name: a.name + " 0", places: []extent{next}})
@@ -170,8 +148,8 @@ func windows(p *Page, parts []part) []window {
 	return out
 }
 
-// coloursIn counts the parts with bytes in a place.
-func coloursIn(parts []part, place extent) (n int) {
+// partsIn counts the parts with bytes in a place.
+func partsIn(parts []part, place extent) (n int) {
 	for i := range parts {
 		has := false
 		parts[i].extents(place, place.hi-place.lo, func(extent, float64) { has = true })
@@ -180,57 +158,4 @@ func coloursIn(parts []part, place extent) (n int) {
 		}
 	}
 	return n
-}
-
-// segment is bytes of a place that belong to the same parts.
-type segment struct {
-	extent
-	roles []string
-	gaps  bool // partly unused
-}
-
-// segments divides a place where its set of parts changes, no finer than fine bytes.
-func segments(parts []part, place extent, fine uint64) (out []segment) {
-	type edge struct {
-		at    uint64
-		part  int
-		share float64 // of a part that begins; negative: that ends
-	}
-	var edges []edge
-	for i := range parts {
-		parts[i].extents(place, fine, func(e extent, share float64) {
-			edges = append(edges, edge{e.lo, i, share}, edge{e.hi, i, -share})
-		})
-	}
-	slices.SortFunc(edges, func(a, b edge) int {
-		return cmp.Or(cmp.Compare(a.at, b.at),
-			cmp.Compare(a.share, b.share))
-	})
-	open, shares := make([]int, len(parts)), make([]float64, len(parts))
-	for i, e := range edges {
-		if k := i - 1; k >= 0 && edges[k].at < e.at {
-			s := segment{extent: extent{edges[k].at, e.at}}
-			all := 0.0
-			for p := range parts {
-				if open[p] > 0 {
-					s.roles = append(s.roles, parts[p].role)
-					all += shares[p]
-				}
-			}
-			s.gaps = all < 0.995
-			if last := len(out) - 1; last >= 0 && len(s.roles) > 1 && out[last].hi == s.lo &&
-				out[last].gaps == s.gaps && slices.Equal(out[last].roles, s.roles) {
-				out[last].hi = s.hi
-			} else if len(s.roles) > 0 {
-				out = append(out, s)
-			}
-		}
-		if e.share > 0 {
-			open[e.part]++
-			shares[e.part] = e.share
-		} else {
-			open[e.part]--
-		}
-	}
-	return out
 }

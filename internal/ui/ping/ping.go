@@ -26,6 +26,7 @@ import (
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/control/peer/rpc"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/ui/ask"
 )
 
@@ -53,28 +54,8 @@ type Report struct {
 	RTT      []float64 `json:"rtt_seconds"`
 	MTU      int       `json:"mtu_bytes,omitempty"` // of the path, as this host's kernel has it
 	// what the local sidecar has learned; nil if none runs or has met the peer
-	Rails []Rail `json:"rails"`
-	Local string `json:"local,omitempty"` // why Rails is empty
-}
-
-// Rail is a rail pair from the local sidecar to the peer.
-type Rail struct {
-	Transport string  `json:"transport"`
-	Local     string  `json:"local"`
-	Remote    string  `json:"remote"`
-	State     string  `json:"state"`
-	Lanes     int     `json:"lanes"`
-	Rate      float64 `json:"bytes_per_second"`
-	Samples   int     `json:"samples"`
-	Delay     float64 `json:"least_delay_seconds"`
-}
-
-type known struct {
-	Boot     string `json:"boot"`
-	Node     string `json:"node"`
-	Endpoint string `json:"endpoint"`
-	Claimed  string `json:"claimed"`
-	Links    []Rail `json:"links"`
+	Rails []nodeapi.Link `json:"rails"`
+	Local string         `json:"local,omitempty"` // why Rails is empty
 }
 
 // Run pings the peer.
@@ -82,7 +63,7 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	peers, local := localPeers(ctx, o.Config)
 	r := &Report{Endpoint: o.Peer, Secured: o.Config.Secured()}
 	if _, _, err := net.SplitHostPort(o.Peer); err != nil {
-		i := slices.IndexFunc(peers, func(p known) bool { return p.Node == o.Peer })
+		i := slices.IndexFunc(peers, func(p nodeapi.PeerLinks) bool { return p.Node == o.Peer })
 		if i < 0 {
 			if local == nil {
 				local = errors.New("the local sidecar has no peer of that name")
@@ -166,13 +147,11 @@ func load(c *config.Config) (*keys.Credentials, error) {
 }
 
 // localPeers are the peers that the sidecar of this host has met, or why there are none.
-func localPeers(ctx context.Context, c *config.Config) ([]known, error) {
+func localPeers(ctx context.Context, c *config.Config) ([]nodeapi.PeerLinks, error) {
 	if c.HTTP.Listen == config.Off {
 		return nil, errors.New("http.listen is off: name that of the local sidecar with --http")
 	}
-	var links struct {
-		Peers []known `json:"peers"`
-	}
+	var links nodeapi.Links
 	if err := ask.JSON(ctx, c.HTTP.Listen, "/v1/links", &links); err != nil {
 		return nil, err
 	}

@@ -16,6 +16,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/ui/ask"
 )
 
@@ -30,7 +31,7 @@ type Client struct {
 }
 
 // show reads the state of the store.
-func (c *Client) show(ctx context.Context) (s state, b []byte, err error) {
+func (c *Client) show(ctx context.Context) (s nodeapi.Store, b []byte, err error) {
 	const path = "/v1/store"
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -58,43 +59,6 @@ func (c *Client) ask(ctx context.Context, method, path string, q url.Values, to 
 		return nil, fmt.Errorf("store: %w", err)
 	}
 	return b, nil
-}
-
-// state is /v1/store.
-type state struct {
-	Tiers      []tier      `json:"tiers"`
-	Namespaces []namespace `json:"namespaces"`
-	Misses     uint64      `json:"misses"`
-	Stored     uint64      `json:"stored"`
-	Existed    uint64      `json:"existed"`
-	Refused    uint64      `json:"refused"`
-	Damaged    uint64      `json:"damaged"`
-	Pinned     uint64      `json:"pinned_bytes"`
-	Drained    bool        `json:"drained"`
-}
-
-type tier struct {
-	Name        string `json:"name"`
-	Pages       uint64 `json:"pages"`
-	Bytes       uint64 `json:"bytes"`
-	Capacity    uint64 `json:"capacity_bytes"`
-	Hits        uint64 `json:"hits"`
-	Evicted     uint64 `json:"evicted"`
-	EvictionAge int64  `json:"eviction_age_ms"`
-	Gets        uint64 `json:"gets"`
-	GetUS       uint64 `json:"get_us"`
-	Removed     uint64 `json:"removed_bytes"`
-	Problem     string `json:"problem"`
-}
-
-type namespace struct {
-	ID         string `json:"id"`
-	Weights    string `json:"weights"`
-	DType      string `json:"dtype"`
-	PageTokens int    `json:"page_tokens"`
-	PageBytes  int    `json:"page_bytes"`
-	Pools      int    `json:"pools"`
-	Private    bool   `json:"private"`
 }
 
 // raw prints an answer as it came.
@@ -125,10 +89,7 @@ func (c *Client) List(ctx context.Context) error {
 func (c *Client) Keys(ctx context.Context, namespace, tier string, first uint32, most int) error {
 	q := url.Values{"namespace": {namespace}, "tier": {tier}, "first": {fmt.Sprint(first)},
 		"most": {fmt.Sprint(most)}}
-	var a struct {
-		Keys []string `json:"keys"`
-		Next uint32   `json:"next"`
-	}
+	var a nodeapi.StoreKeys
 	b, err := c.ask(ctx, http.MethodGet, "/v1/store/keys", q, &a)
 	if err != nil || c.JSON {
 		return errors.Join(err, c.raw(b))
@@ -149,14 +110,7 @@ var ErrNoPage = errors.New("store: the page was not read")
 
 // Verify has the sidecar read a page and compare it with its checksum.
 func (c *Client) Verify(ctx context.Context, namespace, key string) error {
-	var a struct {
-		Outcome string `json:"outcome"`
-		Tier    string `json:"tier"`
-		Bytes   uint64 `json:"bytes"`
-		CRC32C  string `json:"crc32c"`
-		TookUS  int64  `json:"took_us"`
-		Problem string `json:"problem"`
-	}
+	var a nodeapi.StoreVerified
 	b, err := c.ask(ctx, http.MethodGet, "/v1/store/verify",
 		url.Values{"namespace": {namespace}, "key": {key}}, &a)
 	if err != nil {
@@ -184,15 +138,7 @@ var ErrUnconfirmed = errors.New("store: not all nodes have removed the namespace
 
 // Remove has the sidecar remove a namespace from all members.
 func (c *Client) Remove(ctx context.Context, namespace string, unknown bool) error {
-	var a struct {
-		Confirmed int `json:"confirmed"`
-		Members   []struct {
-			Node      string `json:"node"`
-			Boot      string `json:"boot"`
-			Confirmed bool   `json:"confirmed"`
-			Problem   string `json:"problem"`
-		} `json:"members"`
-	}
+	var a nodeapi.StoreRemoved
 	b, err := c.ask(ctx, http.MethodPost, "/v1/store/remove",
 		url.Values{"namespace": {namespace}, "unknown": {strconv.FormatBool(unknown)}}, &a)
 	if err != nil {
@@ -220,11 +166,7 @@ func (c *Client) Remove(ctx context.Context, namespace string, unknown bool) err
 // Drain has the sidecar take no more pages, and returns once all that it has are durable.
 func (c *Client) Drain(ctx context.Context) error {
 	for {
-		var a struct {
-			Drained bool   `json:"drained"`
-			Durable bool   `json:"durable"`
-			Problem string `json:"problem"`
-		}
+		var a nodeapi.StoreDrained
 		b, err := c.ask(ctx, http.MethodPost, "/v1/store/drain", nil, &a)
 		switch {
 		case ctx.Err() != nil:

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/store/disk"
 )
@@ -72,7 +73,7 @@ func TestPrints(t *testing.T) {
 	}
 	c.JSON = true
 	out.Reset()
-	var got state
+	var got nodeapi.Store
 	if err := c.Stat(t.Context()); err != nil || json.Unmarshal([]byte(out.String()), &got) != nil ||
 		len(got.Tiers) != 3 {
 		t.Errorf("%v: %s", err, out)

@@ -13,6 +13,7 @@ import (
 	"time"
 	"unicode"
 
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/store/disk"
 )
 
@@ -35,7 +36,7 @@ func row(t *tabwriter.Writer, format string, args ...any) {
 
 func mib(n uint64) string { return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20)) }
 
-func (c *Client) stat(s *state) error {
+func (c *Client) stat(s *nodeapi.Store) error {
 	var b strings.Builder
 	t := table(&b)
 	row(t, "TIER\tPAGES\tBYTES\tCAPACITY\tHITS\tEVICTED\tEVICTION AGE\tMEAN GET\tPROBLEM")
@@ -46,7 +47,7 @@ func (c *Client) stat(s *state) error {
 		}
 		age := "-"
 		if x.Evicted > 0 {
-			age = (time.Duration(x.EvictionAge) * time.Millisecond).String()
+			age = (time.Duration(x.EvictionAgeMS) * time.Millisecond).String()
 		}
 		row(t, "%s\t%d\t%s\t%s\t%d\t%d\t%s\t%s\t%s", shown(x.Name), x.Pages, mib(x.Bytes),
 			mib(x.Capacity), x.Hits, x.Evicted, age, mean, shown(x.Problem))
@@ -70,7 +71,7 @@ func (c *Client) stat(s *state) error {
 	return err
 }
 
-func (c *Client) namespaces(s *state) error {
+func (c *Client) namespaces(s *nodeapi.Store) error {
 	t := table(c.Out)
 	row(t, "NAMESPACE\tWEIGHTS\tDTYPE\tPAGE TOKENS\tPAGE BYTES\tPOOLS\tPRIVATE")
 	for _, x := range s.Namespaces {

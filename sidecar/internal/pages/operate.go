@@ -11,8 +11,8 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/sys/mem"
-	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/page"
 )
@@ -101,7 +101,8 @@ func (s *Service) hold(id page.ID) (*namespace, func(), error) {
 }
 
 // Keys lists keys of pages of a namespace.
-func (s *Service) Keys(id [32]byte, tier string, first uint32, most int) (*web.StoreKeys, error) {
+func (s *Service) Keys(id [32]byte, tier string, first uint32, most int) (*nodeapi.StoreKeys,
+	error) {
 	t, ok := map[string]store.Tier{"memory": store.Memory, "disk": store.Disk}[tier]
 	if !ok {
 		return nil, &store.RequestError{Field: "tier", Problem: fmt.Sprintf("%q", tier),
@@ -116,7 +117,7 @@ func (s *Service) Keys(id [32]byte, tier string, first uint32, most int) (*web.S
 	if err != nil {
 		return nil, err
 	}
-	out := &web.StoreKeys{Keys: make([]string, len(keys)), Next: next}
+	out := &nodeapi.StoreKeys{Keys: make([]string, len(keys)), Next: next}
 	for i := range keys {
 		out.Keys[i] = hex.EncodeToString(keys[i][:])
 	}
@@ -126,7 +127,7 @@ func (s *Service) Keys(id [32]byte, tier string, first uint32, most int) (*web.S
 // RemoveNamespace forgets all pages of a namespace, on all nodes. unknown: this node need not have
 // any, nor an engine that uses it.
 func (s *Service) RemoveNamespace(ctx context.Context, id [32]byte, unknown bool) (
-	*web.StoreRemoved, error) {
+	*nodeapi.StoreRemoved, error) {
 	if !unknown && !s.o.Store.Has(id) {
 		return nil, &store.RequestError{Field: "namespace", Problem: page.ID(id).String() + " is not " +
 			"open on this node, and its disks have no pages of it", Remedy: "name one that 'kvspray " +
@@ -136,12 +137,12 @@ func (s *Service) RemoveNamespace(ctx context.Context, id [32]byte, unknown bool
 	if err != nil {
 		return nil, err
 	}
-	out := &web.StoreRemoved{Namespace: hex.EncodeToString(id[:])}
+	out := &nodeapi.StoreRemoved{Namespace: hex.EncodeToString(id[:])}
 	for _, m := range states {
 		if m.Confirmed {
 			out.Confirmed++
 		}
-		out.Members = append(out.Members, web.StoreMember{Node: m.Node, Boot: m.Boot.String(),
+		out.Members = append(out.Members, nodeapi.StoreMember{Node: m.Node, Boot: m.Boot.String(),
 			Confirmed: m.Confirmed, Problem: m.Problem})
 	}
 	return out, nil
@@ -159,7 +160,7 @@ var tierNames = map[store.Tier]string{store.Memory: "memory", store.Disk: "disk"
 // Verify reads a page as a get does, which compares it with its checksum, and returns the checksum
 // of what was read. A damaged copy is reported also where another tier has replaced it. The
 // bytes stay here: they are a tenant's text.
-func (s *Service) Verify(ctx context.Context, id, key [32]byte) (*web.StoreVerified,
+func (s *Service) Verify(ctx context.Context, id, key [32]byte) (*nodeapi.StoreVerified,
 	error) {
 	if !s.verifying.TryLock() {
 		return nil, errVerifying
@@ -195,7 +196,7 @@ func (s *Service) Verify(ctx context.Context, id, key [32]byte) (*web.StoreVerif
 		<-b.Done() // before its memory goes
 	}
 	r := b.Results()[0]
-	out := &web.StoreVerified{Outcome: outcomeNames[r.Outcome],
+	out := &nodeapi.StoreVerified{Outcome: outcomeNames[r.Outcome],
 		TookUS: time.Since(began).Microseconds()}
 	if r.Err != nil {
 		out.Problem = r.Err.Error()

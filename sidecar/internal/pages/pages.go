@@ -25,10 +25,10 @@ import (
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/removals"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
-	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/page"
 )
@@ -356,15 +356,15 @@ func (s *Service) Remove(w *engines.Worker, id page.ID) (out connector.Removed, 
 }
 
 // Namespaces returns the namespaces that engines have open, by id, and the bytes that are pinned.
-func (s *Service) Namespaces() (out []web.StoreNamespace, bytes uint64) {
+func (s *Service) Namespaces() (out []nodeapi.StoreNamespace, bytes uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for id, ns := range s.namespaces {
-		out = append(out, web.StoreNamespace{ID: id.String(), Weights: ns.of.Weights, DType: ns.of.DType,
-			Layout: ns.of.Layout, Adapter: ns.of.Adapter, PageTokens: ns.of.PageTokens,
+		out = append(out, nodeapi.StoreNamespace{ID: id.String(), Weights: ns.of.Weights,
+			DType: ns.of.DType, Layout: ns.of.Layout, Adapter: ns.of.Adapter, PageTokens: ns.of.PageTokens,
 			PageBytes: ns.of.PageBytes, Pools: ns.users, Private: ns.of.Secret != nil})
 	}
-	slices.SortFunc(out, func(a, b web.StoreNamespace) int { return cmp.Compare(a.ID, b.ID) })
+	slices.SortFunc(out, func(a, b nodeapi.StoreNamespace) int { return cmp.Compare(a.ID, b.ID) })
 	for _, n := range s.pinned.bytes {
 		bytes += n
 	}

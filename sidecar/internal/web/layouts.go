@@ -5,23 +5,11 @@ import (
 	"slices"
 
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 )
 
-// layoutsView is /v1/layouts: the registered layouts, for `kvspray layout`. Ranks of an engine are
-// in order.
-type layoutsView struct {
-	Workers []layoutView `json:"workers"`
-}
-
-type layoutView struct {
-	Name   string `json:"name"`
-	Engine string `json:"engine"` // its kind and id
-	Rank   string `json:"rank"`   // within the engine
-	Layout []byte `json:"layout"` // msgpack, docs/protocol.md section 3
-}
-
-func (w *Server) layouts() layoutsView {
-	v := layoutsView{Workers: []layoutView{}}
+func (w *Server) layouts() nodeapi.Layouts {
+	v := nodeapi.Layouts{Workers: []nodeapi.Layout{}}
 	workers := w.o.Workers()
 	slices.SortFunc(workers, func(a, b *engines.Worker) int {
 		return cmp.Or(cmp.Compare(a.Place.Engine, b.Place.Engine), cmp.Compare(a.Place.PP, b.Place.PP),
@@ -33,7 +21,7 @@ func (w *Server) layouts() layoutsView {
 		}
 		// Marshal refuses only layouts longer than a registration can be.
 		if b, err := x.Layout.Marshal(); err == nil {
-			v.Workers = append(v.Workers, layoutView{Name: x.Name, Engine: x.Place.Engine,
+			v.Workers = append(v.Workers, nodeapi.Layout{Name: x.Name, Engine: x.Place.Engine,
 				Rank: x.Place.Rank(), Layout: b})
 		}
 	}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/gpu"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
 )
 
@@ -30,16 +31,16 @@ var pageScript string
 
 // Live is an event of /v1/live: what the page shows.
 type Live struct {
-	Node
-	At       time.Time       `json:"at"`
-	Leases   exec.View       `json:"leases"`
-	Totals   Totals          `json:"totals"`
-	Rails    []Rail          `json:"rails"`
-	Peers    []PeerReach     `json:"peers"` // the first maxPagePeers
-	AllPeers int             `json:"all_peers"`
-	Links    []gpu.PathState `json:"gpu_links"`
-	Store    *Store          `json:"store,omitempty"`
-	Recent   []trace.Ended   `json:"recent"` // newest first
+	nodeapi.Node
+	At       time.Time           `json:"at"`
+	Leases   exec.View           `json:"leases"`
+	Totals   nodeapi.Totals      `json:"totals"`
+	Rails    []nodeapi.Rail      `json:"rails"`
+	Peers    []nodeapi.PeerReach `json:"peers"` // the first maxPagePeers
+	AllPeers int                 `json:"all_peers"`
+	Links    []gpu.PathState     `json:"gpu_links"`
+	Store    *nodeapi.Store      `json:"store,omitempty"`
+	Recent   []trace.Ended       `json:"recent"` // newest first
 }
 
 func (w *Server) live() Live {

@@ -5,46 +5,15 @@ import (
 	"cmp"
 	"slices"
 
-	"github.com/kvspray/kvspray/control/route"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
 
-// Reach is /v1/reach: the lanes between local rails and each peer's rails, by transport, with
-// reasons for missing ones.
-type Reach struct {
-	Node  string      `json:"node"`
-	Boot  string      `json:"boot"`
-	Peers []PeerReach `json:"peers"` // by endpoint
-}
-
-// PeerReach has the rail pairs to one peer.
-type PeerReach struct {
-	Boot string `json:"boot"`
-	Node string `json:"node"` // its own name
-	// address at which this node reached it; empty if it connected to this node
-	Endpoint string `json:"endpoint"`
-	Claimed  string `json:"claimed"` // endpoint that it announced
-	// this node opens the lanes and has the reasons; of two nodes it is the one with the lower boot
-	Dials bool        `json:"dials"`
-	Pairs []PairReach `json:"pairs"` // in the order of preference
-}
-
-// PairReach is one rail pair.
-type PairReach struct {
-	Transport string     `json:"transport"`
-	Kind      route.Kind `json:"kind"`
-	Local     string     `json:"local"`
-	Remote    string     `json:"remote"`
-	Lanes     int        `json:"lanes"`
-	Why       string     `json:"why,omitempty"`  // reason without a lane
-	Idle      bool       `json:"idle,omitempty"` // no lane, because no request needs one
-}
-
 // Reach combines routes, lanes, and the results of the last tries. It omits this node, which is its
 // own peer.
-func (w *Server) Reach() Reach {
-	v := Reach{Node: w.o.Node, Boot: w.o.Boot.String(), Peers: []PeerReach{}}
+func (w *Server) Reach() nodeapi.Reach {
+	v := nodeapi.Reach{Node: w.o.Node, Boot: w.o.Boot.String(), Peers: []nodeapi.PeerReach{}}
 	type pair struct {
 		peer                     transfer.Boot
 		transport, local, remote string
@@ -58,11 +27,12 @@ func (w *Server) Reach() Reach {
 		if r.Boot == w.o.Boot {
 			continue
 		}
-		p := PeerReach{Boot: r.Boot.String(), Node: r.Node, Endpoint: r.Endpoint, Claimed: r.Claimed,
-			Dials: bytes.Compare(w.o.Boot[:], r.Boot[:]) <= 0, Pairs: []PairReach{}}
+		p := nodeapi.PeerReach{Boot: r.Boot.String(), Node: r.Node, Endpoint: r.Endpoint,
+			Claimed: r.Claimed, Dials: bytes.Compare(w.o.Boot[:], r.Boot[:]) <= 0,
+			Pairs: []nodeapi.PairReach{}}
 		for _, c := range w.o.Peers.Routes(r.Boot) {
-			x := PairReach{Transport: c.Transport, Kind: c.Kind, Local: c.Local, Remote: c.Remote,
-				Lanes: lanes[pair{r.Boot, c.Transport, c.Local, c.Remote}], Why: c.Why}
+			x := nodeapi.PairReach{Transport: c.Transport, Kind: string(c.Kind), Local: c.Local,
+				Remote: c.Remote, Lanes: lanes[pair{r.Boot, c.Transport, c.Local, c.Remote}], Why: c.Why}
 			if x.Lanes > 0 {
 				x.Why = ""
 			} else if x.Why == "" {
@@ -77,7 +47,7 @@ func (w *Server) Reach() Reach {
 		}
 		v.Peers = append(v.Peers, p)
 	}
-	slices.SortFunc(v.Peers, func(a, b PeerReach) int {
+	slices.SortFunc(v.Peers, func(a, b nodeapi.PeerReach) int {
 		return cmp.Or(cmp.Compare(a.Endpoint, b.Endpoint), cmp.Compare(a.Boot, b.Boot))
 	})
 	return v

@@ -2,12 +2,16 @@
 
 package web
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/kvspray/kvspray/internal/nodeapi"
+)
 
 // A drained store is durable by its own disks and object store, not by other nodes.
 func TestDurable(t *testing.T) {
 	for lower, want := range map[string]bool{"peer": false, "disk": true, "object": true} {
-		if got := durable([]StoreTier{{Name: "memory"}, {Name: lower}}); got != want {
+		if got := durable([]nodeapi.StoreTier{{Name: "memory"}, {Name: lower}}); got != want {
 			t.Errorf("memory and %s: %v", lower, got)
 		}
 	}

@@ -28,6 +28,7 @@ import (
 	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/httpgate"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/page"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/transfer"
@@ -51,15 +52,15 @@ type Options struct {
 	Driver        *driver.Driver
 	Life          Life
 	Peers         Peers
-	Rails         func() []Rail
-	Totals        func() Totals
+	Rails         func() []nodeapi.Rail
+	Totals        func() nodeapi.Totals
 	Links         func() []gpu.PathState
 	Executors     func() []policy.RouteState
 	Workers       func() []*engines.Worker
 	Transports    func() []string
-	Store         func() *Store     // nil: the node has none
-	StoreCalls    func() StoreCalls // likewise
-	Problems      func() []string   // for Node.Problems
+	Store         func() *nodeapi.Store // nil: the node has none
+	StoreCalls    func() StoreCalls     // likewise
+	Problems      func() []string       // for Node.Problems
 	Recent        func() []trace.Ended
 }
 

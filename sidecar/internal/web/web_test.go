@@ -19,6 +19,7 @@ import (
 
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/httpgate"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
@@ -37,17 +38,17 @@ func (a *asked) SourceLeases() int      { return 0 }
 func (a *asked) Endpoint() string       { return "" }
 
 func (a *asked) Drain(context.Context) error { a.calls++; return nil }
-func (a *asked) Keys([32]byte, string, uint32, int) (*StoreKeys, error) {
+func (a *asked) Keys([32]byte, string, uint32, int) (*nodeapi.StoreKeys, error) {
 	a.calls++
-	return &StoreKeys{}, nil
+	return &nodeapi.StoreKeys{}, nil
 }
-func (a *asked) Verify(context.Context, [32]byte, [32]byte) (*StoreVerified, error) {
+func (a *asked) Verify(context.Context, [32]byte, [32]byte) (*nodeapi.StoreVerified, error) {
 	a.calls++
-	return &StoreVerified{}, nil
+	return &nodeapi.StoreVerified{}, nil
 }
-func (a *asked) RemoveNamespace(context.Context, [32]byte, bool) (*StoreRemoved, error) {
+func (a *asked) RemoveNamespace(context.Context, [32]byte, bool) (*nodeapi.StoreRemoved, error) {
 	a.calls++
-	return &StoreRemoved{}, nil
+	return &nodeapi.StoreRemoved{}, nil
 }
 
 // node is a server whose parts count what reaches them.
@@ -56,7 +57,8 @@ func node() (*Server, *asked) {
 	return New(Options{Gather: prometheus.NewRegistry(), Life: a, Hosts: []string{"Node-1",
 		"*.engines.example."}, Log: slog.New(slog.DiscardHandler),
 		Transports: func() []string { return nil }, Workers: func() []*engines.Worker { return nil },
-		Store: func() *Store { return &Store{} }, StoreCalls: func() StoreCalls { return a },
+		Store:      func() *nodeapi.Store { return &nodeapi.Store{} },
+		StoreCalls: func() StoreCalls { return a },
 	}), a
 }
 

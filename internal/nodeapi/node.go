@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package nodeapi has the answers of a sidecar's HTTP port and admin socket, which commands, router
+// and placement read. Package debug below it has /debug/state, which contains views of the parts of
+// a sidecar.
+//
+// Plain values, no goroutine.
+package nodeapi
+
+// Node is /v1/node, the description for routers.
+type Node struct {
+	Node       string   `json:"node"`
+	Boot       string   `json:"boot"`
+	Version    string   `json:"version"`
+	Endpoint   string   `json:"endpoint"`
+	Transports []string `json:"transports"`
+	Sessions   []string `json:"sessions"` // registered engine workers
+	Ready      bool     `json:"ready"`
+	Draining   bool     `json:"draining"`
+	Leaving    bool     `json:"leaving"` // routers choose other engines
+	// LeavingSeconds is how long Leaving still lasts without a renewal, rounded up.
+	LeavingSeconds int `json:"leaving_seconds"`
+	// SourceLeases are those of engines: blocks that wait to be fetched
+	SourceLeases int `json:"source_leases"`
+	// Problems need an operator, or end by themselves; kvspray status and doctor show them.
+	Problems []string `json:"problems"`
+}
+
+// Totals are counts since the node's start.
+type Totals struct {
+	Transfers map[string]uint64 // by outcome
+	Bytes     map[string]uint64 // by transport
+}
+
+// Lane is a lane of a node.
+type Lane struct {
+	Lane      uint64 `json:"lane"`
+	Peer      string `json:"peer"`
+	Transport string `json:"transport"`
+	Local     string `json:"local"`
+	Remote    string `json:"remote"`
+}
+
+// Rail is a local rail in /debug/state.
+type Rail struct {
+	Transport string  `json:"transport"`
+	Rail      string  `json:"rail"`
+	Address   string  `json:"address"`
+	Interface string  `json:"interface,omitempty"`
+	Gbps      float64 `json:"gbps,omitempty"`
+	MTU       int     `json:"mtu,omitempty"`
+	NUMA      int     `json:"numa"`
+	Down      bool    `json:"down"`
+	Auto      bool    `json:"auto"` // by a pattern
+}
+
+// Layouts is /v1/layouts: the registered layouts, for `kvspray layout`. Ranks of an engine are in
+// order.
+type Layouts struct {
+	Workers []Layout `json:"workers"`
+}
+
+// Layout is that of one worker.
+type Layout struct {
+	Name   string `json:"name"`
+	Engine string `json:"engine"` // its kind and id
+	Rank   string `json:"rank"`   // within the engine
+	Layout []byte `json:"layout"` // msgpack, docs/protocol.md section 3
+}
