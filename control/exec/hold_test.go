@@ -287,6 +287,27 @@ func TestCanceledWhileTheSourceRestarts(t *testing.T) {
 	}
 }
 
+// A query may wait for its prefill for longer than the match timeout, and so does the decline of its
+// request.
+func TestDeclineOutlastsItsQuery(t *testing.T) {
+	s, p, d, pw, _ := pair(t, 21, 0)
+	d.event(func() {
+		d.ex.Await(s.now, 1, engines.Await{Session: decodeSession, Key: testKey(1, 1), Peer: "p:1",
+			TTL: 60 * sec})
+	})
+	s.rest(sec)
+	d.event(func() {
+		d.ex.Decline(s.now, engines.Decline{Boot: transfer.Boot{99}, World: 1, Key: testKey(1, 1),
+			Peer: "p:1", Reason: "the client left"})
+	})
+	s.rest(20 * sec)
+	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+	p.steps(src)
+	p.hold(pw, 1)
+	s.until("the source's end", sec, func() bool { return src.done != nil })
+	wantStatus(t, src, engines.StatusCancelled)
+}
+
 // Samples of one request share a query: the end of one leaves it to the others.
 func TestOneSampleOfTwoIsCanceled(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 21, 0)
@@ -323,6 +344,28 @@ func TestEqualPromptsThatNobodyFetches(t *testing.T) {
 	wantStatus(t, dst, engines.StatusOK)
 	s.until("the other's end", core.DefaultMatchTimeout, func() bool { return second.done != nil })
 	wantStatus(t, second, engines.StatusExpired)
+}
+
+// Samples of a request share a lease, and each may stand in the queue for long.
+func TestSamplesOfALongQueue(t *testing.T) {
+	for _, sessions := range []uint64{1, 2} {
+		s, p, d, pw, dw := pair(t, 21, 0)
+		for i := range sessions {
+			d.ask(1+i, decodeSession+i, testKey(1, 1), "p:1")
+		}
+		s.rest(100 * time.Millisecond)
+		src := p.intent(pw, 1, testKey(1, 1), 64, 2, 30*sec)
+		p.steps(src)
+		p.hold(pw, 1)
+		s.rest(sec)
+		first := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
+		s.rest(15 * sec)
+		second := d.expect(dw, 2, testKey(1, 1), "p:1", 64, 0, 30*sec)
+		s.until("both", sec, func() bool { return src.done != nil && second.done != nil })
+		wantStatus(t, first, engines.StatusOK)
+		wantStatus(t, second, engines.StatusOK)
+		wantStatus(t, src, engines.StatusOK)
+	}
 }
 
 // A request that is refused waits for nothing.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
@@ -50,9 +51,21 @@ func (mt *Matcher) onDecline(now Instant, p *lanes.Peer, g lease.GrantID, m *pee
 	q := &pending{peer: p, key: k, decline: &decline{id: g, team: lease.TeamID(m.Team),
 		size: int(m.TeamSize), why: why, freed: map[string]bool{}}}
 	if !mt.settleDecline(now, q) {
-		mt.wait(now, q, 0)
+		mt.wait(now, q, mt.queried(now, p, k))
 	}
 	return nil
+}
+
+// queried is for how many milliseconds queries of a peer for a key still wait for its intent, if
+// that is longer than the match timeout: the decline of their request has to be there, too.
+func (mt *Matcher) queried(now Instant, p *lanes.Peer, k transfer.Key) uint32 {
+	last := now + mt.Cfg.MatchTimeout
+	for q := range mt.pending.byPeer[p.Boot] {
+		if q.in == nil && q.decline == nil && q.key.Xfer == k.Xfer && (q.key == k || whole(k)) {
+			last = max(last, q.end)
+		}
+	}
+	return uint32((last - now) / time.Millisecond)
 }
 
 // whole reports whether a key stands for every prompt of its transfer: no prompt has a hash of
@@ -91,6 +104,7 @@ func (mt *Matcher) settleDecline(now Instant, q *pending) bool {
 		case s.Bind(d.id, d.team, d.size) != nil:
 			continue // of another request
 		default:
+			mt.sources.placed(now, s)
 			s.trouble = d.why
 			mt.sources.served(now, s, s.End(d.id, false), engines.StatusCancelled,
 				d.why)

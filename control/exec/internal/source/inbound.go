@@ -172,7 +172,6 @@ func (mt *Matcher) settle(now Instant, in *inboundGrant) bool {
 	if first == nil {
 		return false
 	}
-	mt.sources.asked(now, in.id.Peer, in.key)
 	place := first.ws.Place
 	if string(in.msg.Fingerprint) != string(first.ws.Fingerprint[:]) {
 		// This comes before the reply with ranks: from those the receiver learns only that it cannot
@@ -286,6 +285,7 @@ func (mt *Matcher) bindPart(now Instant, c *partBinding) bool {
 	if s.firstBind == 0 {
 		s.firstBind = now
 	}
+	mt.sources.placed(now, s)
 	c.src = s
 	s.bindings = append(s.bindings, c)
 	switch {
@@ -368,6 +368,9 @@ func (mt *Matcher) refuseFor(now Instant, in *inboundGrant, code peerv1.GrantRep
 	why agreement.Refusal,
 	message string) {
 	mt.refused[why]++
+	if code == peerv1.GrantReply_FINGERPRINT || code == peerv1.GrantReply_PLAN {
+		mt.sources.refusedAll(now, in.peer.Boot, in.key)
+	}
 	mt.out.Send(in.peer.Boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
 		GrantReply: &peerv1.GrantReply{
 			Destination: frame.Lease(in.id.Dest), Code: code, Message: message, Gen: in.msg.Gen}}})

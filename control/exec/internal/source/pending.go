@@ -49,6 +49,7 @@ func (mt *Matcher) wait(now Instant, q *pending, ms uint32) {
 		end, q.gone = graceEnd, true
 	}
 	q.t = timer.New(func(now Instant) { mt.pendingDue(now, q) })
+	q.end = end
 	mt.pending.add(q)
 	mt.Agenda.Arm(q.t, end)
 }

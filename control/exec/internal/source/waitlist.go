@@ -17,6 +17,7 @@ type pending struct {
 	decline *decline
 	token   uint64
 	session uint64       // of the scheduler that asks
+	end     Instant      // of its wait
 	gone    bool         // the key has a tombstone: the answer when the time is over
 	t       *timer.Timer // nil: it does not wait
 }

@@ -105,20 +105,25 @@ func (ss *Table) holdAllOn(now Instant, k transfer.Key) {
 	}
 }
 
-// asked ends the waits of a peer for a key: one of its requests has a place in the queue, and fetches
-// or is refused. It has the match timeout for that, and so have others of the same prompt, for which
-// the engine's own prefix cache suffices.
-func (ss *Table) asked(now Instant, boot transfer.Boot, k transfer.Key) {
-	waited := false
+// placed ends the waits for a key once one lease of it has a receiver in every place: the requests
+// that its intent stands for have come. For other leases of the same prompt, whose requests find it
+// in their engine's prefix cache, the match timeout starts.
+func (ss *Table) placed(now Instant, s *Lease) {
+	if !s.Room(lease.TeamID{}) && len(ss.waits.byKey[s.Key]) > 0 {
+		ss.waits.dropKey(s.Key)
+		ss.holdAllOn(now, s.Key)
+	}
+}
+
+// refusedAll ends the waits of a peer for a key: its engine was refused, and so will be all of its
+// requests.
+func (ss *Table) refusedAll(now Instant, boot transfer.Boot, k transfer.Key) {
 	for w := range ss.waits.byKey[k] {
 		if w.peer == boot {
 			ss.waits.remove(w, k)
-			waited = true
 		}
 	}
-	if waited {
-		ss.holdAllOn(now, k)
-	}
+	ss.holdAllOn(now, k)
 }
 
 // unmatched is why a lease ends that served no receiver.
