@@ -64,7 +64,7 @@
 //
 // # How engines use it
 //
-// Package sidecar/internal/pages serves a store over the engine protocol (docs/protocol-store.md).
+// Package sidecar/internal/pages serves a store over the engine protocol (docs/protocol.md).
 // OPEN becomes a Pool of the worker's registered regions and a Space, which stays open as long as
 // a pool of it. A GET or PUT on the submission ring is one Batch and one lease: at the lease's end
 // the batch is canceled, and the completion waits for its Fence. EXISTS becomes Exists, or Pin for

@@ -27,7 +27,7 @@ def _mac(key: bytes, text: bytes) -> bytes:
 
 
 def key_of(v: dict[str, Any]) -> tuple[str, str]:
-    """What docs/protocol-store.md says, written down a second time."""
+    """What docs/protocol.md, section 5, has, written down a second time."""
     n = v["namespace"]
     key = bytes.fromhex(n["secret"])
     texts = ["page/v1", *(n[k] for k in ("weights", "dtype", "layout", "algorithm", "seed", "adapter"))]

@@ -306,7 +306,7 @@ int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32],
  * The ranks of the config give the number of leases that it stands for. KVS_E_UNSUPPORTED: the sidecar is older. */
 int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason);
 
-/* ---- pages of the store: docs/protocol-store.md ------------------------------------------------------------------------- */
+/* ---- pages of the store: docs/protocol.md section 5 ------------------------------------------------------------------------- */
 
 /* Sends OPEN (11), EXISTS (13) or REMOVE (16). body: a msgpack map without "id". Returns a handle for the answer, or an error:
  * KVS_E_UNSUPPORTED if the sidecar has no store. Opened namespaces belong to the session: after a reconnection they are opened again. */

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MAX_PIECES = 4096  # docs/protocol-store.md
+MAX_PIECES = 4096  # docs/protocol.md, section 5
 
 # What the meaning of a page's bytes depends on, for pools that have it.
 _SHAPE = (

@@ -27,7 +27,7 @@ DEFAULT_MATCH_TIMEOUT_MS = 10_000  # before a sidecar has sent its own
 
 STATUS_NAMES = ("ok", "failed", "cancelled", "expired", "refused", "lost")
 
-# Labels of metrics: outcomes of a page, of docs/protocol-store.md, and the tiers of a hit. Both have
+# Labels of metrics: outcomes of a page, of docs/protocol.md, and the tiers of a hit. Both have
 # "unknown": whether a page is there is decided by PageResult, never by a label.
 PAGE_NAMES = ("unknown", "hit", "miss", "stored", "existed", "busy", "full", "damaged", "canceled", "failed")
 TIER_NAMES = ("unknown", "memory", "disk", "object", "peer")
