@@ -479,7 +479,6 @@ var rules = []rule{
 		ext: []string{extCobra}},
 	{dir: "test/arch", why: "reads source text only"},
 	{dir: "test/rails", why: "tests only: sidecar processes over rails of the kernel, from outside"},
-	{dir: "test/skew", why: "tests only: sidecar processes of several releases, from outside"},
 	{dir: "test/sim", why: "drives production executors over the simulated fabric: the one place " +
 		"that imports both",
 		own: []string{"api/peer/v1", "control/driver", "control/engines", "control/exec", "control/lease",
