@@ -25,9 +25,11 @@ func (l *Layout) Geometry() [32]byte {
 	for gi := range l.Groups {
 		g := &l.Groups[gi]
 		h.num(uint64(g.TokensPerBlock))
-		if g.SameTable { // layouts without it keep the hash that older sidecars compute
-			h.str("same_table")
+		same := uint64(0)
+		if g.SameTable {
+			same = 1
 		}
+		h.num(same)
 		h.str(g.Strategy)
 		keys := shapeParams(g)
 		h.num(uint64(len(keys)))

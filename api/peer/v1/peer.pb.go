@@ -3086,6 +3086,91 @@ func (x *PageRemoved) GetProblem() string {
 	return ""
 }
 
+// Member is the metadata that a sidecar publishes by gossip.
+type Member struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Boot          []byte                 `protobuf:"bytes,1,opt,name=boot,proto3" json:"boot,omitempty"` // 16 bytes
+	Node          string                 `protobuf:"bytes,2,opt,name=node,proto3" json:"node,omitempty"`
+	Endpoint      string                 `protobuf:"bytes,3,opt,name=endpoint,proto3" json:"endpoint,omitempty"` // where it answers to sidecars
+	Release       string                 `protobuf:"bytes,4,opt,name=release,proto3" json:"release,omitempty"`   // of its build, for display
+	Labels        []string               `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty"`     // what it takes part in
+	Engines       []string               `protobuf:"bytes,6,rep,name=engines,proto3" json:"engines,omitempty"`   // that it serves
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Member) Reset() {
+	*x = Member{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Member) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Member) ProtoMessage() {}
+
+func (x *Member) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Member.ProtoReflect.Descriptor instead.
+func (*Member) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *Member) GetBoot() []byte {
+	if x != nil {
+		return x.Boot
+	}
+	return nil
+}
+
+func (x *Member) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+func (x *Member) GetEndpoint() string {
+	if x != nil {
+		return x.Endpoint
+	}
+	return ""
+}
+
+func (x *Member) GetRelease() string {
+	if x != nil {
+		return x.Release
+	}
+	return ""
+}
+
+func (x *Member) GetLabels() []string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+func (x *Member) GetEngines() []string {
+	if x != nil {
+		return x.Engines
+	}
+	return nil
+}
+
 var File_api_peer_v1_peer_proto protoreflect.FileDescriptor
 
 const file_api_peer_v1_peer_proto_rawDesc = "" +
@@ -3340,7 +3425,14 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\vPageRemoved\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x14\n" +
 	"\x05stamp\x18\x02 \x01(\x06R\x05stamp\x12\x18\n" +
-	"\aproblem\x18\x03 \x01(\tR\aproblem2\xde\x01\n" +
+	"\aproblem\x18\x03 \x01(\tR\aproblem\"\x98\x01\n" +
+	"\x06Member\x12\x12\n" +
+	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x12\n" +
+	"\x04node\x18\x02 \x01(\tR\x04node\x12\x1a\n" +
+	"\bendpoint\x18\x03 \x01(\tR\bendpoint\x12\x18\n" +
+	"\arelease\x18\x04 \x01(\tR\arelease\x12\x16\n" +
+	"\x06labels\x18\x05 \x03(\tR\x06labels\x12\x18\n" +
+	"\aengines\x18\x06 \x03(\tR\aengines2\xde\x01\n" +
 	"\x04Peer\x12C\n" +
 	"\x05Hello\x12\x1d.kvspray.peer.v1.HelloRequest\x1a\x1b.kvspray.peer.v1.HelloReply\x12L\n" +
 	"\bDescribe\x12 .kvspray.peer.v1.DescribeRequest\x1a\x1e.kvspray.peer.v1.DescribeReply\x12C\n" +
@@ -3359,7 +3451,7 @@ func file_api_peer_v1_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_api_peer_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
+var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
 var file_api_peer_v1_peer_proto_goTypes = []any{
 	(Admitted_State)(0),     // 0: kvspray.peer.v1.Admitted.State
 	(GrantReply_Code)(0),    // 1: kvspray.peer.v1.GrantReply.Code
@@ -3400,7 +3492,8 @@ var file_api_peer_v1_peer_proto_goTypes = []any{
 	(*PageRemoval)(nil),     // 36: kvspray.peer.v1.PageRemoval
 	(*PageRemovals)(nil),    // 37: kvspray.peer.v1.PageRemovals
 	(*PageRemoved)(nil),     // 38: kvspray.peer.v1.PageRemoved
-	nil,                     // 39: kvspray.peer.v1.Part.TokensByTransportEntry
+	(*Member)(nil),          // 39: kvspray.peer.v1.Member
+	nil,                     // 40: kvspray.peer.v1.Part.TokensByTransportEntry
 }
 var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	3,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
@@ -3432,7 +3525,7 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	11, // 26: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
 	19, // 27: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
 	18, // 28: kvspray.peer.v1.Grant.tiers:type_name -> kvspray.peer.v1.RailTier
-	39, // 29: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
+	40, // 29: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
 	11, // 30: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
 	11, // 31: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
 	1,  // 32: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
@@ -3494,7 +3587,7 @@ func file_api_peer_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_peer_v1_peer_proto_rawDesc), len(file_api_peer_v1_peer_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   37,
+			NumMessages:   38,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
