@@ -473,7 +473,6 @@ var rules = []rule{
 	{dir: "bench/simbench", why: "drives simulated clusters by the flags of the benchmark of real " +
 		"rails; test/sim is the driver of executors there",
 		own: []string{"bench/chart", "bench/progress", "bench/timeline", "control/engines",
-			"control/exec", "control/spray",
 			"internal/sys/mem", "internal/ui/usage", "internal/version", "test/sim", "transfer", "transport",
 			"transport/simfabric"},
 		ext: []string{extCobra}},
