@@ -13,7 +13,7 @@ import (
 const geometryDomain = "kvspray-geometry-v1"
 
 // placementParams locate pages without changing their content; geometry omits them.
-var placementParams = map[string]bool{"v_offset": true, "row_stride": true, "head_stride": true}
+var placementParams = map[string]bool{"row_stride": true, "head_stride": true}
 
 // Geometry is equal on two sides if the transfer space and the inside of pages are equal. It covers
 // groups, strategies, layers and page bytes, but not the addresses or the number of pages, which

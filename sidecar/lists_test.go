@@ -178,15 +178,19 @@ func TestCellsOfASlice(t *testing.T) {
 		return llama8B(t, order,
 			16, rank, tp)
 	}
-	apart := func(tp, rank int64) *layout.Layout { // K of every block of a layer, then V
-		g := layout.Group{TokensPerBlock: 16, Strategy: parseblock.FlashKVFirst, NumBlocks: 4096,
-			Params: map[string]int64{"kv_heads": 8, "tp_size": tp, "tp_rank": rank}}
-		for i := range 32 {
-			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("layers.%d", i),
-				Region: layout.RegionIndex(i), PageBytes: 64 << 10 / uint64(tp), BlockStride: 32 << 10 /
-					uint64(tp)})
+	apart := func(tp, rank int64) *layout.Layout { // pools of SGLang: K of a layer, and V of it
+		groups := make([]layout.Group, 2)
+		for k, strategy := range []string{parseblock.SGLangK, parseblock.SGLangV} {
+			g := layout.Group{TokensPerBlock: 16, Strategy: strategy, NumBlocks: 4096, SameTable: k > 0,
+				Params: map[string]int64{"kv_heads": 8, "tp_size": tp, "tp_rank": rank}}
+			for i := range 32 {
+				g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("layers.%d#%c", i, "kv"[k]),
+					Region: layout.RegionIndex(2*i + k), PageBytes: 32 << 10 / uint64(tp),
+					BlockStride: 32 << 10 / uint64(tp)})
+			}
+			groups[k] = g
 		}
-		return &layout.Layout{Groups: []layout.Group{g}, DType: "bfloat16"}
+		return &layout.Layout{Groups: groups, DType: "bfloat16"}
 	}
 	for _, c := range []struct {
 		name     string
@@ -196,11 +200,11 @@ func TestCellsOfASlice(t *testing.T) {
 		want     [2]int // cells of pieces, of runs
 	}{
 		{"alike", packed("LBNHC", 0, 1), packed("LBNHC", 0, 1), 0, false, [2]int{16, 16}},
-		{"K and V apart", apart(1, 0), apart(1, 0), 0, false, [2]int{32, 25}},
-		{"K and V apart, blocks in order", apart(1, 0), apart(1, 0), 0, true, [2]int{32, 6}},
+		{"K and V apart", apart(1, 0), apart(1, 0), 0, false, [2]int{32, 32}},
+		{"K and V apart, blocks in order", apart(1, 0), apart(1, 0), 0, true, [2]int{2, 2}},
 		{"K and V apart, TP 2 to 1, receiver", apart(2, 1), apart(1, 0), 1, false, [2]int{1024, 96}},
 		{"K and V apart, TP 2 to 1, receiver, blocks in order", apart(2, 1), apart(1, 0), 1, true,
-			[2]int{1024, 96}},
+			[2]int{1024, 4}},
 		{"tokens outside, TP 2 to 1, receiver", packed("LBNHC", 1, 2), packed("LBNHC", 0, 1), 1, false,
 			[2]int{512, 48}},
 		{"tokens outside, TP 2 to 1, receiver, blocks in order", packed("LBNHC", 1, 2), packed("LBNHC", 0,
