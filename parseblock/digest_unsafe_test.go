@@ -39,8 +39,8 @@ func digestLayout(tp, rank int64, block uint32) *layout.Layout {
 		{TokensPerBlock: block, Strategy: PackedNHD, Params: params(nil), NumBlocks: 1 << 16,
 			Layers: layers(page, "l0", "l1")},
 		{TokensPerBlock: block, Strategy: VLLMCPUAttn,
-			Params: params(map[string]int64{"window": 40, "k_transposed": 1}), NumBlocks: 1 << 16, Layers: layers(page,
-				"l2", "l3")},
+			Params: params(map[string]int64{"window": 40, "k_transposed": 1}), NumBlocks: 1 << 16,
+			Layers: layers(page, "l2", "l3")},
 		{TokensPerBlock: block, Strategy: GDNState, Params: state, NumBlocks: 1 << 16,
 			Layers: layers(statePage, "l4")},
 	}}

@@ -217,7 +217,8 @@ func TestCompare(t *testing.T) {
 
 // TestAgainst reads a file as the command does.
 func TestAgainst(t *testing.T) {
-	real := must(t, Setup{Options: &timeline.Options{Rates: four, Block: 16 << 10, Total: 64 << 20}, Nodes: 2, Seed: 1})
+	real := must(t, Setup{Options: &timeline.Options{Rates: four, Block: 16 << 10, Total: 64 << 20},
+		Nodes: 2, Seed: 1})
 	real.Bench = "rails"
 	path := filepath.Join(t.TempDir(), "rails.json")
 	var b bytes.Buffer

@@ -90,8 +90,8 @@ func TestRegularPullsAreShort(t *testing.T) {
 }
 
 // Pages of Llama-3.1-8B with heads outside, in the order of those with tokens outside, and the
-// other way round, in blocks that lie anywhere: a run for each block. No pull has more bytes, however
-// long the prompt is, and this is what it takes at most.
+// other way round, in blocks that lie anywhere: a run for each block. No pull has more bytes,
+// however long the prompt is, and this is what it takes at most.
 func TestCrosswisePages(t *testing.T) {
 	const each, heads, tokens, pull = 512, 8, 16, 1 << 20
 	l := newPair(t, Config{}).lane.(*lane)
