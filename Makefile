@@ -130,7 +130,7 @@ test-all: ## All else that needs no special hardware or right: more cases, RDMA 
 
 .PHONY: test-nightly
 test-nightly: ## Hours: measurements, attacks, laws, truth, schedules, mutants, releases, fuzzing, soaks; .build/test/report.html
-	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-skew test-laws test-truth test-pods-group test-mesh \
+	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-laws test-truth test-pods-group test-mesh \
 	  soak-sglang soak-store test-fuzz bench || rc=1; $(MAKE) test-pods PODS_STEPS=all || rc=1; $(MAKE) soak SOAK=2h || rc=1; \
 	$(MAKE) test-report || rc=1; exit $$rc
 
@@ -250,10 +250,6 @@ test-mutants: #: Take lines out of the production code, one at a time: the simul
 test-mesh: #: 200 sidecars as processes of their own on loopback, ten restarts a second for five minutes (8 GiB of memory, 4 cores)
 	KVSPRAY_MESH=$${KVSPRAY_MESH:-200} KVSPRAY_MESH_SECONDS=$${KVSPRAY_MESH_SECONDS:-300} KVSPRAY_MESH_RATE=$${KVSPRAY_MESH_RATE:-10} \
 	  nice go test -count=1 -timeout 90m -v -run '^TestMeshOfProcesses$$' ./sidecar | grep -v '^=== '
-
-.PHONY: test-skew
-test-skew: #: Sidecars of this tree beside those of the last release and of two made-up ones
-	KVSPRAY_MUST_RUN=git go test -count=1 -v ./test/skew | grep -v '^=== '
 
 RDMA := $(B)/rdma
 export RDMA_DIR := $(RDMA)

@@ -17,11 +17,9 @@ import (
 
 // Bounds of what one member publishes.
 const (
-	MaxEngines    = 64
-	MaxNameBytes  = 128 // of an engine, a label, a node and an endpoint
-	MaxLabels     = 8
-	engineLabel   = "engine="
-	versionLabels = 1 // the release comes first, as older sidecars have it
+	MaxEngines   = 64
+	MaxNameBytes = 128 // of an engine, a label, a node and an endpoint
+	MaxLabels    = 8
 )
 
 // ErrListen is returned by a Join whose address is not of this host, or taken.
@@ -56,37 +54,3 @@ type Cluster interface {
 // Join makes self, whose addresses are bound, a member. Addresses of members become known to the
 // gates that bound unproved connections.
 type Join func(self Member, known *admit.Members) (Cluster, error)
-
-// Texts are a member's release, labels and engines as one list.
-func (m *Member) Texts() []string {
-	out := append([]string{m.Version}, m.Labels...)
-	for _, e := range m.Engines {
-		out = append(out, engineLabel+e)
-	}
-	return out
-}
-
-// SetTexts is the reverse of Texts. The list is foreign: what exceeds the bounds is left out.
-func (m *Member) SetTexts(list []string) {
-	for i, s := range list {
-		if len(s) > MaxNameBytes {
-			continue
-		}
-		engine, is := cutEngine(s)
-		switch {
-		case i < versionLabels:
-			m.Version = s
-		case is && len(m.Engines) < MaxEngines:
-			m.Engines = append(m.Engines, engine)
-		case !is && len(m.Labels) < MaxLabels:
-			m.Labels = append(m.Labels, s)
-		}
-	}
-}
-
-func cutEngine(s string) (string, bool) {
-	if len(s) > len(engineLabel) && s[:len(engineLabel)] == engineLabel {
-		return s[len(engineLabel):], true
-	}
-	return s, false
-}

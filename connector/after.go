@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/connector/internal/watch"
-	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 )
@@ -73,14 +72,4 @@ func (w *worker) unholdLocked(l *lease) {
 	l.held = nil
 	delete(w.held, l.id)
 	w.publishWaitingLocked()
-}
-
-// checkMark refuses a mark if the shim has no stream mark.
-func (w *worker) checkMark(what string, mark uint64) error {
-	if mark == 0 || w.flags.HasMark() {
-		return nil
-	}
-	return &msg.Error{Message: what, Field: "after", Problem: fmt.Sprintf("%d, but the flags memory "+
-		"has no stream mark", mark),
-		Remedy: "use a library that sets KVS_FLAGS_MARK"}
 }

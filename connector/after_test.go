@@ -11,7 +11,6 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
-	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
 func expectAfter(t *testing.T, w *connectortest.Worker, mark, deadlineMS uint64,
@@ -90,34 +89,6 @@ func TestAfterEnds(t *testing.T) {
 	if n := r.Leases(); n != 0 {
 		t.Errorf("%d leases left", n)
 	}
-}
-
-// TestAfterNeedsAMark: a mark that the engine's library cannot set would never come.
-func TestAfterNeedsAMark(t *testing.T) {
-	r := start(t, nil)
-	host, err := mem.NewAnonymous("host", 1<<16)
-	must(t, err)
-	t.Cleanup(host.Release)
-	w := r.worker(t, func(c *connectortest.Config) {
-		c.NoMark, c.Regions = true,
-			append(c.Regions, host)
-	})
-	refused := func(id uint64, what string) {
-		t.Helper()
-		got, err := w.Wait(testContext(t))
-		must(t, err)
-		if got.Lease != id || got.Status != board.Refused || !strings.Contains(got.Received.Reason,
-			what+".after") {
-			t.Fatalf("completion %+v %+v, want %s refused for its mark", got, got.Received, what)
-		}
-	}
-	refused(expectAfter(t, w, 1, 0, 0), "EXPECT")
-	id, err := w.Copy(msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: 4096, Len: 64}},
-		After: 1})
-	must(t, err)
-	refused(id, "COPY")
-	expectAfter(t, w, 0, 0, 0)
-	r.rec.until(t, "the one without a mark", func() bool { return len(r.rec.expects) == 1 })
 }
 
 // TestAfterCountsFromTheRecord: what a lease has waited for its mark is no longer its to wait for

@@ -67,9 +67,6 @@ func (w *worker) copyLocked(rec board.Record) error {
 		decode = w.decodeLoadLocked
 	}
 	q, err := decode(rec.Body)
-	if err == nil {
-		err = w.checkMark(q.what, q.after)
-	}
 	if err != nil {
 		w.refuseLocked(rec, false, err)
 		return err

@@ -26,9 +26,6 @@ func withHost(t *testing.T, r *rig, bytes uint64) *connectortest.Worker {
 func TestCopy(t *testing.T) {
 	r := start(t, nil)
 	w := withHost(t, r, 1<<16)
-	if f := w.Welcome().Features; !slices.Contains(f, msg.FeatureCopy) {
-		t.Errorf("WELCOME features %v", f)
-	}
 	want := []msg.CopyBlock{{SrcOff: 4096, DstOff: 0, Len: 4096}, {SrcOff: 0, DstOff: 8192, Len: 1}}
 	id, err := w.Copy(msg.Copy{Src: 0, Dst: 1, Blocks: want, DeadlineMS: 1500, Req: "load"})
 	must(t, err)

@@ -178,9 +178,6 @@ func TestDecline(t *testing.T) {
 			Ranks: msg.Ranks{PP: msg.Rank{Size: 2}, TP: msg.Rank{Size: 4}}})
 	must(t, err)
 	defer s.Close()
-	if !slices.Contains(s.Welcome().Features, msg.FeatureDecline) {
-		t.Fatalf("features %v", s.Welcome().Features)
-	}
 	x, h := key()
 	must(t, s.Decline(x, h, "", "no peer"))
 	e, err := s.WaitError(testContext(t), msg.CodeProtocol)

@@ -24,9 +24,6 @@ func twoParts() msg.Load {
 func TestLoad(t *testing.T) {
 	r := start(t, nil)
 	w := withHost(t, r, 1<<16)
-	if f := w.Welcome().Features; !slices.Contains(f, msg.FeatureLoad) {
-		t.Errorf("WELCOME features %v", f)
-	}
 	id, err := w.Load(twoParts())
 	must(t, err)
 	r.rec.until(t, "load", func() bool { return len(r.rec.copies) == 1 })

@@ -148,9 +148,6 @@ func (w *worker) pagesLocked(rec board.Record) error {
 			Remedy:  "send OPEN with pieces and blocks first"}
 	}
 	if err == nil {
-		err = w.checkMark(what, after)
-	}
-	if err == nil {
 		err = w.guard.Use(what, l.id, pool.guarded, p.Blocks, !p.Put)
 	}
 	if err != nil {

@@ -153,9 +153,6 @@ func (w *worker) expectLocked(rec board.Record) error {
 		err = &msg.Error{Message: "EXPECT", Field: "peer", Problem: "empty",
 			Remedy: "name the endpoint of the prefill's sidecar"}
 	}
-	if err == nil {
-		err = w.checkMark("EXPECT", m.After)
-	}
 	if err != nil {
 		w.refuseLocked(rec, false, err)
 		return err

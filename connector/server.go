@@ -83,10 +83,8 @@ func New(opt Options) (*Server, error) {
 	if opt.SocketMode == 0 {
 		opt.SocketMode = 0o600
 	}
-	opt.Features = append(slices.Clone(opt.Features), msg.FeatureCopy, msg.FeatureAfter,
-		msg.FeatureLoad, msg.FeatureDecline, msg.FeatureRegions)
 	if opt.Store != nil {
-		opt.Features = append(opt.Features, msg.FeatureStore)
+		opt.Features = append(slices.Clone(opt.Features), msg.FeatureStore)
 	}
 	def := func(d *time.Duration, v time.Duration) {
 		if *d <= 0 {

@@ -278,7 +278,7 @@ func (h *slot) runs(most int) int {
 		if n == most {
 			return 0
 		}
-		r := mem.Leading(rest, mem.BothAxes)
+		r := mem.Leading(rest)
 		device.PutRun(h.list[n*device.RunBytes:], rest[0].Off, dense, rest[0].Len, &r)
 		binary.LittleEndian.PutUint32(h.list[slotFirstAt+n*4:], uint32(pieces))
 		dense += r.Pieces() * rest[0].Len

@@ -13,7 +13,7 @@ import (
 const geometryDomain = "kvspray-geometry-v1"
 
 // placementParams locate pages without changing their content; geometry omits them.
-var placementParams = map[string]bool{"v_offset": true, "row_stride": true, "head_stride": true}
+var placementParams = map[string]bool{"row_stride": true, "head_stride": true}
 
 // Geometry is equal on two sides if the transfer space and the inside of pages are equal. It covers
 // groups, strategies, layers and page bytes, but not the addresses or the number of pages, which
@@ -25,9 +25,11 @@ func (l *Layout) Geometry() [32]byte {
 	for gi := range l.Groups {
 		g := &l.Groups[gi]
 		h.num(uint64(g.TokensPerBlock))
-		if g.SameTable { // layouts without it keep the hash that older sidecars compute
-			h.str("same_table")
+		same := uint64(0)
+		if g.SameTable {
+			same = 1
 		}
+		h.num(same)
 		h.str(g.Strategy)
 		keys := shapeParams(g)
 		h.num(uint64(len(keys)))

@@ -365,7 +365,7 @@ func TestHashes(t *testing.T) {
 			l.Groups[0].Layers[0].Base,
 				l.Groups[0].Layers[0].BlockStride = 5, 200
 		}, false, ""},
-		"placement param": {func(l *Layout) { l.Groups[0].Params["v_offset"] = 4096 }, false, ""},
+		"placement param": {func(l *Layout) { l.Groups[0].Params["row_stride"] = 4096 }, false, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			l := sample()

@@ -91,7 +91,7 @@ func (l *Layout) compare(all []progression) error {
 				return refuse(fmt.Sprintf("groups[%d].params", a.group), fmt.Sprintf("%.200s",
 					fmt.Sprint(l.Groups[a.group].Params)),
 					fmt.Sprintf("two planes of layer %q share bytes of region %d", la.Name, a.region),
-					"check the parameters that place planes: v_offset, state_offset, page_bytes and the strides")
+					"check the parameters that place planes: state_offset, page_bytes and the strides")
 			}
 			return refuse(fmt.Sprintf("groups[%d].layers[%d].base", b.group, b.layer), lb.Base,
 				fmt.Sprintf("layer %q shares bytes of region %d with layer %q (base %d)", lb.Name, b.region,

@@ -86,27 +86,27 @@ func TestAssign(t *testing.T) {
 }
 
 // TestNothingStaysBehind: a plane of a layer that only one side has is refused by name, whichever
-// side has it: a cache without its scales would produce fluent wrong text.
+// side has it: a cache without its values would produce fluent wrong text.
 func TestNothingStaysBehind(t *testing.T) {
 	reg := Default()
-	mk := func(scales bool) *layout.Layout {
+	mk := func(values bool) *layout.Layout {
 		l := &layout.Layout{DType: "fp8", Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 4,
-			Strategy: PackedNHD, Params: map[string]int64{"heads": 2},
-			Layers: []layout.Layer{{Name: "a", BlockStride: 4096, PageBytes: 4096}}}}}
-		if scales {
+			Strategy: SGLangK, Params: map[string]int64{"heads": 2},
+			Layers: []layout.Layer{{Name: "a#k", BlockStride: 4096, PageBytes: 4096}}}}}
+		if values {
 			l.Groups = append(l.Groups, layout.Group{TokensPerBlock: 16, NumBlocks: 4,
-				Strategy: ScalesKVFirst, Params: map[string]int64{"heads": 2},
-				Layers: []layout.Layer{{Name: "a#scale", Index: 1, Base: 4 * 4096, BlockStride: 128,
-					PageBytes: 256}}})
+				Strategy: SGLangV, Params: map[string]int64{"heads": 2},
+				Layers: []layout.Layer{{Name: "a#v", Index: 1, Base: 4 * 4096, BlockStride: 4096,
+					PageBytes: 4096}}})
 		}
-		if err := reg.Validate(l, []uint64{4*4096 + 8*128}); err != nil {
+		if err := reg.Validate(l, []uint64{8 * 4096}); err != nil {
 			t.Fatal(err)
 		}
 		return l
 	}
 	with, without := mk(true), mk(false)
-	for want, c := range map[string][2]*layout.Layout{`layer "a": k_scale = present and missing`: {
-		with, without}, `layer "a": k_scale = missing and present`: {without, with}} {
+	for want, c := range map[string][2]*layout.Layout{`layer "a": v = present and missing`: {
+		with, without}, `layer "a": v = missing and present`: {without, with}} {
 		if _, err := NewMatch(reg, c[0], c[1], nil); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %v, want %q", err, want)
 		}

@@ -86,10 +86,6 @@ func TestBadInput(t *testing.T) {
 		{"blocks all in one place", layer(func(l *layout.Layer) { l.BlockStride = 0 }),
 			"layers[1].block_stride = 0"},
 		{"layers overlap", layer(func(l *layout.Layer) { l.Base-- }), "layers[1].base = 32767"},
-		{"V over K", func(in *input) {
-			g := &in.src.l.Groups[0]
-			g.Strategy, g.Params["v_offset"] = FlashKVFirst, 5
-		}, "groups[0].params = map[kv_heads:4 tp_rank:0 tp_size:1 v_offset:5]"},
 		{"tokens overlap", param("row_stride", heads*cell-1), "row_stride = 255"},
 		{"heads overlap", param("head_stride", cell-1), "head_stride = 63"},
 		{"past the region", layer(func(l *layout.Layer) { l.Base++ }), "layers[1].base = 32769"},

@@ -38,8 +38,7 @@ func benchCases() []benchCase {
 		return benchGroup(strategy, 16*token/tp, map[string]int64{"kv_heads": 8, "tp_size": int64(tp),
 			"tp_rank": int64(rank)})
 	}
-	for _, s := range []string{PackedHND, PackedNHD, FlashKVFirst, FlashBlockFirst, FlashBlockFirstHND,
-		FlashToken, SGLangK} {
+	for _, s := range []string{PackedHND, PackedNHD, SGLangK} {
 		g := kv(s, 1, 0)
 		if s == SGLangK {
 			g = benchGroup(s, 8*token, map[string]int64{"heads": 8})
@@ -56,8 +55,7 @@ func benchCases() []benchCase {
 	out = append(out,
 		benchCase{"NHD, TP 2 to 1", kv(PackedNHD, 2, 1), kv(PackedNHD, 1, 0)},
 		benchCase{"HND, TP 1 to 2", kv(PackedHND, 1, 0), kv(PackedHND, 2, 1)},
-		benchCase{"HND to NHD", kv(PackedHND, 1, 0), kv(PackedNHD, 1, 0)},
-		benchCase{"packed to K and V apart", kv(PackedNHD, 1, 0), kv(FlashKVFirst, 1, 0)})
+		benchCase{"HND to NHD", kv(PackedHND, 1, 0), kv(PackedNHD, 1, 0)})
 	wide := kv(PackedNHD, 1, 0)
 	wide.TokensPerBlock, wide.Layers = 64, []layout.Layer{{Name: "l", PageBytes: 64 * token,
 		BlockStride: 64 * token}}

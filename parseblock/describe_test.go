@@ -73,7 +73,7 @@ func TestFingerprintSees(t *testing.T) {
 	}{
 		"itself":     {base, with(nil), nil},
 		"block size": {base, mk(PackedNHD, 32, 32*8*512, map[string]int64{"heads": 8}, nil), nil},
-		"order": {base, mk(FlashKVFirst, 16, 16*8*512, map[string]int64{"heads": 8}, nil),
+		"order": {base, mk(PackedHND, 16, 16*8*512, map[string]int64{"heads": 8}, nil),
 			nil},
 		"rank": {base, mk(PackedNHD, 16, 16*2*512, map[string]int64{"heads": 2,
 			"kv_heads": 8, "tp_size": 4, "tp_rank": 3}, nil), nil},

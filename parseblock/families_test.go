@@ -137,7 +137,6 @@ var families = []family{
 		make: diffKV},
 	{name: "quant inline", kinds: []string{QuantInlineHND, QuantInlineNHD}, make: quantInline},
 	{name: "quant planar", kinds: []string{QuantPlanarHND, QuantPlanarNHD}, make: quantPlane},
-	{name: "scales", kinds: []string{ScalesKVFirst}, make: scaleTensor},
 	{name: "mla", kinds: []string{MLA, "mla page_first"}, make: func(kind string, d *dims) *cache {
 		if kind == MLA {
 			return rowCache(layout.RoleLatent)(kind, d)

@@ -41,7 +41,7 @@ func TestHeadShare(t *testing.T) {
 // whatever its load, because each further source is one more to wait for.
 func TestAssignKeepsToOne(t *testing.T) {
 	l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 4,
-		Strategy: FlashBlockFirst, Params: map[string]int64{"kv_heads": 4, "heads": 4}}}}
+		Strategy: PackedNHD, Params: map[string]int64{"kv_heads": 4, "heads": 4}}}}
 	for i, n := range []string{"a", "b", "c"} {
 		l.Groups[0].Layers = append(l.Groups[0].Layers, layout.Layer{Name: n, Index: i,
 			Base: uint64(i) * 4 * 4096, BlockStride: 4096, PageBytes: 4096})

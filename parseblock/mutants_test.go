@@ -95,10 +95,9 @@ func ranked(g *layout.Group, p *layout.Plane) (rank, size, heads, width uint32) 
 }
 
 var (
-	ofK = []string{FlashKVFirst, FlashKVFirstHND, FlashBlockFirst, FlashBlockFirstHND, FlashToken,
-		SGLangLayerFirst, SGLangPageFirst, SGLangPageFirstDirect, SGLangPageHead}
-	ofHeads = append([]string{PackedHND, PackedNHD, QuantInlineHND, QuantInlineNHD, QuantPlanarHND,
-		QuantPlanarNHD, ScalesKVFirst, SGLangK, SGLangV, VLLMCPUAttn}, ofK...)
+	ofV     = []string{SGLangV, QuantPlanarHND, QuantPlanarNHD}
+	ofHeads = append([]string{PackedHND, PackedNHD, QuantInlineHND, QuantInlineNHD, SGLangK,
+		VLLMCPUAttn}, ofV...)
 	ofStates = []string{GDNState, KDAState, Mamba2State}
 )
 
@@ -148,11 +147,11 @@ var bugs = []bug{
 			}
 		})},
 
-	{"V ignores the head", ofK, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+	{"V ignores the head", ofV, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
 		with(ps, layout.RoleV).HeadStride = 0
 		return ps
 	}},
-	{"V begins behind K of its head", []string{FlashBlockFirstHND, FlashKVFirstHND},
+	{"V begins behind K of its head", []string{QuantPlanarHND},
 		func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
 			k, v := with(ps, layout.RoleK), with(ps, layout.RoleV)
 			if v.HeadMajor && v.ColStride == 0 {

@@ -27,8 +27,6 @@ const (
 	paramHeadBytes
 	paramRowStride
 	paramHeadStride
-	paramVOffset
-	paramLayers
 	paramValueBytes
 	paramScaleBytes
 	paramTokenBytes
@@ -66,8 +64,6 @@ var known = [numParams]struct {
 	paramHeadBytes:     {"head_bytes", 1, maxCell},
 	paramRowStride:     {"row_stride", 1, 1 << 48},
 	paramHeadStride:    {"head_stride", 1, 1 << 60},
-	paramVOffset:       {"v_offset", 1, 1 << 62},
-	paramLayers:        {"layers", 1, layout.MaxLayers},
 	paramValueBytes:    {"value_bytes", 1, maxCell},
 	paramScaleBytes:    {"scale_bytes", 1, maxCell},
 	paramTokenBytes:    {"token_bytes", 1, maxCell},
@@ -205,8 +201,6 @@ func (p *params) divides(n param, by, v uint64, what string) uint64 {
 	}
 	return v / by
 }
-
-func (p *params) even(by uint64) { p.divide(p.l.PageBytes, by, "its halves") }
 
 // HeadShare returns the heads of one rank of a tensor parallel group: from ⌊rank*all/size⌋ on, and
 // one head if there are more ranks than heads. Integer division, not modulo, because neighboring

@@ -113,25 +113,16 @@ func (d *dims) shard(params map[string]int64, heads uint64) (first, own uint64) 
 
 // kvShapes are the caches of K and V: axes K (0 K, 1 V), L, B, H, N, D.
 var kvShapes = map[string]string{
-	PackedHND:             "LBHNKD",
-	PackedNHD:             "LBNHKD",
-	FlashKVFirst:          "LKBNHD",
-	FlashKVFirstHND:       "LKBHND",
-	FlashBlockFirst:       "LBKNHD",
-	FlashBlockFirstHND:    "LBKHND",
-	FlashToken:            "LBNKHD",
-	SGLangLayerFirst:      "KLBNHD",
-	SGLangPageFirst:       "KBNLHD",
-	SGLangPageFirstDirect: "KBLNHD",
-	SGLangPageHead:        "KBHNLD",
-	"LBNHC":               "LBNHKD",
-	"LBHNC":               "LBHNKD",
-	"LHBNC":               "LHBNKD",
-	"BLNHC":               "BLNHKD",
-	"BLHNC":               "BLHNKD",
-	"BHLNC":               "BHLNKD",
-	SGLangK:               "KLBNHD", // two lists of tensors
-	"hnd in nhd memory":   "LBNHKD", // a view: HND words, NHD strides
+	PackedHND:           "LBHNKD",
+	PackedNHD:           "LBNHKD",
+	"LBNHC":             "LBNHKD",
+	"LBHNC":             "LBHNKD",
+	"LHBNC":             "LHBNKD",
+	"BLNHC":             "BLNHKD",
+	"BLHNC":             "BLHNKD",
+	"BHLNC":             "BHLNKD",
+	SGLangK:             "KLBNHD", // two lists of tensors
+	"hnd in nhd memory": "LBNHKD", // a view: HND words, NHD strides
 }
 
 func kvCache(kind string, d *dims) *cache {
@@ -185,15 +176,7 @@ func kvCache(kind string, d *dims) *cache {
 		c.groups = []layout.Group{made}
 		return c
 	}
-	switch kind {
-	case FlashKVFirst, FlashKVFirstHND:
-		params["v_offset"] = int64(t.stride('K'))
-	case SGLangLayerFirst, SGLangPageFirst, SGLangPageFirstDirect, SGLangPageHead:
-		params["layers"] = int64(d.layers)
-		if d.pad != 0 {
-			params["v_offset"] = int64(t.stride('K'))
-		}
-	case "hnd in nhd memory":
+	if kind == "hnd in nhd memory" {
 		g.Strategy = PackedHND
 		params["row_stride"], params["head_stride"] = int64(t.stride('N')), int64(t.stride('H'))
 	}
@@ -301,30 +284,6 @@ func quantPlane(kind string, d *dims) *cache {
 		}
 		return at + half + d.tile*own*v + i*s + x
 	})
-}
-
-func scaleTensor(kind string, d *dims) *cache {
-	params := map[string]int64{"kv_heads": int64(d.kvHeads)}
-	first, own := d.shard(params, d.kvHeads)
-	params["heads"] = int64(own)
-	t := &tensor{axes: "LKBNHD", base: d.base, sizes: map[byte]uint64{'L': uint64(d.layers), 'K': 2,
-		'B': d.blocks, 'N': d.n, 'H': own, 'D': d.scale}}
-	params["v_offset"] = int64(t.stride('K'))
-	c := paged(kind, d, params, 2*d.n*own*d.scale, []content{{layout.RoleKScale, d.scale, first, own,
-		1, 1}, {layout.RoleVScale, d.scale, first, own, 1, 1}}, nil)
-	for i := range c.groups[0].Layers {
-		l := &c.groups[0].Layers[i]
-		l.Name, l.BlockStride, l.Base = l.Name+"#scale", t.stride('B'), t.at(0, uint64(i), 0, 0, 0, 0)
-	}
-	c.size = t.bytes()
-	c.at = func(layer int, block, row uint64, role layout.Role, head, _, x uint64) uint64 {
-		kv := uint64(0)
-		if role == layout.RoleVScale {
-			kv = 1
-		}
-		return t.at(kv, uint64(layer), block, head, row, x)
-	}
-	return c
 }
 
 // rowCache is one row a token: MLA and its like.

@@ -42,7 +42,7 @@ func TestProveRefusesWrongShares(t *testing.T) {
 		{"TP 2 to 1", stages(PackedNHD, 1, 2, 16), stages(PackedHND, 1, 1, 32)[0]},
 		{"TP 1 to 2", stages(PackedNHD, 1, 1, 16), stages(PackedNHD, 1, 2, 16)[1]},
 		{"TP 8, replicated", stages(PackedNHD, 1, 8, 16), stages(PackedNHD, 1, 1, 16)[0]},
-		{"PP 2 TP 2", stages(FlashKVFirst, 2, 2, 16), stages(PackedNHD, 1, 1, 16)[0]},
+		{"PP 2 TP 2", stages(PackedHND, 2, 2, 16), stages(PackedNHD, 1, 1, 16)[0]},
 		{"opaque heads", stages(VLLMCPUAttn, 1, 2, 16), stages(VLLMCPUAttn, 1, 1, 16)[0]},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -10,7 +10,7 @@ import (
 // the last axis is contiguous. B counts blocks, N tokens of a block, H heads of this rank, D
 // elements of a head, s bytes of an element, C bytes of a latent. Engines change their tensors'
 // shapes more often than their bytes; the versions given are those whose source was read: vLLM 0.27
-// to 0.32, SGLang 0.5.17 to 0.5.23, and older vLLM as noted. A strategy refuses parameters that it
+// to 0.32, SGLang 0.5.17 to 0.5.23. A strategy refuses parameters that it
 // does not read; known has their ranges. Common parameters:
 //
 //	kernel_tokens       tokens of a kernel page, if a block holds several; each is laid out like a block
@@ -36,34 +36,6 @@ const (
 	//
 	//	[B, N, H, 2D]  | t0: h0(k v) h1(k v) ... | t1: ... |
 	PackedNHD = "packed_nhd"
-	// FlashKVFirst has all K before all V: FLASH_ATTN of vLLM before 0.27, ROCM_ATTN of vLLM to
-	// 0.32, SGLang's pools with K and V in one allocation. v_offset: bytes from K of block 0 to V
-	// of block 0, by default num_blocks*block_stride.
-	//
-	//	[2, B, N, H, D]  | k of every block ... | v of every block ... |
-	FlashKVFirst = "flash_kv_first"
-	// FlashKVFirstHND is the same with heads outside in each page: FLASH_ATTN of vLLM before 0.27
-	// with VLLM_KV_CACHE_LAYOUT=HND.
-	//
-	//	[2, B, H, N, D]  | k of every block: h0(t0 t1 ...) h1(...) ... | v of every block ... |
-	FlashKVFirstHND = "flash_kv_first_hnd"
-	// FlashBlockFirst has K and V in each page: FLASHINFER (NHD) and TRITON_ATTN of vLLM before
-	// 0.27.
-	//
-	//	[B, 2, N, H, D]  | k: t0 t1 ... | v: t0 t1 ... |
-	FlashBlockFirst = "flash_block_first"
-	// FlashBlockFirstHND is FLASHINFER of vLLM before 0.27 with VLLM_KV_CACHE_LAYOUT=HND. V of a
-	// head has the distance from the page's middle that K of the head has from the page's start:
-	// the head counts on both halves.
-	//
-	//	[B, 2, H, N, D]  | k: h0(t0 t1 ...) h1(...) | v: h0(t0 t1 ...) h1(...) |
-	FlashBlockFirstHND = "flash_block_first_hnd"
-	// FlashToken interleaves K and V by token: ragged pages of engines that append KV as one
-	// tensor, like Blade-KVT's cache shape 1 for patched engines. No release of vLLM to 0.32 or
-	// SGLang to 0.5.23 has it.
-	//
-	//	[B, N, 2, H, D]  | t0: k(h0 h1 ...) v(h0 h1 ...) | t1: ... |
-	FlashToken = "flash_token"
 
 	// QuantInlineHND is packed pages whose values carry their scales: TRITON_ATTN of vLLM 0.27 to
 	// 0.32 with an HND layout and a scale per token and head (int8_per_token_head,
@@ -87,13 +59,6 @@ const (
 	//
 	//	| k values: t0(h0 h1 ...) t1(...) | k scales: t0(h0 h1 ...) t1(...) | v values: ... | v scales: ... |
 	QuantPlanarNHD = "quant_planar_nhd"
-	// ScalesKVFirst is a separate tensor of scales beside a quantised cache, registered as a layer
-	// "name#scale". No release of vLLM to 0.32 or SGLang to 0.5.23 allocates one; it serves shims
-	// of engines with separate scales.
-	//
-	//	[2, B, N, H] of scale_bytes  | k scales of every block: t0(h0 h1 ...) t1(...) ... | v scales of every block ... |
-	ScalesKVFirst = "scales_kv_first"
-
 	// MLA is one latent per token (or per compress_ratio tokens: DeepSeek-V4 in bf16), replicated
 	// on all ranks: DeepSeek-V2/V3, Kimi; vLLM to 0.32 and SGLang to 0.5.23. Pages may be wider
 	// (block_stride) than their tokens, as with Kimi-K3, whose pages are as wide as a KDA state.
@@ -181,29 +146,6 @@ const (
 	//	(size+page, H, D)  | v: t0(h0 h1 ...) t1(...) ... |
 	SGLangV = "sglang_v"
 
-	// SGLangLayerFirst is the host pool (HiCache) of SGLang 0.5.17 to 0.5.23 with
-	// hicache_mem_layout layer_first. For all host pools: layers is the number of layers of the
-	// pool; v_offset is by default half of the pool. MLA pools lack the axis of 2 and use the
-	// strategy MLA with row_stride.
-	//
-	//	(2, L, size, H, D)  | k: l0(t0(h0 h1 ...) t1 ...) l1(...) | v: ... |
-	SGLangLayerFirst = "sglang_layer_first"
-	// SGLangPageFirst is the pool of page_first, the default of SGLang 0.5.17 to 0.5.23: the layers
-	// of a token are adjacent.
-	//
-	//	(2, size, L, H, D)  | k: t0(l0(h0 h1 ...) l1 ...) t1(...) | v: ... |
-	SGLangPageFirst = "sglang_page_first"
-	// SGLangPageFirstDirect is the pool of page_first_direct of SGLang 0.5.17 to 0.5.23: each
-	// layer's page is one piece, and the layers of a page are adjacent.
-	//
-	//	(2, pages, L, page, H, D)  | k: p0(l0(t0(h0 h1 ...) t1 ...) l1 ...) p1(...) | v: ... |
-	SGLangPageFirstDirect = "sglang_page_first_direct"
-	// SGLangPageHead is the pool of page_head of SGLang 0.5.17 to 0.5.23: one piece holds a head of
-	// a page with all its tokens and layers.
-	//
-	//	(2, pages, H, page, L, D)  | k: p0(h0(t0(l0 l1 ...) t1 ...) h1 ...) p1(...) | v: ... |
-	SGLangPageHead = "sglang_page_head"
-
 	// VLLMCPUAttn is CPU_ATTN of vLLM 0.27 to 0.32: [B,H,N,2D] seen as [B,H,2N,D], K and then V of
 	// each head, packed for the host's vector units. With k_transposed = 1 (vec and vec16: AVX2,
 	// AVX-512) K has its elements outside and its tokens inside, and V has rows; number_bytes is
@@ -232,14 +174,8 @@ var builtins = []*builtin{
 	{PackedNHD, packed(nhd, false)},
 	{QuantInlineHND, packed(hnd, true)},
 	{QuantInlineNHD, packed(nhd, true)},
-	{FlashKVFirst, split(nhd, vFar)},
-	{FlashKVFirstHND, split(hnd, vFar)},
-	{FlashBlockFirst, split(nhd, vHalf)},
-	{FlashBlockFirstHND, split(hnd, vHalf)},
-	{FlashToken, flashToken},
 	{QuantPlanarHND, quantPlanar(hnd)},
 	{QuantPlanarNHD, quantPlanar(nhd)},
-	{ScalesKVFirst, scales},
 	{MLA, rows(layout.RoleLatent, "", 0)},
 	{FP8DSMLA, rows(layout.RoleLatent, FP8DSMLA, 656)},
 	{DSAIndexer, dsaIndexer},
@@ -251,10 +187,6 @@ var builtins = []*builtin{
 	{Mamba2State, linearState(layout.RoleConvV, layout.RoleConvK, layout.RoleConvQ)},
 	{SGLangK, one(layout.RoleK)},
 	{SGLangV, one(layout.RoleV)},
-	{SGLangLayerFirst, split(nhd, vPool)},
-	{SGLangPageFirst, split(pageFirst, vPool)},
-	{SGLangPageFirstDirect, split(nhd, vPool)},
-	{SGLangPageHead, split(pageHead, vPool)},
 	{VLLMCPUAttn, cpuAttn},
 	{Page, opaque},
 	{KimiK3, kimiK3},
@@ -311,19 +243,6 @@ func hnd(p *params, pl *layout.Plane) {
 	p.strides(pl)
 }
 
-// pageFirst puts the layers of a token side by side.
-func pageFirst(p *params, pl *layout.Plane) {
-	pl.HeadStride = pl.CellBytes
-	pl.RowStride = p.need(paramLayers) * uint64(pl.Heads) * pl.CellBytes
-}
-
-// pageHead puts the layers of a token's head side by side.
-func pageHead(p *params, pl *layout.Plane) {
-	pl.HeadMajor = true
-	pl.RowStride = p.need(paramLayers) * pl.CellBytes
-	pl.HeadStride = uint64(pl.Rows) * pl.RowStride
-}
-
 // packed returns one plane of K and V. Scaled pages must give the content of their cells.
 func packed(o order, scaled bool) func(*params) []layout.Plane {
 	return func(p *params) []layout.Plane {
@@ -349,56 +268,6 @@ func packed(o order, scaled bool) func(*params) []layout.Plane {
 		}
 		return []layout.Plane{pl}
 	}
-}
-
-// split returns a plane of K and one of V; the given function returns V's distance.
-func split(o order, far func(p *params) uint64) func(*params) []layout.Plane {
-	return func(p *params) []layout.Plane {
-		p.even(2)
-		k := p.plane(layout.RoleK, p.l.PageBytes/2)
-		o(p, &k)
-		v := k
-		v.Role, v.Offset = layout.RoleV, far(p)
-		return []layout.Plane{k, v}
-	}
-}
-
-func vHalf(p *params) uint64 { return p.l.PageBytes / 2 }
-
-func vFar(p *params) uint64 {
-	if p.has(paramVOffset) {
-		return p.need(paramVOffset)
-	}
-	if p.l.BlockStride > 1<<62/layout.MaxBlocks {
-		p.refuse("block_stride", p.l.BlockStride, "its offsets overflow 64 bits")
-		return 0
-	}
-	return uint64(p.g.NumBlocks) * p.l.BlockStride
-}
-
-// vPool is half of a pool that holds all layers.
-func vPool(p *params) uint64 {
-	if p.has(paramVOffset) {
-		p.get(paramLayers, 1)
-		return p.need(paramVOffset)
-	}
-	layers := p.need(paramLayers)
-	if p.l.PageBytes > 1<<62/layout.MaxBlocks/layout.MaxLayers {
-		p.refuse("page_bytes", p.l.PageBytes, "its offsets overflow 64 bits")
-		return 0
-	}
-	return layers * uint64(p.g.NumBlocks) * (p.l.PageBytes / 2)
-}
-
-func flashToken(p *params) []layout.Plane {
-	p.even(2)
-	k := p.plane(layout.RoleK, p.l.PageBytes/2)
-	k.HeadStride = k.CellBytes
-	k.RowStride = 2 * uint64(k.Heads) * k.CellBytes
-	p.strides(&k)
-	v := k
-	v.Role, v.Offset = layout.RoleV, uint64(k.Heads)*k.CellBytes
-	return []layout.Plane{k, v}
 }
 
 func one(role layout.Role) func(*params) []layout.Plane {
@@ -435,15 +304,6 @@ func quantPlanar(o order) func(*params) []layout.Plane {
 		}
 		return out
 	}
-}
-
-func scales(p *params) []layout.Plane {
-	p.even(2)
-	k := p.plane(layout.RoleKScale, p.l.PageBytes/2)
-	nhd(p, &k)
-	v := k
-	v.Role, v.Offset = layout.RoleVScale, vFar(p)
-	return []layout.Plane{k, v}
 }
 
 // rows returns one row per token, or per compress_ratio tokens, equal on all ranks. cell is the

@@ -33,11 +33,11 @@ func (o otherOrder) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer)
 }
 
 // A source whose release orders the planes of a page otherwise is of the same geometry and counts
-// the same chunks and bytes; K would land where V belongs, with every checksum right. It refuses,
-// by name, and not a byte of the receiver's blocks changes.
+// the same chunks and bytes; entries would land where scales belong, with every checksum right. It
+// refuses, by name, and not a byte of the receiver's blocks changes.
 func TestOtherOrderIsRefused(t *testing.T) {
 	shape := testShape
-	shape.Strategy = parseblock.FlashBlockFirst
+	shape.Strategy, shape.TokenBytes = parseblock.DeepSeekV4, 584
 	p, d := pairOf(t, "tcp")
 	pe, de := newEngine(t, p, shape), newEngine(t, d, shape)
 	ask := func() connectortest.Completion {

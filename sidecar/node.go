@@ -35,7 +35,6 @@ import (
 	"github.com/kvspray/kvspray/control/driver"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
-	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
@@ -144,11 +143,6 @@ func New(opt Options) (*Node, error) {
 
 // join makes the parts around the driver, and connects them.
 func (n *Node) join(self transport.Peer) error {
-	policy, ok := spray.ParsePolicy(n.cfg.Transfer.Policy)
-	if !ok {
-		return fmt.Errorf("sidecar: transfer.policy: %q is unknown: use spray, round-robin or weighted",
-			n.cfg.Transfer.Policy)
-	}
 	n.plans = plans.New(parseblock.Default())
 	n.observer = &observer{metrics: n.metrics, log: n.log, order: n.cfg.Transports.Order}
 	n.observer.tracing = newTracing(n.cfg.Trace.OTLP, n.proc)
@@ -165,7 +159,7 @@ func (n *Node) join(self transport.Peer) error {
 			Deadline:     time.Duration(n.cfg.Transfer.Deadline),
 			MatchTimeout: time.Duration(n.cfg.Transfer.Partner),
 			HoldTimeout:  time.Duration(n.cfg.Transfer.Hold), Grace: n.grace,
-			MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices, Policy: policy,
+			MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices,
 			Distance: n.rails.near, Spans: n.observer.tracing != nil}),
 		Process: n.proc, Peers: n.conv, Engines: n.results, Memory: n.plans,
 		Rails:    localRails{n.rails, n.gpus},

@@ -87,14 +87,14 @@ func (p *pageStore) openRemovals(s *store.Store) {
 	p.removals = removals.New(o)
 }
 
-// storeMembers are the members that have pages. Earlier releases publish only that they keep hints.
+// storeMembers are the members that have pages.
 func (p *pageStore) storeMembers() (out []removals.Member) {
 	c := p.cluster()
 	if c == nil {
 		return nil
 	}
 	for _, m := range c.Members() {
-		if m.Has(pagesLabel) || m.Has(storeLabel) {
+		if m.Has(pagesLabel) {
 			out = append(out, removals.Member{Boot: m.Boot, Node: m.Node})
 		}
 	}
@@ -196,13 +196,12 @@ func (p *pageStore) frame(from transfer.Boot, f *peerv1.ControlFrame) (bool, err
 }
 
 func (p *pageStore) peerUp(in *peer.Peer) {
-	removes := slices.Contains(in.Features, removals.Feature)
-	if p.removes() && (removes || slices.Contains(in.Features, exchange.Feature)) {
-		p.removals.PeerUp(in.Boot, in.Node, removes)
+	if p.removes() && slices.Contains(in.Features, removals.Feature) {
+		p.removals.PeerUp(in.Boot, in.Node)
 	}
 	if p.exchange != nil {
 		// A claim that is wrong costs a miss.
-		p.exchange.PeerUp(in.Boot, in.Node, cmp.Or(in.Endpoint, in.Claimed), in.Features, removes)
+		p.exchange.PeerUp(in.Boot, in.Node, cmp.Or(in.Endpoint, in.Claimed), in.Features)
 	}
 }
 

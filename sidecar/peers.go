@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"net"
-	"slices"
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
@@ -12,7 +11,6 @@ import (
 	"github.com/kvspray/kvspray/cluster/gossip"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer"
-	"github.com/kvspray/kvspray/control/peer/hello"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/config"
@@ -42,7 +40,7 @@ func (c *conversation) open() error {
 			return join(m, known)
 		}
 	}
-	opt.Features = append(slices.Clone(hello.Features), c.pages.features()...)
+	opt.Features = c.pages.features()
 	if c.mesh, err = peer.New(opt); err != nil {
 		return fmt.Errorf("sidecar: %w", err)
 	}

@@ -235,7 +235,7 @@ func TestTransfersWithoutSpans(t *testing.T) {
 }
 
 // A sidecar without a collector passes the traceparent on: the sender's spans are below the
-// decode's. A peer that names none, such as an older release, leaves the prefill's span.
+// decode's. A peer that names none leaves the prefill's span.
 func TestOneSideExports(t *testing.T) {
 	for decode, what := range map[string]string{decodeParent: decodeSpan, "": "offer",
 		"junk": "offer", decodeParent[:53] + "zz": "offer", "\xff\xfe": "offer"} {

@@ -120,7 +120,7 @@ svg { width: 100%; height: auto } pre { background: #f4f4f2; padding: .8em 1em; 
 // Of draws one result as a page of its own.
 func Of(title string) func(io.Writer, *timeline.Result) error {
 	return func(w io.Writer, r *timeline.Result) error {
-		return HTML(w, title, Panel{Title: fmt.Sprintf("%s, policy %s, blocks of %s", r.Bench, r.Policy,
+		return HTML(w, title, Panel{Title: fmt.Sprintf("%s, blocks of %s", r.Bench,
 			timeline.FormatSize(int64(r.Block))), Result: r})
 	}
 }

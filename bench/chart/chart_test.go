@@ -18,7 +18,7 @@ func result(t *testing.T) *timeline.Result {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &timeline.Result{Bench: "rails", Policy: "spray", Block: 16 << 10, Total: 1 << 20,
+	r := &timeline.Result{Bench: "rails", Block: 16 << 10, Total: 1 << 20,
 		Together: 3e9, Faults: []timeline.Fault{f},
 		Rails: []timeline.Rail{{Name: "rail0", Rate: 2e9, Alone: 2e9}, {Name: "<rail1>", Rate: 1e9,
 			Alone: 1e9}},

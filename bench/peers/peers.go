@@ -220,8 +220,7 @@ func (o *options) turn(ctx context.Context, e engine, s scenario, block int) (*o
 		opt.Faults, opt.Duration = s.faults, o.span
 	}
 	res := &timeline.Result{Bench: "rails", Version: o.machine.Version, Host: o.machine.String(),
-		Block: block, Total: opt.Total, Duration: timeline.Seconds(opt.Duration), Policy: e.name,
-		Faults: opt.Faults}
+		Block: block, Total: opt.Total, Duration: timeline.Seconds(opt.Duration), Faults: opt.Faults}
 	if res.Rails, res.Together, err = f.Plain(ctx, streamSpan); err != nil {
 		return nil, err
 	}

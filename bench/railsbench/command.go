@@ -38,7 +38,7 @@ Each of that takes --duration (10s).`,
 		Example: `  kvspray-bench rails
   kvspray-bench rails --rates 2gbit,1gbit,500mbit,500mbit --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up --html rails.html
   kvspray-bench rails --receivers 16 --rates 1gbit --json receivers.json
-  kvspray-bench rails --policy weighted --claims 2gbit,1gbit,500mbit,500mbit`,
+  kvspray-bench rails --claims 2gbit,1gbit,500mbit,500mbit`,
 		Args: cobra.NoArgs,
 	}
 	flags := timeline.AddFlags(c)
@@ -76,7 +76,7 @@ Each of that takes --duration (10s).`,
 				return usage.Of(err)
 			}
 		}
-		s := Setup{Rates: o.Rates, Receivers: receivers, Policy: o.Policy, Integrity: integrity, Set: set,
+		s := Setup{Rates: o.Rates, Receivers: receivers, Integrity: integrity, Set: set,
 			Plain: plain}
 		if claims != "" {
 			for _, part := range strings.Split(claims, ",") {

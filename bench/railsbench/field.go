@@ -41,7 +41,6 @@ type Setup struct {
 	Rates     []timeline.Rate
 	Receivers int             // 0 is 1
 	Claims    []timeline.Rate // what the links claim; nil: nothing, as a veth
-	Policy    string          // of the sidecars; "" is their default
 	Integrity string          // off, crc32c or aead; "" is the sidecars' default
 	Set       []string        // more of the sidecars' configuration, key=value
 	Kvspray   string          // the binary
@@ -209,9 +208,6 @@ func (f *Field) config(n *node) string {
 	p("peer: {listen: %q, cluster_key_file: %q, gossip: {listen: \"off\"}}\n",
 		netip.AddrPortFrom(netrig.Addr(n.side, 0), 0), filepath.Join(f.dir, "cluster.key"))
 	p("http: {listen: \"127.0.0.1:0\"}\nlog: {level: info}\n")
-	if f.setup.Policy != "" {
-		p("transfer: {policy: %q}\n", f.setup.Policy)
-	}
 	p("transports:\n  order: [tcp]\n  tcp:\n")
 	if f.setup.Integrity != "" {
 		p("    integrity: %q\n", f.setup.Integrity)

@@ -71,7 +71,6 @@ type FanResult struct {
 	Version   string           `json:"version"`
 	Host      string           `json:"host"`
 	Receivers int              `json:"receivers"`
-	Policy    string           `json:"policy"`
 	Block     int              `json:"block_bytes"`
 	Total     int64            `json:"urgent_bytes"`
 	Duration  timeline.Seconds `json:"duration_seconds"`
@@ -90,8 +89,8 @@ type FanResult struct {
 func (r *FanResult) Print(w io.Writer) error {
 	var b bytes.Buffer
 	p := func(format string, args ...any) { fmt.Fprintf(&b, format, args...) }
-	p("receivers, %s; policy %s, blocks of %s, %d receivers\n",
-		r.Host, r.Policy, timeline.FormatSize(int64(r.Block)), r.Receivers)
+	p("receivers, %s; blocks of %s, %d receivers\n",
+		r.Host, timeline.FormatSize(int64(r.Block)), r.Receivers)
 	for _, x := range r.Rails {
 		p("  %-8s %10s, alone %s\n", x.Name, x.Rate, x.Alone)
 	}
@@ -140,7 +139,7 @@ func RunReceivers(ctx context.Context, o *timeline.Options, s Setup, stderr io.W
 	defer f.Close()
 	f.say = say
 	res := &FanResult{Bench: "receivers", Version: here.Version, Host: here.String(),
-		Receivers: s.Receivers, Policy: o.Policy, Block: o.Block, Total: o.Total,
+		Receivers: s.Receivers, Block: o.Block, Total: o.Total,
 		Duration: timeline.Seconds(o.Duration)}
 	if res.Rails, res.Together, err = f.Baseline(ctx); err != nil {
 		return nil, err

@@ -58,7 +58,7 @@ func Run(ctx context.Context, o *timeline.Options, s Setup, stderr io.Writer) (*
 	f.say = say
 	res := &timeline.Result{Bench: "rails", Version: here.Version, Host: here.String(), Block: o.Block,
 		Total:    o.Total,
-		Duration: timeline.Seconds(o.Duration), Policy: o.Policy, Faults: o.Faults}
+		Duration: timeline.Seconds(o.Duration), Faults: o.Faults}
 	if res.Rails, res.Together, err = f.Baseline(ctx); err != nil {
 		return nil, err
 	}

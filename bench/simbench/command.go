@@ -63,7 +63,7 @@ there, and compares.`,
 		s := Setup{Options: o, Nodes: nodes, Seed: seed}
 		var real *timeline.Result
 		if against != "" {
-			for _, f := range []string{"rates", "block", "total", "duration", "policy", "fault", "nodes"} {
+			for _, f := range []string{"rates", "block", "total", "duration", "fault", "nodes"} {
 				if cmd.Flags().Changed(f) {
 					return usage.Errorf("--against %s and --%s: the result says which run it was; leave --%s out",
 						against, f, f)
@@ -108,8 +108,7 @@ func readResult(path string) (*timeline.Result, error) {
 		return nil, fmt.Errorf("%s: %w", path, err)
 	}
 	// It is a file: whatever stands there must be a run that can be made.
-	o := &timeline.Options{Block: r.Block, Total: r.Total, Duration: r.Duration.D(), Policy: r.Policy,
-		Faults: r.Faults}
+	o := &timeline.Options{Block: r.Block, Total: r.Total, Duration: r.Duration.D(), Faults: r.Faults}
 	for _, x := range r.Rails {
 		if x.Rate < timeline.MinRate || x.Rate > timeline.MaxRate || x.Alone < timeline.MinRate/2 ||
 			x.Alone > timeline.MaxRate {

@@ -18,7 +18,7 @@ const Tolerance = 0.07
 // Predict is the run of a result, on simulated rails of the rates that plain streams had.
 func Predict(real *timeline.Result, seed uint64) Setup {
 	o := &timeline.Options{Block: real.Block, Total: granules(real.Total), Duration: real.Duration.D(),
-		Policy: real.Policy, Faults: real.Faults}
+		Faults: real.Faults}
 	var sum timeline.Rate
 	for _, r := range real.Rails {
 		o.Rates = append(o.Rates, r.Rate)

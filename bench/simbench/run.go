@@ -11,8 +11,6 @@ import (
 	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/control/engines"
-	"github.com/kvspray/kvspray/control/exec"
-	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/ui/usage"
 	"github.com/kvspray/kvspray/internal/version"
 	"github.com/kvspray/kvspray/test/sim"
@@ -126,14 +124,10 @@ func Run(ctx context.Context, s Setup) (*timeline.Result, error) {
 		return nil, usage.Of(err)
 	}
 	o := s.Options
-	policy, ok := spray.ParsePolicy(o.Policy)
-	if !ok {
-		return nil, usage.Errorf("--policy %q: unknown", o.Policy)
-	}
 	pairs := s.Nodes / 2
 	res := &timeline.Result{Bench: "sim", Version: version.String(),
 		Host: fmt.Sprintf("%d simulated nodes", s.Nodes), Nodes: s.Nodes, Seed: s.Seed,
-		Block: o.Block, Total: o.Total, Duration: timeline.Seconds(o.Duration), Policy: o.Policy,
+		Block: o.Block, Total: o.Total, Duration: timeline.Seconds(o.Duration),
 		Faults: o.Faults}
 	rails := s.rails()
 	s.Say.Phase("measuring %d simulated rails with plain streams, alone and together", len(rails))
@@ -156,8 +150,7 @@ func Run(ctx context.Context, s Setup) (*timeline.Result, error) {
 	}
 	s.Say.Phase("moving %s of %s from each of %d nodes, in simulated time", what,
 		timeline.FormatSize(o.Total), pairs)
-	r := &run{s: s, res: res, c: sim.New(sim.Config{Fabric: s.fabric(),
-		Exec: exec.Config{Policy: policy}})}
+	r := &run{s: s, res: res, c: sim.New(sim.Config{Fabric: s.fabric()})}
 	if err := r.move(ctx, rails, pairs); err != nil {
 		return nil, err
 	}

@@ -24,18 +24,14 @@ const (
 	MaxDuration = time.Hour
 )
 
-// Policies that `transfer.policy` knows.
-var policies = []string{"spray", "round-robin", "weighted"}
-
 // Options are what the user asks for.
 type Options struct {
 	Rates    []Rate
 	Block    int
 	Total    int64         // bytes of one transfer
 	Duration time.Duration // transfers of Total follow each other so long; 0: one cold and one warm
-	Policy   string
-	Faults   []Fault // by time
-	JSON     string  // file, "-" for standard output, "" for none
+	Faults   []Fault       // by time
+	JSON     string        // file, "-" for standard output, "" for none
 	HTML     string
 }
 
@@ -86,11 +82,11 @@ func save(path string, stdout io.Writer, write func(io.Writer) error) error {
 
 // Flags of both commands; Options reads them after the command line was parsed.
 type Flags struct {
-	cmd                        *cobra.Command
-	rates, block, total        string
-	duration                   time.Duration
-	policy, jsonFile, htmlFile string
-	faults                     []string
+	cmd                 *cobra.Command
+	rates, block, total string
+	duration            time.Duration
+	jsonFile, htmlFile  string
+	faults              []string
 }
 
 // Defaults of the flags.
@@ -111,7 +107,6 @@ func AddFlags(cmd *cobra.Command) *Flags {
 		"default is rounded down to whole blocks")
 	f.DurationVar(&x.duration, "duration", 0, "move transfers of "+defaultTotal+" one after the "+
 		"other for so long, instead of --total")
-	f.StringVar(&x.policy, "policy", policies[0], strings.Join(policies, ", "))
 	f.StringArrayVar(&x.faults, "fault", nil, "T:railN:kind; kinds: down, up, drop, ackdrop, "+
 		"rate=1/20, flap=300ms, blackhole, heal; all for railN meets every rail; repeatable")
 	f.StringVar(&x.jsonFile, "json", "", "write the result here; - for standard output")
@@ -126,7 +121,7 @@ func (x *Flags) Options() (*Options, error) {
 }
 
 func (x *Flags) options() (*Options, error) {
-	o := &Options{Duration: x.duration, Policy: x.policy, JSON: x.jsonFile, HTML: x.htmlFile}
+	o := &Options{Duration: x.duration, JSON: x.jsonFile, HTML: x.htmlFile}
 	for _, s := range strings.Split(x.rates, ",") {
 		r, err := ParseRate(strings.TrimSpace(s))
 		if err != nil {
@@ -223,13 +218,6 @@ func (o *Options) Check() error {
 		return fmt.Errorf("--duration %s: at most %s", o.Duration, MaxDuration)
 	case len(o.Faults) > MaxFaults:
 		return fmt.Errorf("--fault: %d of them: at most %d", len(o.Faults), MaxFaults)
-	}
-	known := false
-	for _, p := range policies {
-		known = known || p == o.Policy
-	}
-	if !known {
-		return fmt.Errorf("--policy %q: want one of %s", o.Policy, strings.Join(policies, ", "))
 	}
 	for _, f := range o.Faults {
 		if f.Rail >= len(o.Rates) {

@@ -22,7 +22,6 @@ type Result struct {
 	Block    int     `json:"block_bytes"`
 	Total    int64   `json:"total_bytes"`
 	Duration Seconds `json:"duration_seconds,omitempty"`
-	Policy   string  `json:"policy"`
 	Faults   []Fault `json:"faults,omitempty"`
 	// Applied is when each of Faults was made, as far as the run came; shorter where that was not
 	// recorded: then a fault is taken to have happened at the very time that it names, as it does in
@@ -296,7 +295,7 @@ func Read(in io.Reader) (*Result, error) {
 func (r *Result) Print(w io.Writer) error {
 	var b bytes.Buffer
 	p := func(format string, args ...any) { fmt.Fprintf(&b, format, args...) }
-	p("%s, %s; policy %s, blocks of %s\n", r.Bench, r.Host, r.Policy, FormatSize(int64(r.Block)))
+	p("%s, %s; blocks of %s\n", r.Bench, r.Host, FormatSize(int64(r.Block)))
 	n := r.senders()
 	for _, x := range r.Rails {
 		p("  %-8s %10s, alone %s\n", x.Name, x.Rate, x.Alone/Rate(n))

@@ -33,15 +33,14 @@ func parse(t *testing.T, args ...string) (*Options, error) {
 // TestFlags reads the command line that the issue gives.
 func TestFlags(t *testing.T) {
 	html := filepath.Join(t.TempDir(), "f")
-	o, err := parse(t, "--rates", "2gbit,1gbit, 500mbit,2.5gbit", "--block", "64KiB", "--policy",
-		"weighted", "--duration", "8s",
+	o, err := parse(t, "--rates", "2gbit,1gbit, 500mbit,2.5gbit", "--block", "64KiB", "--duration", "8s",
 		"--fault", "5s:rail0:up", "--fault", "2s:rail0:down", "--fault", "2s:all:rate=1/20", "--fault",
 		"500ms:rail3:flap=300ms", "--json", "-", "--html", html)
 	if err != nil {
 		t.Fatal(err)
 	}
 	want := &Options{Rates: []Rate{2e9, 1e9, 500e6, 2.5e9}, Block: 64 << 10, Total: 256 << 20,
-		Duration: 8 * time.Second, Policy: "weighted", JSON: "-", HTML: html,
+		Duration: 8 * time.Second, JSON: "-", HTML: html,
 		Faults: []Fault{{At: 500 * time.Millisecond, Rail: 3, Kind: Flap, Period: 300 * time.Millisecond},
 			{At: 2 * time.Second, Kind: Down},
 			{At: 2 * time.Second, Rail: AllRails, Kind: Slow, Share: 0.05}, {At: 5 * time.Second, Kind: Up}}}
@@ -90,7 +89,6 @@ func TestFlagsRefused(t *testing.T) {
 		{"--total 1MiB --duration 1s", "total"},
 		{"--duration 0s", "--duration 0s: must be positive"},
 		{"--duration 2h", "--duration 2h0m0s: at most"},
-		{"--policy best", `--policy "best": want one of spray`},
 		{"--fault down", "want T:railN:kind"},
 		{"--fault 1:rail0:down", `time "1"`},
 		{"--fault -1s:rail0:down", `time "-1s"`},
@@ -182,7 +180,7 @@ func TestConditions(t *testing.T) {
 // nothing comes, then the other's rate.
 func TestJudge(t *testing.T) {
 	const each = Rate(800e6) // 100 bytes a microsecond
-	r := &Result{Bench: "sim", Host: "none", Total: 1 << 20, Block: 16 << 10, Policy: "spray",
+	r := &Result{Bench: "sim", Host: "none", Total: 1 << 20, Block: 16 << 10,
 		Together: 2 * each, Faults: []Fault{{At: time.Second, Rail: 1, Kind: Down}, {At: time.Minute,
 			Rail: 0, Kind: Down}},
 		Rails: []Rail{{Name: "rail0", Rate: each, Alone: each}, {Name: "rail1", Rate: each,

@@ -2,8 +2,7 @@
 
 // Package gossip finds the other sidecars by memberlist, and publishes what this one serves.
 //
-// Each member's metadata is a HelloReply, as older sidecars send and expect it: its features are
-// the release, labels and engines. Streams pass a gate (stream.go), because memberlist does not
+// Streams pass a gate (stream.go), because memberlist does not
 // bound them. Goroutines: memberlist's, one for streams, one while members of the configuration do
 // not answer. Leave joins all but memberlist's timers.
 package gossip
@@ -119,17 +118,30 @@ func (d *self) NotifyLeave(n *memberlist.Node) {
 func (d *self) set(n *memberlist.Node) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	var h peerv1.HelloReply
-	if proto.Unmarshal(n.Meta, &h) != nil || len(h.Boot) != len(transfer.Boot{}) {
-		delete(d.members, n.Name)
-	} else {
-		m := cluster.Member{Node: h.Node, Address: n.Address(), Endpoint: h.Endpoint,
-			Boot: transfer.Boot(h.Boot)}
-		m.SetTexts(h.Features)
+	if m, ok := decode(n.Meta); ok {
+		m.Address = n.Address()
 		d.members[n.Name] = m
 		delete(d.lost, n.Name)
+	} else {
+		delete(d.members, n.Name)
 	}
 	d.notifyLocked()
+}
+
+// decode reads the metadata of a member. It is foreign: what exceeds the bounds is left out.
+func decode(b []byte) (cluster.Member, bool) {
+	var m peerv1.Member
+	if proto.Unmarshal(b, &m) != nil || len(m.Boot) != len(transfer.Boot{}) {
+		return cluster.Member{}, false
+	}
+	long := func(s string) bool { return len(s) > cluster.MaxNameBytes }
+	if long(m.Release) {
+		m.Release = ""
+	}
+	labels, engines := slices.DeleteFunc(m.Labels, long), slices.DeleteFunc(m.Engines, long)
+	return cluster.Member{Node: m.Node, Endpoint: m.Endpoint, Boot: transfer.Boot(m.Boot),
+		Version: m.Release, Labels: labels[:min(len(labels), cluster.MaxLabels)],
+		Engines: engines[:min(len(engines), cluster.MaxEngines)]}, true
 }
 
 func (d *self) notifyLocked() {
@@ -139,21 +151,23 @@ func (d *self) notifyLocked() {
 
 // encode makes the metadata of a member, with as many of its engines and labels as fit.
 func encode(m cluster.Member) ([]byte, error) {
-	texts := m.Texts()
 	for {
-		b, err := proto.Marshal(&peerv1.HelloReply{Boot: m.Boot[:], Node: m.Node, Endpoint: m.Endpoint,
-			Features: texts})
+		b, err := proto.Marshal(&peerv1.Member{Boot: m.Boot[:], Node: m.Node, Endpoint: m.Endpoint,
+			Release: m.Version, Labels: m.Labels, Engines: m.Engines})
 		if err != nil {
 			return nil, fmt.Errorf("gossip: metadata: %w", err)
 		}
 		switch {
 		case len(b) <= memberlist.MetaMaxSize:
 			return b, nil
-		case len(texts) <= 1:
+		case len(m.Engines) > 0:
+			m.Engines = m.Engines[:len(m.Engines)-1]
+		case len(m.Labels) > 0:
+			m.Labels = m.Labels[:len(m.Labels)-1]
+		default:
 			return nil, fmt.Errorf("gossip: node name, endpoint and version take %d bytes, at most "+
 				"%d: shorten node", len(b), memberlist.MetaMaxSize)
 		}
-		texts = texts[:len(texts)-1]
 	}
 }
 

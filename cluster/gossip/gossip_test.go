@@ -14,7 +14,9 @@ import (
 	"time"
 
 	"github.com/hashicorp/memberlist"
+	"google.golang.org/protobuf/proto"
 
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/cluster"
 	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/testutil"
@@ -81,21 +83,25 @@ func TestPublish(t *testing.T) {
 	})
 }
 
-// TestForeignTexts: the lists of members are bounded, and those of older releases are understood.
-func TestForeignTexts(t *testing.T) {
-	var m cluster.Member
-	m.SetTexts([]string{"1.0"})
-	if m.Version != "1.0" || m.Engines != nil || m.Labels != nil {
-		t.Errorf("%+v", m)
-	}
-	list := []string{strings.Repeat("v", cluster.MaxNameBytes+1)}
+// TestForeignMetadata: the lists of members are bounded.
+func TestForeignMetadata(t *testing.T) {
+	long := strings.Repeat("v", cluster.MaxNameBytes+1)
+	in := &peerv1.Member{Boot: make([]byte, 16), Release: long, Labels: []string{long},
+		Engines: []string{long}}
 	for i := range 1000 {
-		list = append(list, fmt.Sprint("l", i), fmt.Sprint("engine=", i))
+		in.Labels, in.Engines = append(in.Labels, fmt.Sprint("l", i)), append(in.Engines, fmt.Sprint(i))
 	}
-	m = cluster.Member{}
-	m.SetTexts(list)
-	if m.Version != "" || len(m.Labels) != cluster.MaxLabels || len(m.Engines) != cluster.MaxEngines {
-		t.Errorf("%d labels, %d engines", len(m.Labels), len(m.Engines))
+	b, err := proto.Marshal(in)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, ok := decode(b)
+	if !ok || m.Version != "" || len(m.Labels) != cluster.MaxLabels || m.Labels[0] != "l0" ||
+		len(m.Engines) != cluster.MaxEngines || m.Engines[0] != "0" {
+		t.Errorf("%t, %+v", ok, m)
+	}
+	if m, ok := decode(nil); ok {
+		t.Errorf("without a boot: %+v", m)
 	}
 }
 

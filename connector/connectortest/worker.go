@@ -38,7 +38,6 @@ type Config struct {
 	Before func(add func(first uint32, all []msg.Region, fds ...int) error) error
 	// Tamper may change the REGISTER message and its descriptors before it is sent.
 	Tamper func(*msg.Register, []int) []int
-	NoMark bool // flags of board 1.1, which have no stream mark
 }
 
 // Completion is a RECEIVED or SENT as the engine sees it.
@@ -150,9 +149,6 @@ func NewWorker(cfg Config) (*Worker, error) {
 	if w.flags, err = board.InitFlags(w.flagsMem.b, w.boot, cfg.Layers); err != nil {
 		w.flagsMem.close()
 		return nil, err
-	}
-	if cfg.NoMark {
-		w.flagsMem.b[board.OffFlagsHeaderFeatures] &^= board.FlagsMark
 	}
 	return w, nil
 }

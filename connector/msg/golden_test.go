@@ -240,8 +240,7 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	rec("expect-after", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "h:1", Tokens: 16,
 		Skip:   []uint32{0},
 		Blocks: [][]uint32{{1, 2}}, After: 1 << 40}).Append(nil))
-	// The optional traceparent, in a body that has every other key, too: a shorter map without it is
-	// what releases before it write.
+	// The optional traceparent, in a body that has every other key, too.
 	rec("intent-traced", "INTENT", (&Intent{Xfer: b16(0x20), Hash: b32(0x60), Tokens: 16, Fanout: 1,
 		Blocks: [][]uint32{{1, 2}}, Prio: PrioStream, DeadlineMS: 1, Req: "r",
 		Traceparent: goldenTraceparent}).Append(nil))

@@ -38,12 +38,7 @@ const (
 
 // Features of a WELCOME.
 const (
-	FeatureCopy    = "copy"    // the sidecar accepts COPY
-	FeatureAfter   = "after"   // EXPECT, COPY, LOAD, GET and PUT wait for the stream mark in them
-	FeatureDecline = "decline" // the sidecar accepts DECLINE
-	FeatureStore   = "store"   // the sidecar has a page store
-	FeatureLoad    = "load"    // the sidecar accepts LOAD
-	FeatureRegions = "regions" // regions are added and dropped while a session runs
+	FeatureStore = "store" // the sidecar has a page store
 )
 
 // Role values of a session.

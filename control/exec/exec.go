@@ -39,8 +39,8 @@ type Exec struct {
 // New returns an executor.
 func New(cfg Config) *Exec {
 	cfg = cfg.WithDefaults()
-	c := &core.Core{Cfg: cfg, Spray: spray.New(spray.Config{Policy: cfg.Policy,
-		MaxFlights: cfg.MaxSlices, MaxStrikes: cfg.MaxAttempts})}
+	c := &core.Core{Cfg: cfg, Spray: spray.New(spray.Config{MaxFlights: cfg.MaxSlices,
+		MaxStrikes: cfg.MaxAttempts})}
 	out := &actions{}
 	e := &Exec{core: c, out: out}
 	e.workers = workers.New(out.workerFenced)

@@ -20,6 +20,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
 // target is an executor with one open prompt and one lane to a peer that may send anything.
@@ -491,23 +492,25 @@ func mostOfAFrame(n int) uint64 { return 16<<10 + 128*uint64(n) }
 
 // dearFrames are the frames that need the most memory for their bytes.
 func dearFrames() map[string][]byte {
-	field := func(num protowire.Number, v []byte) []byte {
+	field := func(m proto.Message, name protoreflect.Name, v []byte) []byte {
+		num := m.ProtoReflect().Descriptor().Fields().ByName(name).Number()
 		return protowire.AppendBytes(protowire.AppendTag(nil, num, protowire.BytesType), v)
 	}
-	of := func(body, num protowire.Number, v ...byte) []byte {
-		one := field(num, v)
-		return field(body, bytes.Repeat(one, (60<<10)/len(one)))
+	body := func(name protoreflect.Name, v []byte) []byte {
+		return field(&peerv1.ControlFrame{}, name, v)
 	}
+	most := func(one []byte) []byte { return bytes.Repeat(one, (60<<10)/len(one)) }
+	budget := field(&peerv1.Part{}, "tokens_by_transport", nil)
 	return map[string][]byte{
-		"parts":              of(12, 19),
-		"parts with budgets": of(12, 19, field(8, nil)...),
-		"budgets":            field(12, field(19, bytes.Repeat(field(8, nil), 30<<10))),
-		"skip":               field(12, field(7, make([]byte, 60<<10))),
-		"tiers":              of(12, 20),
-		"ranks":              of(13, 8),
-		"sources":            of(17, 2),
-		"rails":              of(21, 1),
-		"addresses":          of(21, 2),
+		"parts":              body("grant", most(field(&peerv1.Grant{}, "parts", nil))),
+		"parts with budgets": body("grant", most(field(&peerv1.Grant{}, "parts", budget))),
+		"budgets": body("grant", field(&peerv1.Grant{}, "parts",
+			bytes.Repeat(budget, 30<<10))),
+		"skip":      body("grant", field(&peerv1.Grant{}, "skip", make([]byte, 60<<10))),
+		"tiers":     body("grant", most(field(&peerv1.Grant{}, "tiers", nil))),
+		"ranks":     body("grant_reply", most(field(&peerv1.GrantReply{}, "ranks", nil))),
+		"rails":     body("rails", most(field(&peerv1.Rails{}, "rails", nil))),
+		"addresses": body("rails", most(field(&peerv1.Rails{}, "control_addresses", nil))),
 	}
 }
 

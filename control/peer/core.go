@@ -30,8 +30,9 @@ func (c *core) side(endpoint string) hello.Side {
 
 // request is the Hello of this process, without a key share.
 func (c *core) request(l *listeners) *peerv1.HelloRequest {
-	return &peerv1.HelloRequest{Versions: &peerv1.VersionRange{Min: uint32(hello.Oldest),
-		Max: uint32(c.opt.Versions.Max)}, Boot: c.opt.Boot[:], Node: c.opt.Node,
+	return &peerv1.HelloRequest{Versions: &peerv1.VersionRange{
+		Min: uint32(c.opt.Versions.Min), Max: uint32(c.opt.Versions.Max)},
+		Boot: c.opt.Boot[:], Node: c.opt.Node,
 		Endpoint: l.name(), HostBoot: c.opt.HostBoot, Rails: c.opt.Rails(),
 		ControlAddresses: l.addresses(), Features: c.opt.Features, Release: c.opt.Version}
 }

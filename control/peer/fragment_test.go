@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -135,15 +134,9 @@ func TestLongFrames(t *testing.T) {
 // Send refuses a frame that does not fit at once, and leaves no part of it in the queue.
 func TestFramesThatDoNotFit(t *testing.T) {
 	hold := make(chan struct{})
-	a, b, older := start(t, nil), start(t, nil), start(t,
-		func(o *Options) { o.Features = []string{} })
+	a, b := start(t, nil), start(t, nil)
 	b.on = func(transfer.Boot, *peerv1.ControlFrame) { <-hold }
 	join(t, a, b)
-	join(t, a, older)
-	if err := a.Send(older.opt.Boot, longGrant(64)); !errors.Is(err, ErrTooBig) ||
-		!strings.Contains(err.Error(), "upgrade the sidecar there") {
-		t.Errorf("to a release without fragments: %v", err)
-	}
 	if err := a.Send(b.opt.Boot, longGrant(1024)); !errors.Is(err, ErrTooBig) {
 		t.Errorf("past MaxMessage: %v", err)
 	}

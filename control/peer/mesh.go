@@ -92,9 +92,6 @@ func (o Options) withDefaults() Options {
 	if o.Refused == nil {
 		o.Refused = func() {}
 	}
-	if o.Features == nil {
-		o.Features = hello.Features
-	}
 	return o
 }
 
@@ -297,10 +294,7 @@ func (m *Mesh) Send(boot transfer.Boot, f *peerv1.ControlFrame) error {
 	if s == nil {
 		return fmt.Errorf("peer: send to %s: %w: connect to its endpoint first", boot, ErrUnknown)
 	}
-	s.mu.Lock()
-	fragments := s.info.has(hello.FeatureFragments)
-	s.mu.Unlock()
-	return s.channel.Send(f, fragments) //nolint:wrapcheck // it names the peer
+	return s.channel.Send(f) //nolint:wrapcheck // it names the peer
 }
 
 // flushTick is the interval of the checks of Flush.
@@ -322,7 +316,7 @@ func (m *Mesh) Flush(ctx context.Context) error {
 }
 
 // Describe queries boot for the layout behind a geometry hash; of several the one with that
-// fingerprint, unless it is zero. The answer is foreign: an older peer ignores fingerprints.
+// fingerprint, unless it is zero. The answer is foreign.
 func (m *Mesh) Describe(ctx context.Context, boot transfer.Boot, geometry,
 	fingerprint [32]byte) (layout []byte, err error) {
 	if boot == m.opt.Boot {

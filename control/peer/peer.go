@@ -138,7 +138,7 @@ type Options struct {
 	Advertise string
 	// further host:port to listen on for control lanes, one per rail; SetControl changes them
 	Control  []string
-	Features []string // nil: hello.Features
+	Features []string
 	// called for each Hello of an incompatible release; nil: not counted
 	Refused func()
 

@@ -129,7 +129,7 @@ func TestRefused(t *testing.T) {
 		"newer only": {nil, func(o *Options) {
 			o.Versions = wire.Versions{Min: wire.V(2, 0),
 				Max: wire.V(3, 1)}
-		}, "control protocol 1.0 to 1.1 at "},
+		}, "control protocol 1.0 at "},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a, b := start(t, x.a), start(t, x.b)
@@ -176,13 +176,13 @@ func TestGoldenVersions(t *testing.T) {
 	}{
 		// 0.9 only; that build had nothing but versions and boot.
 		"older": {"0a0408091009" + "1210" + strings.Repeat("11", 16), 0,
-			"control protocol 0.9 at the caller's address (kvspray of an unknown release), 1.1 at "},
+			"control protocol 0.9 at the caller's address (kvspray of an unknown release), 1.0 at "},
 		"older, common": {"0a060809108180" + "04" + "1210" + strings.Repeat("11", 16),
-			uint32(wire.V(1, 1)), ""},
+			uint32(wire.V(1, 0)), ""},
 		// 1.0 to 2.3, with fields 100 (varint) and 101 (bytes) that this build lacks, and one such in
 		// the version range.
 		"newer": {"0a0b08808004108380" + "08" + "a00607" + "1210" + strings.Repeat("22", 16) +
-			"a00601" + "aa0603616263", uint32(wire.V(1, 1)), ""},
+			"a00601" + "aa0603616263", uint32(wire.V(1, 0)), ""},
 		"newer, only": {"0a0808808008108380" + "08" + "1210" + strings.Repeat("22", 16), 0,
 			"control protocol 2.0 to 2.3 at the caller's address"},
 	} {

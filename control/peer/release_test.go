@@ -13,7 +13,9 @@ import (
 	"testing"
 
 	"google.golang.org/grpc"
+	"google.golang.org/protobuf/encoding/protowire"
 
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/peer/hello"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/wire"
@@ -23,19 +25,16 @@ import (
 // If two releases have no version in common, both sides log one line that names the sidecar to
 // upgrade, whichever calls, and no peer comes up.
 func TestWhichToUpgrade(t *testing.T) {
-	before, after := wire.Versions{Min: hello.Oldest, Max: hello.Oldest},
-		wire.Versions{Min: wire.V(2, 0),
-			Max: wire.V(2, 3)}
+	before := wire.Versions{Min: wire.V(0, 8), Max: wire.V(0, 9)}
+	after := wire.Versions{Min: wire.V(2, 0), Max: wire.V(2, 3)}
 	for name, x := range map[string]struct {
 		caller, callee wire.Versions
 		older          string
 	}{
-		"an older one calls": {before, hello.Protocol, "caller"},
-		"an older one is called": {hello.Protocol,
-			before, "callee"},
-		"a newer one calls": {after, hello.Protocol, "callee"}, "a newer one is called": {hello.Protocol,
-			after,
-			"caller"},
+		"an older one calls":     {before, hello.Protocol, "caller"},
+		"an older one is called": {hello.Protocol, before, "callee"},
+		"a newer one calls":      {after, hello.Protocol, "callee"},
+		"a newer one is called":  {hello.Protocol, after, "caller"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var logs [2]testutil.Log
@@ -87,8 +86,7 @@ func TestWhichToUpgrade(t *testing.T) {
 // PeerUp has the release that the peer announced, unless it is not printable.
 func TestReleaseInPeerUp(t *testing.T) {
 	a := start(t, func(o *Options) {
-		o.Version, o.Features = "v1.2.3",
-			append(slices.Clone(hello.Features), "from-the-future")
+		o.Version, o.Features = "v1.2.3", []string{"from-the-future"}
 	})
 	b := start(t, func(o *Options) { o.Version = "v1.3.0\n; rm" })
 	join(t, a, b)
@@ -102,10 +100,34 @@ func TestReleaseInPeerUp(t *testing.T) {
 		i := slices.IndexFunc(x.at.ups, func(p Peer) bool { return p.Boot == x.of })
 		p := x.at.ups[i]
 		x.at.mu.Unlock()
-		if p.Release != x.release || !p.has(hello.FeatureFragments) ||
-			p.has("from-the-future") != x.future {
+		if p.Release != x.release || slices.Contains(p.Features, "from-the-future") != x.future {
 			t.Errorf("release %q with %q, want %q", p.Release, p.Features, x.release)
 		}
+	}
+}
+
+// Frames of a later release: unknown fields in a message and frames of an unknown kind lose nothing
+// of what is known, in order.
+func TestLaterFrames(t *testing.T) {
+	a, b := start(t, nil), start(t, nil)
+	join(t, a, b)
+	field := protowire.AppendTag(nil, 1000, protowire.BytesType)
+	field = protowire.AppendBytes(field, []byte("of a later release"))
+	for i := range uint64(3) {
+		known := commit(i + 1)
+		known.GetCommit().ProtoReflect().SetUnknown(field)
+		known.GetCommit().GetDestination().ProtoReflect().SetUnknown(field)
+		for _, f := range []*peerv1.ControlFrame{known, {}} { // an unknown body reads as none
+			if err := a.Send(b.opt.Boot, f); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	b.until("all frames", func() bool { return len(b.got[a.opt.Boot]) == 6 })
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if got := b.got[a.opt.Boot]; !slices.Equal(got, []uint64{1, 0, 2, 0, 3, 0}) {
+		t.Errorf("frames arrived as %v", got)
 	}
 }
 

@@ -57,9 +57,6 @@ func newSession(boot transfer.Boot, c caller, channel *delivery.Channel) (*sessi
 	return s, nil
 }
 
-// has reports whether the peer understands a feature.
-func (p *Peer) has(feature string) bool { return slices.Contains(p.Features, feature) }
-
 // endpoint is where to call the peer.
 func (s *session) endpoint() string {
 	s.mu.Lock()

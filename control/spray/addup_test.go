@@ -63,34 +63,6 @@ func TestRailsAddUp(t *testing.T) {
 	}
 }
 
-// The fixed policies do what other engines do: the comparison for our policy.
-func TestFixedPoliciesFollowTheSlowest(t *testing.T) {
-	for _, c := range []struct {
-		policy Policy
-		claims bool
-		low    float64
-		high   float64
-	}{
-		{RoundRobin, false, 0.1, 0.6},
-		{Weighted, true, 0.9, 1}, // as long as the claims are true
-		{Weighted, false, 0.1, 0.6},
-	} {
-		m := newModel(t, Config{Policy: c.policy})
-		for _, r := range []float64{2, 1, 0.5, 0.5} {
-			m.rail(r*gbit, 100*time.Microsecond, 1, func(in *LaneInfo) {
-				if c.claims {
-					in.Gbps = r
-				}
-			})
-		}
-		got := m.move(256<<20) / m.sum()
-		if got < c.low || got > c.high {
-			t.Errorf("%v, claims %v: %.2f of the sum, want %.2f to %.2f", c.policy, c.claims, got,
-				c.low, c.high)
-		}
-	}
-}
-
 // A rail that fails during a transfer costs less than 100 ms, whatever the failure. Once it works
 // again, it is used again.
 func TestRailDiesInMidTransfer(t *testing.T) {

@@ -75,34 +75,8 @@ func (p Priority) String() string {
 	return [...]string{"decode_waits", "layer_stream", "background"}[min(p, Background)]
 }
 
-// Policy chooses the pair for the next slice.
-type Policy uint8
-
-// The policies. RoundRobin and Weighted bind slices to pairs in a fixed order, as other engines do;
-// they exist for comparisons.
-const (
-	Spray Policy = iota
-	RoundRobin
-	Weighted // by nominal speed
-)
-
-func (p Policy) String() string {
-	return [...]string{"spray", "round-robin", "weighted"}[min(p, Weighted)]
-}
-
-// ParsePolicy is the inverse of Policy.String.
-func ParsePolicy(s string) (Policy, bool) {
-	for p := Spray; p <= Weighted; p++ {
-		if s == p.String() {
-			return p, true
-		}
-	}
-	return Spray, false
-}
-
 // Config is constant for the life of a scheduler. Zero values take the defaults.
 type Config struct {
-	Policy      Policy
 	Suspect     time.Duration // silence after which a busy lane is suspect
 	Exclude     time.Duration // silence after which a pair whose peers moved is excluded
 	Attempt     time.Duration // longest time of one slice while its lane moves others
@@ -143,7 +117,6 @@ const (
 	shareQuantum    = 256 << 10 // bytes that a lower priority is owed before it goes first
 	maxShareQuanta  = 4         // owed at most
 	coldChunks      = 4         // window of a pair without samples
-	staticSlices    = 4         // window of a pair under RoundRobin and Weighted, in slices
 	maxPairNameSize = 256       // bytes of a rail's name
 )
 

@@ -99,7 +99,7 @@ type egressTurn struct {
 // enter adds a pair to the queue of its local rail. While a pair is alone there, nothing is
 // counted.
 func (s *Scheduler) enter(q *pair, apart bool) {
-	if q.apart = apart || s.cfg.Policy != Spray; q.apart {
+	if q.apart = apart; q.apart {
 		return
 	}
 	n := q.path.rail()

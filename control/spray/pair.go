@@ -85,7 +85,6 @@ type pair struct {
 	errors   int // since errorsAt
 	errorsAt Instant
 
-	turn  float64 // of Weighted
 	count Counters
 	tiers [MaxPlaces]uint8 // by place; 0: not computed yet
 }
@@ -275,7 +274,7 @@ func (q *pair) drain(now Instant) {
 	case q.draining && now >= q.patience:
 		q.drained(now) // a slice does not end; watch judges that
 	case q.crowded(): // other pairs keep the queue filled: closing this window measures nothing
-	case q.peer.draining == nil && q.peer.policy == Spray && q.usable() && q.samples > 0 &&
+	case q.peer.draining == nil && q.usable() && q.samples > 0 &&
 		now-q.clean >= max(drainEvery, drainDelays*q.least()):
 		q.peer.draining, q.draining, q.patience = q, true, now+lateFactor*Instant(q.expect(0))
 	}
@@ -293,11 +292,6 @@ func (q *pair) drained(now Instant) {
 // a window is gain times what the path holds, and at least scavenge times that plus spareTime.
 func (q *pair) resize() {
 	q.slice = max(q.slice, transfer.ChunkBytes)
-	if q.peer.policy != Spray {
-		q.piece, q.window = q.slice, staticSlices*q.slice
-		q.lowPiece, q.low = q.piece, q.window
-		return
-	}
 	if q.samples == 0 {
 		q.piece, q.window = transfer.ChunkBytes, coldChunks*transfer.ChunkBytes
 		q.lowPiece, q.low = q.piece, q.window

@@ -246,8 +246,7 @@ func TestRandomOrders(t *testing.T) {
 // randomOrder returns the number of steps after which a passed slice was in flight.
 func randomOrder(t *testing.T, seed uint64) (passed int) {
 	rng := rand.New(rand.NewPCG(seed, 1))
-	s := New(Config{Policy: Policy(seed % 5 / 3 * (1 + seed%2)), MaxFlights: 1 + rng.IntN(100),
-		Attempt: []Instant{0, 50 * ms}[seed%2]})
+	s := New(Config{MaxFlights: 1 + rng.IntN(100), Attempt: []Instant{0, 50 * ms}[seed%2]})
 	peers := []*Peer{s.Peer(transfer.Boot{1}, nil), s.Peer(transfer.Boot{2}, nil)}
 	now := Instant(rng.Int64N(int64(time.Hour)))
 	type up struct {

@@ -128,10 +128,6 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 // false if the reason is that no pair has room.
 func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, avoid uint16,
 	urgent bool) (_ *pair, limit uint32, open bool) {
-	if s.cfg.Policy != Spray {
-		q, limit := s.static(p, f)
-		return q, limit, true
-	}
 	avail := uint64(run.Count) * transfer.ChunkBytes
 	if run.Count == 1 {
 		avail = f.space.ChunkBytes(run.First)
@@ -271,59 +267,6 @@ func (s *Scheduler) allLate(q *pair) bool {
 	return true
 }
 
-// static is choose for the policies with a fixed order: the pair whose turn it is, or nil.
-func (s *Scheduler) static(p *Peer, f *Flow) (*pair, uint32) {
-	class := 1 << 30
-	var sum float64
-	for _, q := range p.pairs {
-		if q.usable() {
-			if c := f.class(q); c < class {
-				class, sum = c, 0
-			}
-			if f.class(q) == class {
-				sum += q.neutral
-			}
-		}
-	}
-	if class == 1<<30 {
-		return s.lastResort(p), 1
-	}
-	var turn *pair
-	for i := range p.pairs {
-		q := p.pairs[(p.turn+i)%len(p.pairs)]
-		if !q.usable() || f.class(q) != class {
-			continue
-		}
-		if s.cfg.Policy == RoundRobin {
-			turn = q
-			break
-		}
-		if turn == nil || q.turn+q.neutral > turn.turn+turn.neutral {
-			turn = q
-		}
-	}
-	if turn.pick(LayerStream, false) == nil {
-		return nil, 0
-	}
-	if !turn.room(turn.piece, LayerStream, false) {
-		if s.allLate(turn) {
-			return turn, 1
-		}
-		return nil, 0
-	}
-	if s.cfg.Policy == RoundRobin {
-		p.turn = turn.index + 1
-	} else {
-		for _, q := range p.pairs {
-			if q.usable() && f.class(q) == class {
-				q.turn += q.neutral
-			}
-		}
-		turn.turn -= sum
-	}
-	return turn, uint32(turn.piece / transfer.ChunkBytes)
-}
-
 // probe sends a copy of one chunk that is in flight elsewhere over a pair whose cooldown is over.
 // As attempt 0 it takes the chunk from no other lane, however it ends.
 func (s *Scheduler) probe(now Instant, p *Peer) (Slice, bool) {
@@ -358,7 +301,7 @@ func (s *Scheduler) probe(now Instant, p *Peer) (Slice, bool) {
 // hedge sends a second copy of a slice that a better pair would deliver sooner, when no chunk
 // waits. The budgets of flow and peer bound the cost.
 func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
-	if s.cfg.Policy != Spray || p.flights == 0 || p.hedged >= MaxHedgeBytes {
+	if p.flights == 0 || p.hedged >= MaxHedgeBytes {
 		return Slice{}, false
 	}
 	var best *pair

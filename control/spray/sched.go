@@ -37,7 +37,6 @@ type Peer struct {
 	Tier func(Path, Place) int
 
 	boot     transfer.Boot
-	policy   Policy
 	pairs    []*pair
 	lanes    int
 	queues   [numPriorities]queue
@@ -49,7 +48,6 @@ type Peer struct {
 	probing  int                 // pairs in that state
 	draining *pair               // at most one at a time
 	renewAt  Instant             // next check of what time alone changes
-	turn     int                 // of RoundRobin
 	down     map[railName]bool   // its rails whose links are down
 	credits  map[railName]uint64 // limits of bytes in flight, by its rails
 	moved    Instant
@@ -75,7 +73,7 @@ func New(cfg Config) *Scheduler {
 
 // Peer adds a peer.
 func (s *Scheduler) Peer(boot transfer.Boot, owner any) *Peer {
-	p := &Peer{Owner: owner, boot: boot, policy: s.cfg.Policy, down: map[railName]bool{},
+	p := &Peer{Owner: owner, boot: boot, down: map[railName]bool{},
 		credits: map[railName]uint64{}}
 	s.peers = append(s.peers, p)
 	return p

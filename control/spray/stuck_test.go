@@ -68,22 +68,6 @@ func TestStuckSlicesFillTheWindow(t *testing.T) {
 	}
 }
 
-// The fixed policies continue, too.
-func TestStuckSlicesUnderFixedPolicies(t *testing.T) {
-	for _, policy := range []Policy{RoundRobin, Weighted} {
-		s := New(Config{Policy: policy})
-		p := s.Peer(transfer.Boot{1}, nil)
-		up(t, s, p, 0)
-		f := flow(t, s, p, 640)
-		stuck := pullAll(s, p, 0)
-		later(s, p, 0, 20*sec, func(at Instant, sl Slice) { s.End(at, sl.Cookie, Confirmed) })
-		if !f.landed() {
-			t.Errorf("%v: %d slices are stuck, and %d of 640 chunks landed", policy, len(stuck),
-				f.chunks.Landed())
-		}
-	}
-}
-
 // ranks is a scheduler with a lane of a preferred transport that is nearly full with few slices.
 func ranks(t *testing.T, slots int) (*Scheduler, *Peer, func(at Instant)) {
 	s := New(Config{})

@@ -56,8 +56,7 @@ func TestFlags(t *testing.T) {
 }
 
 func TestReplayFlags(t *testing.T) {
-	mem := make([]byte, board.FlagsBytes(3))
-	f, err := board.InitFlags(mem, [16]byte{7}, 3)
+	f, err := board.InitFlags(make([]byte, board.FlagsBytes(3)), [16]byte{7}, 3)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -87,12 +86,6 @@ func TestReplayFlags(t *testing.T) {
 	if f.SourceEpoch() != 0 || f.Load(0) != 0 || f.Load(2) != 0 {
 		t.Error("words share memory")
 	}
-	// The memory of a shim that has no such flags: whatever lies there says nothing.
-	put64(mem, board.OffFlagsHeaderFeatures, 0)
-	if f, err = board.ParseFlags(mem); err != nil {
-		t.Fatal(err)
-	}
-	want("no such feature", 6, 5, 0, 4)
 }
 
 // TestReplayFlagsAreNeverEarly: whatever the reader sees of a step and of its flags, the layer was
@@ -168,11 +161,8 @@ func TestFlagsHeaderRefused(t *testing.T) {
 		}, "replay_flags"},
 		"no replay": {func(b []byte) { put64(b, board.OffFlagsHeaderReplayFlags, 0) },
 			"overlaps header"},
-		"older shim": {func(b []byte) {
-			b[board.OffFlagsHeaderMinor] = 0
-			put64(b, board.OffFlagsHeaderFeatures, 0)
-			put64(b, board.OffFlagsHeaderReplayFlags, 1<<63|1)
-		}, ""},
+		"no mark": {func(b []byte) { put64(b, board.OffFlagsHeaderStreamMark, 0) },
+			"overlaps header"},
 		"newer minor":  {func(b []byte) { b[board.OffFlagsHeaderMinor] = 9 }, ""},
 		"new features": {func(b []byte) { put64(b, board.OffFlagsHeaderFeatures, 255) }, ""},
 	} {

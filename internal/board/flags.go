@@ -49,7 +49,6 @@ func InitFlags(mem []byte, boot [16]byte, layers int) (*Flags, error) {
 	le.PutUint64(mem[OffFlagsHeaderSourceEpoch:], epoch)
 	le.PutUint64(mem[OffFlagsHeaderReplayFlags:], epoch+CacheLine)
 	le.PutUint64(mem[OffFlagsHeaderStreamMark:], epoch+CacheLine+uint64(layers+1)*SizeFlag)
-	le.PutUint64(mem[OffFlagsHeaderFeatures:], FlagsReplays|FlagsMark)
 	le.PutUint64(mem[OffFlagsHeaderTotalBytes:], uint64(len(mem)))
 	return ParseFlags(mem)
 }
@@ -71,9 +70,11 @@ func ParseFlags(mem []byte) (*Flags, error) {
 		return nil, err
 	}
 	f := &Flags{mem: mem,
-		layer: le.Uint64(h[OffFlagsHeaderLayerFlags:]),
-		load:  le.Uint64(h[OffFlagsHeaderLoadFlags:]),
-		epoch: le.Uint64(h[OffFlagsHeaderSourceEpoch:])}
+		layer:  le.Uint64(h[OffFlagsHeaderLayerFlags:]),
+		load:   le.Uint64(h[OffFlagsHeaderLoadFlags:]),
+		epoch:  le.Uint64(h[OffFlagsHeaderSourceEpoch:]),
+		replay: le.Uint64(h[OffFlagsHeaderReplayFlags:]),
+		mark:   le.Uint64(h[OffFlagsHeaderStreamMark:])}
 	copy(f.boot[:], h[OffFlagsHeaderBoot:])
 	layers, stride := le.Uint32(h[OffFlagsHeaderLayers:]), le.Uint32(h[OffFlagsHeaderStride:])
 	if layers < 1 || layers > MaxLayers {
@@ -90,15 +91,9 @@ func ParseFlags(mem []byte) (*Flags, error) {
 	parts := []part{{"header", 0, SizeFlagsHeader},
 		{"layer_flags", f.layer, uint64(layers+1) * SizeFlag},
 		{"load_flags", f.load, uint64(layers) * SizeFlag},
-		{"source_epoch", f.epoch, 8}}
-	if le.Uint64(h[OffFlagsHeaderFeatures:])&FlagsReplays != 0 {
-		f.replay = le.Uint64(h[OffFlagsHeaderReplayFlags:])
-		parts = append(parts, part{"replay_flags", f.replay, uint64(layers+1) * SizeFlag})
-	}
-	if le.Uint64(h[OffFlagsHeaderFeatures:])&FlagsMark != 0 {
-		f.mark = le.Uint64(h[OffFlagsHeaderStreamMark:])
-		parts = append(parts, part{"stream_mark", f.mark, 8})
-	}
+		{"source_epoch", f.epoch, 8},
+		{"replay_flags", f.replay, uint64(layers+1) * SizeFlag},
+		{"stream_mark", f.mark, 8}}
 	if err := disjoint("flags", total, 8, parts...); err != nil {
 		return nil, err
 	}
@@ -119,7 +114,7 @@ func (f *Flags) Layer(i int) uint64 {
 		panic("board: layer flag out of range")
 	}
 	v := word64(f.mem, f.layer+uint64(i)*SizeFlag).Load()
-	if f.replay == 0 || i == f.layers {
+	if i == f.layers {
 		return v
 	}
 	// The step is loaded first: a reader that sees it also sees its zeros, so a 1 found after it
@@ -160,9 +155,6 @@ func (f *Flags) SetReplayed(i int) {
 
 // replayWord is the replay flag of layer i, or, for i = Layers(), the step of the flags.
 func (f *Flags) replayWord(i int) *atomic.Uint64 {
-	if f.replay == 0 {
-		panic("board: there are no replay flags")
-	}
 	return word64(f.mem, f.replay+uint64(i)*SizeFlag)
 }
 
@@ -196,16 +188,8 @@ func (f *Flags) SourceEpoch() uint64 { return word64(f.mem, f.epoch).Load() }
 func (f *Flags) BumpSourceEpoch() uint64 { return word64(f.mem, f.epoch).Add(1) }
 
 // Mark returns the stream mark: everything that the engine enqueued before a mark up to this one is
-// complete. 0 if the shim has none.
-func (f *Flags) Mark() uint64 {
-	if f.mark == 0 {
-		return 0
-	}
-	return word64(f.mem, f.mark).Load()
-}
-
-// HasMark reports whether there is a stream mark.
-func (f *Flags) HasMark() bool { return f.mark != 0 }
+// complete.
+func (f *Flags) Mark() uint64 { return word64(f.mem, f.mark).Load() }
 
 // SetMark is the engine's side.
 func (f *Flags) SetMark(mark uint64) { word64(f.mem, f.mark).Store(mark) }

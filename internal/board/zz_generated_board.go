@@ -7,15 +7,13 @@ const (
 	FlagsMagic     = 1179407184
 	RingsMagic     = 1380537168
 	BoardMajor     = 1
-	BoardMinor     = 2
+	BoardMinor     = 0
 	CacheLine      = 64
 	MaxLayers      = 1024
 	FlagLimit      = 9223372036854775807
 	RingMinBytes   = 65536
 	RingMaxBytes   = 16777216
 	RecordMaxBytes = 1048576
-	FlagsReplays   = 1
-	FlagsMark      = 2
 )
 
 // enum kvs_record_type.

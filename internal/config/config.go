@@ -140,7 +140,6 @@ type Transfer struct {
 	Grace       Duration `yaml:"grace" unit:"duration" doc:"Time after the deadline that a fence or a stopped sidecar has before the next stronger measure."`
 	MaxSlices   int      `yaml:"max_slices" unit:"slices" doc:"Largest number of slices in flight over all lanes of one peer."`
 	MaxAttempts int      `yaml:"max_attempts" unit:"attempts" doc:"Attempts to move a chunk before the transfer fails with its blocks named."`
-	Policy      string   `yaml:"policy" unit:"spray, round-robin or weighted" doc:"Choice of the lane for the next slice. spray: the rail that will finish it first, by learned speeds. round-robin and weighted (by link speed): a fixed order, for comparisons only."`
 }
 
 // Store configures the node's store of pages.
@@ -266,10 +265,6 @@ const (
 	FormText  = "text"
 	FormJSON  = "json"
 	LevelInfo = "info"
-
-	PolicySpray      = "spray"
-	PolicyRoundRobin = "round-robin"
-	PolicyWeighted   = "weighted"
 )
 
 // Default is the configuration without file and flags: everything on loopback.
@@ -303,7 +298,7 @@ func defaults() *Config {
 		Transfer: Transfer{
 			Deadline: Duration(30 * time.Second), Partner: Duration(10 * time.Second),
 			Hold: Duration(2 * time.Minute), Grace: Duration(5 * time.Second),
-			MaxSlices: 256, MaxAttempts: 8, Policy: PolicySpray,
+			MaxSlices: 256, MaxAttempts: 8,
 		},
 		HTTP: HTTP{Listen: fmt.Sprintf("127.0.0.1:%d", DefaultHTTPPort)},
 		Log:  Log{Level: LevelInfo, Format: FormText},

@@ -113,7 +113,6 @@ func (c *Config) Validate() error {
 			"the deadline longer")
 	v.between("transfer.max_slices", c.Transfer.MaxSlices, 1, 1<<16)
 	v.between("transfer.max_attempts", c.Transfer.MaxAttempts, 1, 100)
-	v.oneOf("transfer.policy", c.Transfer.Policy, PolicySpray, PolicyRoundRobin, PolicyWeighted)
 
 	v.store()
 

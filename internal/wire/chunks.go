@@ -5,7 +5,6 @@ package wire
 import (
 	"encoding/binary"
 
-	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -43,17 +42,3 @@ func ReadChunks(b []byte) Chunks {
 
 // RunFlag in the length of a cell announces the cells of AppendStrides. Lengths are smaller.
 const RunFlag = 1 << 31
-
-// RunVersions are the first versions of a lane's frames with runs of one axis and of two.
-type RunVersions struct{ OneAxis, BothAxes Version }
-
-// Axes is the largest number of axes of runs for a peer of version v.
-func (r RunVersions) Axes(v Version) int {
-	switch {
-	case v >= r.BothAxes:
-		return mem.BothAxes
-	case v >= r.OneAxis:
-		return mem.OneAxis
-	}
-	return mem.NoAxis
-}

@@ -6,7 +6,6 @@ import (
 	"bytes"
 	"testing"
 
-	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -20,15 +19,5 @@ func TestChunks(t *testing.T) {
 	}
 	if got := ReadChunks(b[1:]); got != c {
 		t.Errorf("read %v, not %v", got, c)
-	}
-}
-
-func TestAxesOfVersion(t *testing.T) {
-	r := RunVersions{OneAxis: V(1, 1), BothAxes: V(1, 3)}
-	for v, want := range map[Version]int{V(1, 0): mem.NoAxis, V(1, 1): mem.OneAxis,
-		V(1, 2): mem.OneAxis, V(1, 3): mem.BothAxes, V(1, 4): mem.BothAxes} {
-		if got := r.Axes(v); got != want {
-			t.Errorf("version %s: %d axes, not %d", v, got, want)
-		}
 	}
 }

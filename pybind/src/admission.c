@@ -131,7 +131,7 @@ static void decline_drop(kvs_client *c)
 void declines_send(kvs_client *c, int64_t now)
 {
 	/* After the match timeout a cancellation is useless: the source has given up by itself. */
-	while (c->declines && (c->declines->end_ms <= now || (session_usable(c) && !c->can_decline)))
+	while (c->declines && c->declines->end_ms <= now)
 		decline_drop(c);
 	while (c->declines && session_usable(c)) {
 		struct decline *d = c->declines;
@@ -237,9 +237,7 @@ int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], c
 	if (*at && --(*at)->askers == 0)
 		await_drop(c, at);
 	d->end_ms = kvs_now_ms() + c->info.match_timeout_ms;
-	if (session_usable(c) && !c->can_decline) {
-		rc = KVS_E_UNSUPPORTED;
-	} else if (c->decline_count >= KVS_MAX_DECLINES) {
+	if (c->decline_count >= KVS_MAX_DECLINES) {
 		rc = KVS_E_LIMIT;
 	} else {
 		*(c->declines_end ? c->declines_end : &c->declines) = d;

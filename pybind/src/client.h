@@ -179,7 +179,7 @@ struct kvs_client {
 	uint32_t new_pid;
 	int proc; /* index, from WELCOME on; else -1 */
 	bool draining, replaying;
-	bool can_copy, can_wait, can_decline, can_store, can_regions, can_load; /* features of WELCOME: COPY, `after` in records, DECLINE, the store, ADD_REGIONS, LOAD */
+	bool can_store; /* the feature "store" of WELCOME */
 	uint64_t mark;                     /* the last one that kvs_gpu_mark gave out */
 	char breaking[160]; /* why the session must be replaced; empty: it need not */
 	int64_t handshake_end_ms, next_try_ms;
@@ -284,7 +284,7 @@ void session_break(kvs_client *c, const char *why);
 /* Texts are not zero-terminated and lie in the packet. */
 struct welcome {
 	uint64_t id, version, leases, copies, deadline_ms, match_timeout_ms, grace_ms;
-	bool fenced, can_copy, can_wait, can_decline, can_store, can_regions, can_load;
+	bool fenced, can_store;
 	const uint8_t *boot;
 	const char *node, *endpoint;
 	uint32_t node_bytes, endpoint_bytes;
@@ -420,8 +420,6 @@ int64_t request_post(kvs_client *c, uint32_t type, uint32_t keys, const struct m
 /* Takes regions with the next numbers; their descriptors are duplicated. After an error none was added. */
 int regions_add(kvs_client *c, const struct kvs_region *all, uint32_t n);
 void regions_free(kvs_client *c);
-/* What this session's sidecar is too old for; NULL: nothing. */
-const char *regions_unsupported(const kvs_client *c);
 /* The regions of REGISTER. If they do not fit its packet, *p has none, and others have passed them. -1: errno. */
 int regions_stage(kvs_client *c, struct region_packet *p);
 /* Passes regions by ADD_REGIONS. -1: errno. */

@@ -30,7 +30,6 @@ int flags_make(kvs_client *c)
 		.load_flags = load,
 		.source_epoch = epoch,
 		.total_bytes = total,
-		.features = KVS_FLAGS_REPLAYS | KVS_FLAGS_MARK,
 		.replay_flags = replay,
 		.stream_mark = mark,
 	};

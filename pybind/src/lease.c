@@ -110,21 +110,11 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 		return KVS_E_FULL;
 	if (c->lease_count >= c->lease_limit || (is_copy(type) && c->copy_count >= c->copy_limit))
 		return KVS_E_LIMIT;
-	if ((type == KVS_REC_COPY && !c->can_copy) || (type == KVS_REC_LOAD && !c->can_load)) {
-		log_error(c, "the sidecar at %s does not %s: it is older than this library: upgrade it", c->path,
-			  type == KVS_REC_COPY ? "copy between regions" : "load pages");
-		return KVS_E_UNSUPPORTED;
-	}
 	/* A sidecar that hangs ends such a lease only when it is killed. */
 	if (is_copy(type) && !(c->proc >= 0 && kvs_pidfd_killable(c->procs[c->proc].pidfd)))
 		return KVS_E_UNKILLABLE;
 	if ((type == KVS_REC_GET || type == KVS_REC_PUT) && !c->can_store)
 		return KVS_E_UNSUPPORTED;
-	size_t at, length;
-	if (type != KVS_REC_INTENT && !c->can_wait && mp_find(body, bytes, "after", &at, &length)) {
-		log_error(c, "the sidecar at %s does not wait for the engine's stream: it is older than this library: upgrade it", c->path);
-		return KVS_E_UNSUPPORTED;
-	}
 	struct lease *l = calloc(1, sizeof *l);
 	if (!l)
 		return KVS_E_LIMIT;

@@ -103,8 +103,8 @@ void regions_free(kvs_client *c)
 
 /* ---- packets ---- */
 
-/* Takes regions [from, end) as far as they have consecutive numbers and their descriptors fit a packet. Only a sidecar with the feature accepts
- * that several regions name one descriptor. */
+/* Takes regions [from, end) as far as they have consecutive numbers and their descriptors fit a packet. Several regions may
+ * name one descriptor. */
 static void packet_fill(const kvs_client *c, struct region_packet *p, uint32_t from, uint32_t end, uint32_t base)
 {
 	int files[KVS_PACKET_MAX_FDS];
@@ -112,7 +112,7 @@ static void packet_fill(const kvs_client *c, struct region_packet *p, uint32_t f
 	p->count = p->nfds = 0;
 	for (uint32_t i = from; i < end && p->count < MAX_PACKET_REGIONS; i++) {
 		const struct region *r = &c->regions[i];
-		uint32_t at = c->can_regions && r->kind != KVS_REGION_DEVICE ? 0 : p->nfds;
+		uint32_t at = r->kind != KVS_REGION_DEVICE ? 0 : p->nfds;
 		if (i > from && r->number != r[-1].number + 1)
 			break;
 		while (at < p->nfds && files[at] != r->file)
@@ -143,22 +143,10 @@ int regions_send(kvs_client *c, uint32_t from, uint32_t end)
 	return rc;
 }
 
-const char *regions_unsupported(const kvs_client *c)
-{
-	if (c->can_regions)
-		return NULL;
-	if (c->region_count > c->registered || c->registered > REGISTER_FDS)
-		return "more regions than one packet has descriptors";
-	for (uint32_t i = 0; i < c->registered; i++)
-		if (c->regions[i].offset)
-			return "regions that are parts of a file";
-	return NULL;
-}
-
 int regions_stage(kvs_client *c, struct region_packet *p)
 {
 	packet_fill(c, p, 0, c->registered, BOARD_FDS);
-	if (!c->can_regions || (p->count == c->registered && p->count <= REGISTER_FDS && p->nfds <= REGISTER_FDS - WORK_FDS))
+	if (p->count == c->registered && p->count <= REGISTER_FDS && p->nfds <= REGISTER_FDS - WORK_FDS)
 		return 0;
 	packet_fill(c, p, c->registered, c->registered, BOARD_FDS);
 	return regions_send(c, 0, c->registered);
@@ -182,8 +170,6 @@ int64_t kvs_regions_add(kvs_client *c, const struct kvs_region *regions, uint32_
 	uint32_t before = c->region_count, first = c->next_region;
 	if (c->role == KVS_SCHEDULER || !c->started)
 		log_error(c, "regions are added to a worker that was started");
-	else if (session_has_regions(c) && !c->can_regions)
-		rc = KVS_E_UNSUPPORTED;
 	else
 		rc = regions_add(c, regions, n);
 	/* Another session gets all regions. */

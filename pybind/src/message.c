@@ -208,12 +208,7 @@ static bool read_features(struct mpr r, struct welcome *m)
 		uint32_t kn;
 		if (!mpr_str(&r, &k, &kn))
 			return false;
-		m->can_copy |= mp_key(k, kn, "copy");
-		m->can_load |= mp_key(k, kn, "load");
-		m->can_wait |= mp_key(k, kn, "after");
-		m->can_decline |= mp_key(k, kn, "decline");
 		m->can_store |= mp_key(k, kn, "store");
-		m->can_regions |= mp_key(k, kn, "regions");
 	}
 	return true;
 }

@@ -233,23 +233,12 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	c->info.grace_ms = clamp_ms(m.grace_ms, c->info.grace_ms);
 	if (c->info.grace_ms > c->grace_limit_ms)
 		c->info.grace_ms = c->grace_limit_ms;
-	c->can_copy = m.can_copy;
-	c->can_load = m.can_load;
-	c->can_wait = m.can_wait;
-	c->can_decline = m.can_decline;
 	c->can_store = m.can_store;
-	c->can_regions = m.can_regions;
 	c->deadlines = (uint64_t)c->info.deadline_ms << 32 | c->info.match_timeout_ms;
 	c->lease_limit = m.leases && m.leases < KVS_MAX_LEASES ? (uint32_t)m.leases : KVS_MAX_LEASES;
 	c->copy_limit = m.copies && m.copies < c->lease_limit ? (uint32_t)m.copies : c->lease_limit;
 	if (c->role == KVS_SCHEDULER) {
 		session_ready(c, now);
-		return;
-	}
-	const char *what = regions_unsupported(c);
-	if (what) {
-		log_error(c, "the sidecar at %s is older than this library and does not take %s: upgrade it", c->path, what);
-		session_refused(c, now);
 		return;
 	}
 	if (make_rings(c) < 0 || send_register(c) < 0) {

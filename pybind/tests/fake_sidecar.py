@@ -206,7 +206,7 @@ class Fake:
         self.session = s
         welcome = {
             "id": m["id"], "version": version, "boot": self.boot, "node": "fake", "endpoint": self.o.get("endpoint", "127.0.0.1:7001"), "host": "h",
-            "features": self.o.get("features", ["x", "copy", "decline"]), "fenced": self.fenced.pop(0) if self.fenced else True,
+            "features": self.o.get("features", ["x"]), "fenced": self.fenced.pop(0) if self.fenced else True,
             "limits": {"leases": self.o.get("leases", 4096), "copies": self.o.get("copies", 64), "regions": 64, "record_bytes": 1 << 20},
             "deadline_ms": self.o["deadline_ms"], "partner_ms": self.o["partner_ms"], "grace_ms": self.o["grace_ms"],
             "from-the-future": [{"a": -1, "b": 1.5, "c": None}],
@@ -226,7 +226,7 @@ class Fake:
         magic, major, minor, session, sub, comp, sub_bytes, comp_bytes, total, features = struct.unpack_from("<IHH16sQQIIQQ", s.rings)
         assert (magic, major, features, session, total) == (0x52495350, 1, 0, m["session"], len(s.rings))
         fmagic, _, _, boot, layers, stride, layer_at, load_at, epoch_at, ftotal, has, replay_at, mark_at = struct.unpack_from("<IHH16sIIQQQQQQQ", s.flags)
-        assert (fmagic, stride, ftotal, has) == (0x464C5350, 64, len(s.flags), 3)
+        assert (fmagic, stride, ftotal, has) == (0x464C5350, 64, len(s.flags), 0)
         assert replay_at + 64 * (layers + 1) <= mark_at <= len(s.flags) - 8 and not any(s.flags[mark_at : mark_at + 8])
         assert epoch_at + 64 <= replay_at <= len(s.flags) - 64 * (layers + 1) and replay_at % 64 == 0
         assert not any(s.flags[replay_at : replay_at + 64 * (layers + 1)])  # only GPUs write there

@@ -87,7 +87,7 @@ def test_a_copy_ends_with_its_sidecar(sidecar: Make, two: Make) -> None:
 
 def test_more_copies_than_the_sidecar_takes(sidecar: Make, two: Make) -> None:
     """Its limit is in WELCOME. Of other leases there may be more."""
-    s: Sidecar = sidecar(copies=2, features=["copy", "load"])
+    s: Sidecar = sidecar(copies=2)
     w, cache, host = two()
     first = w.copy(cache, host, [(0, 0, 8)])
     assert first > 0 and w.load(parts(cache, host), [(0, 0)], 0, 0) > 0
@@ -102,7 +102,7 @@ def test_a_sidecar_that_may_not_be_killed_copies_nothing(sidecar: Make, two: Mak
     """If it hung, an engine that waits for the end would wait for ever."""
     if os.geteuid() != 0:
         skip("root", "needs root: a sidecar of another user, which this process may not signal")
-    sidecar(features=["copy", "load"])
+    sidecar()
     code = f"""
 import os, sys
 sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
@@ -127,10 +127,10 @@ os._exit(0)
 
 @pytest.mark.parametrize(
     ("cause", "reason"),
-    [("no sidecar", "not connected to a sidecar"), ("closed", "client is closed"), ("old", "is older than this library")],
+    [("no sidecar", "not connected to a sidecar"), ("closed", "client is closed")],
 )
 def test_the_reason_of_a_refusal(sidecar: Make, two: Make, cause: str, reason: str) -> None:
-    s: Sidecar = sidecar(**({"features": ["x"]} if cause == "old" else {}))
+    s: Sidecar = sidecar()
     w, cache, host = two()
     if cause == "no sidecar":
         s.kill()
@@ -139,31 +139,19 @@ def test_the_reason_of_a_refusal(sidecar: Make, two: Make, cause: str, reason: s
         w.close()
     assert w.copy(cache, host, [(0, 0, 8)]) == 0 and reason in w.refusal, w.refusal
     w.refusal = ""
-    if cause != "old":
-        assert w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]]) == 0 and reason in w.refusal, w.refusal
+    assert w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]]) == 0 and reason in w.refusal, w.refusal
 
 
-def test_an_older_sidecar_copies_nothing(sidecar: Make, two: Make) -> None:
-    sidecar(features=["x"])
-    w, cache, host = two()
-    assert w.copy(cache, host, [(0, 0, 8)]) == 0
-    assert "upgrade it" in w.status().error and w.connected
-
-
-def test_an_older_sidecar_is_given_nothing_that_has_to_wait(sidecar: Make, two: Make) -> None:
-    s: Sidecar = sidecar(features=["copy"])
-    w, cache, host = two()
-    load = (b"x" * 16, b"h" * 32, "127.0.0.1:7001", 16, 0, [[1]])
-    assert w.expect(*load, after=3) == 0 and w.copy(cache, host, [(0, 0, 8)], after=3) == 0
-    assert "does not wait for the engine's stream" in w.status().error and w.connected
-    s.record("EXPECT", lease=w.expect(*load))  # nothing to wait for
+def test_bad_marks(sidecar: Make, two: Make) -> None:
+    sidecar()
+    w, _, _ = two()
     for bad in (-1, 1 << 64):
         with pytest.raises(ValueError, match="after = .*GpuSignals.mark"):
-            w.expect(*load, after=bad)
+            w.expect(b"x" * 16, b"h" * 32, "127.0.0.1:7001", 16, 0, [[1]], after=bad)
 
 
 def test_a_record_names_the_mark_that_it_waits_for(sidecar: Make, two: Make) -> None:
-    s: Sidecar = sidecar(features=["copy", "after"])
+    s: Sidecar = sidecar()
     w, cache, host = two()
     lease = w.expect(b"x" * 16, b"h" * 32, "127.0.0.1:7001", 16, 0, [[1]], after=1 << 63)
     assert s.record("EXPECT", lease=lease)["body"]["after"] == 1 << 63
@@ -176,7 +164,7 @@ def parts(cache: kvspray.Region, host: kvspray.Region) -> list[kvspray.LoadPart]
 
 
 def test_load(sidecar: Make, two: Make) -> None:
-    s: Sidecar = sidecar(features=["load", "after"])
+    s: Sidecar = sidecar()
     w, cache, host = two()
     lease = w.load(parts(cache, host), [(1, 2), (3, 1 << 31)], 1, 1 << 40, req="load-1", deadline_s=15, after=9)
     r = s.record("LOAD", lease=lease)
@@ -193,15 +181,8 @@ def test_load(sidecar: Make, two: Make) -> None:
     assert ended(w, lease).status == CompletionStatus.LOST
 
 
-def test_an_older_sidecar_loads_nothing(sidecar: Make, two: Make) -> None:
-    sidecar(features=["copy"])
-    w, cache, host = two()
-    assert w.load(parts(cache, host), [(0, 0)], 0, 0) == 0
-    assert "does not load pages: it is older" in w.status().error and w.connected
-
-
 def test_arguments_of_a_load(sidecar: Make, two: Make) -> None:
-    sidecar(features=["load"])
+    sidecar()
     w, cache, host = two()
     good, other = parts(cache, host), kvspray.Region.alloc(4096)
     for bad, told in (
@@ -303,7 +284,7 @@ def word() -> ctypes.c_uint64:
 
 def test_what_waits_for_a_load_goes_on(sidecar: Make, two: Make) -> None:
     """Whatever becomes of the load, and without a call of the engine. A load counts after the ones before it."""
-    s: Sidecar = sidecar(features=["load"])
+    s: Sidecar = sidecar()
     w, cache, host = two()
     arrived = [word() for _ in range(5)]
     refused = {"bytes": 0, "us": 1, "transport": "", "reason": "no", "recompute": []}
@@ -350,7 +331,7 @@ def test_what_waits_for_a_load_goes_on(sidecar: Make, two: Make) -> None:
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_sidecar_that_ends_no_load_is_killed(sidecar: Make, socket_path: pathlib.Path, answers: bool) -> None:
     """Also one that answers, because a stream waits."""
-    s: Sidecar = sidecar(features=["load"])
+    s: Sidecar = sidecar()
     x = word()
     with kvspray.WorkerClient(socket_path, engine=ENGINE, layers=LAYERS, grace_s=0.1) as w:
         cache, host = w.alloc_region(LAYERS * 32768), w.alloc_region(HOST_BYTES)
@@ -369,7 +350,7 @@ def test_a_sidecar_that_ends_no_load_is_killed(sidecar: Make, socket_path: pathl
 
 def test_close_waits_for_loads(sidecar: Make, two: Make) -> None:
     """Else a stream would wait for ever."""
-    s: Sidecar = sidecar(features=["load"])
+    s: Sidecar = sidecar()
     w, cache, host = two()
     x = word()
     lease = w.load(parts(cache, host), [(0, 0)], 0, 0, arrived=ctypes.addressof(x), deadline_s=TIMEOUT_S)

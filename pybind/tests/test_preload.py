@@ -292,7 +292,7 @@ def test_a_sidecar_that_may_not_be_killed(build: Build, sidecar: Callable[..., S
     """The stream would wait without an end, if it hung."""
     if os.geteuid() != 0:
         skip("root", "needs root: a sidecar of another user, which this process may not signal")
-    sidecar(features=["copy", "regions"])
+    sidecar()
     for p in (build.at, *build.at.parents[:2], socket_path.parent):
         p.chmod(0o777)
     socket_path.chmod(0o777)
@@ -311,7 +311,7 @@ def answer(s: Sidecar, status: CompletionStatus, reason: str) -> None:
 @pytest.mark.parametrize("side", ["src", "dst"])
 def test_refusals(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path, side: str) -> None:
     """The driver makes each copy, and after three of one memory nobody is asked."""
-    s = sidecar(features=["copy", "regions"])
+    s = sidecar()
     p = build.start("two", 5, socket=socket_path)
     for _ in range(3):
         answer(s, CompletionStatus.REFUSED, f"COPY.{side}: was not mapped; no")
@@ -328,7 +328,7 @@ def test_refusals(build: Build, sidecar: Callable[..., Sidecar], socket_path: pa
 @pytest.mark.parametrize("status", [CompletionStatus.FAILED, CompletionStatus.EXPIRED, CompletionStatus.REFUSED])
 def test_a_sidecar_that_fails(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path, status: CompletionStatus) -> None:
     """It is not asked for a while, and no memory is blamed."""
-    s = sidecar(features=["copy", "regions"])
+    s = sidecar()
     p = build.start("few", 5, socket=socket_path)
     for _ in range(3):
         answer(s, status, "no room")
@@ -341,13 +341,13 @@ def test_a_sidecar_that_fails(build: Build, sidecar: Callable[..., Sidecar], soc
 
 def test_another_sidecar_is_asked_at_once(tmp_path: pathlib.Path, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
     build = Build(tmp_path, "-DKVS_PASS_MS=600000")
-    s = sidecar(features=["copy", "regions"])
+    s = sidecar()
     p = build.start("few", 250000, socket=socket_path)
     for _ in range(3):
         answer(s, CompletionStatus.FAILED, "no room")
     s.process.kill()
     s.process.wait()
-    assert sidecar(features=["copy", "regions"]).record("COPY")
+    assert sidecar().record("COPY")
     p.kill()
     p.communicate()
 

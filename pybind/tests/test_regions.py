@@ -63,7 +63,7 @@ def outcomes(c: kvspray.Completion) -> list[int]:
 
 def test_packets(sidecar: Make, lender: Make) -> None:
     """Each packet has the descriptors of its own regions, each file's once."""
-    s: Sidecar = sidecar(features=["regions"])
+    s: Sidecar = sidecar()
     w = lender()
     files = [lender.alloc(PAGE) for _ in range(40)]
     whole = lender.alloc(300 * PAGE)
@@ -92,7 +92,7 @@ def test_packets(sidecar: Make, lender: Make) -> None:
 
 
 def test_few_regions_are_in_register(sidecar: Make, lender: Make) -> None:
-    s: Sidecar = sidecar(features=["regions"])
+    s: Sidecar = sidecar()
     w = lender()
     whole = lender.alloc(4 * PAGE)
     w.register([whole.part(0, PAGE), whole.part(2 * PAGE, PAGE)], layout())
@@ -100,26 +100,8 @@ def test_few_regions_are_in_register(sidecar: Make, lender: Make) -> None:
     assert reg["first"] == 0 and reg["fds"] == 5 and [r["fd"] for r in reg["regions"]] == [4, 4]
 
 
-def test_an_older_sidecar(sidecar: Make, lender: Make) -> None:
-    """It would map a part from the start of its file: it does not get one."""
-    s: Sidecar = sidecar()
-    w = lender()
-    whole = lender.alloc(2 * PAGE)
-    w.register([whole.part(PAGE, PAGE)], layout())
-    until(lambda: "parts of a file" in w.status().error, "a refusal")
-    assert not w.connected and not any(e["ev"] == "register" for e in s.seen)
-    other = lender()
-    other.register([lender.alloc(PAGE) for _ in range(29)], layout())
-    until(lambda: "more regions than one packet" in other.status().error, "a refusal")
-    third = lender()
-    third.register([lender.alloc(PAGE)], layout())
-    assert third.wait_connected(TIMEOUT_S)
-    with pytest.raises(kvspray.KvsprayError, match="older"):
-        third.add_regions([whole])
-
-
 def test_drop_waits(sidecar: Make, lender: Make) -> None:
-    s: Sidecar = sidecar(features=["regions"])
+    s: Sidecar = sidecar()
     w = lender()
     w.register([])
     assert s.expect("register")["layout"] is None and w.wait_connected(TIMEOUT_S)
@@ -139,7 +121,7 @@ def test_drop_waits(sidecar: Make, lender: Make) -> None:
 
 @pytest.mark.parametrize("no_done", [False, True])
 def test_waiting_for_the_sidecar(sidecar: Make, lender: Make, no_done: bool) -> None:
-    sidecar(features=["regions"], no_done=no_done)
+    sidecar(no_done=no_done)
     w = lender()
     assert not w.wait_connected(0)
     w.register([])
@@ -204,7 +186,7 @@ def test_store_without_a_layout(serve: Serve, lender: Make) -> None:
 
 
 def test_arguments(sidecar: Make, lender: Make) -> None:
-    sidecar(features=["regions"])
+    sidecar()
     w = lender()
     region = lender.alloc(2 * PAGE)
     part = region.part(PAGE, PAGE)

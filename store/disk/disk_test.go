@@ -425,7 +425,7 @@ func TestRefusesPathsByName(t *testing.T) {
 	}
 	_, _ = f.WriteAt([]byte{3, 0}, 12)
 	_ = f.Close()
-	refuse(config(c), c, "format 3", "reads format 2", "newer release")
+	refuse(config(c), c, "format 3", "reads format 1", "newer release")
 	refuse(Config{Devices: []Device{{filepath.Join(dir, "small"), 1 << 20}}}, "size 1048576",
 		"raise it")
 	refuse(Config{Devices: []Device{{filepath.Join(dir, "huge"), 1 << 50}}}, "lower size")

@@ -11,9 +11,8 @@ import (
 	"github.com/kvspray/kvspray/store/page"
 )
 
-// Version is that of the format. A store of another one is refused, not read. Format 1 gave the
-// number of a segment's life twice after damage, and kept what was removed in one place only.
-const Version = 2
+// Version is that of the format. A store of another one is refused, not read.
+const Version = 1
 
 // block is what everything on a device is aligned to.
 const block = 4096

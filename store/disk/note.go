@@ -9,8 +9,7 @@ import (
 	"github.com/kvspray/kvspray/store/offheap"
 )
 
-// Of the note on the first device. It lies behind the ledger, where earlier releases have nothing
-// and look for nothing.
+// Of the note on the first device, behind the ledger.
 const (
 	magicNote = "KVSPNTE\x01"
 	noteAt    = 512 << 10

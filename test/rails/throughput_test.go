@@ -27,11 +27,11 @@ type mix struct {
 
 // add moves transfers over a mix, cold and warm in turns with plain streams, judges the shares, and
 // returns them.
-func add(t *testing.T, m mix, policy string, block int, n int, coldLeast, warmLeast float64) (cold,
+func add(t *testing.T, m mix, block int, n int, coldLeast, warmLeast float64) (cold,
 	warm []float64) {
 	t.Helper()
 	rr := rates(t, m.rates...)
-	f := open(t, railsbench.Setup{Rates: rr, Claims: rates(t, m.claims...), Policy: policy})
+	f := open(t, railsbench.Setup{Rates: rr, Claims: rates(t, m.claims...)})
 	var sum timeline.Rate
 	for _, r := range rr {
 		sum += r
@@ -89,7 +89,7 @@ func TestRailsAddUp(t *testing.T) {
 			if tenth {
 				m.rates = []string{"200mbit", "100mbit", "50mbit", "50mbit"}
 			}
-			add(t, m, "", block, n, coldGoal, warmGoal)
+			add(t, m, block, n, coldGoal, warmGoal)
 		})
 	}
 }
@@ -114,7 +114,7 @@ func TestOtherMixes(t *testing.T) {
 	}
 	for _, m := range mixes {
 		t.Run(m.name, func(t *testing.T) {
-			add(t, m, "", 16*kib, n, coldGoal, warmGoal)
+			add(t, m, 16*kib, n, coldGoal, warmGoal)
 		})
 	}
 	t.Run("a tenth of its claim", func(t *testing.T) {
@@ -126,41 +126,6 @@ func TestOtherMixes(t *testing.T) {
 			liar = mix{rates: []string{"20mbit", "100mbit", "50mbit", "50mbit"}, claims: []string{"200mbit",
 				"100mbit", "50mbit", "50mbit"}}
 		}
-		add(t, liar, "", 16*kib, n, liarsColdGoal, warmGoal)
+		add(t, liar, 16*kib, n, liarsColdGoal, warmGoal)
 	})
-}
-
-// What other engines do, beside it: each slice to the next rail, or shares by what links claim.
-// They are here to be compared with; where a link lies, or claims nothing, they are as slow as that
-// link makes them: the slowest rail sets the pace of all four (2 of 4 Gbit/s, or 0.8 of 2.2), or
-// the liar that of all that it claims.
-func TestFixedPolicies(t *testing.T) {
-	only(t, long)
-	const unbounded = 2 // more than all rails carry
-	type bounds struct{ least, most float64 }
-	spray, paced, lied := bounds{liarsColdGoal, unbounded}, bounds{0.35, 0.60}, bounds{0.10, 0.60}
-	unequal := []string{"2gbit", "1gbit", "500mbit", "500mbit"}
-	for _, x := range []struct {
-		mix
-		want map[string]bounds // by policy
-	}{
-		{mix{"claims nothing", unequal, nil}, map[string]bounds{"spray": spray, "round-robin": paced,
-			"weighted": paced}},
-		{mix{"claims are true", unequal, unequal}, map[string]bounds{"spray": spray, "round-robin": paced,
-			"weighted": {paced.most, unbounded}}},
-		{mix{"one lies", []string{"200mbit", "1gbit", "500mbit", "500mbit"}, unequal},
-			map[string]bounds{"spray": spray, "round-robin": lied, "weighted": lied}},
-	} {
-		for policy, want := range x.want {
-			t.Run(policy+"/"+x.name, func(t *testing.T) {
-				cold, warm := add(t, x.mix, policy, 16*kib, 3, want.least, want.least)
-				for what, v := range map[string][]float64{"cold": cold, "warm": warm} {
-					if best := slices.Max(v); best > want.most && judges(t) {
-						t.Errorf("%s: %.3f of what plain streams carry, no more than %.2f is possible that way: %.3f",
-							what, best, want.most, v)
-					}
-				}
-			})
-		}
-	}
 }

@@ -12,17 +12,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// frames are the supported versions of a lane. 1.0 lists every span of a GO separately, 1.1 has
-// runs, 1.2 runs of two axes. This end reads all, and sends only what the chosen version supports.
-var frames = wire.Versions{Min: wire.V(1, 0), Max: framesRows}
-
-// The first versions with runs, and with runs of rows.
-var (
-	framesRuns = wire.V(1, 1)
-	framesRows = wire.V(1, 2)
-)
-
-var runVersions = wire.RunVersions{OneAxis: framesRuns, BothAxes: framesRows}
+// frames are the supported versions of a lane.
+var frames = wire.Versions{Min: wire.V(1, 0), Max: wire.V(1, 0)}
 
 // The frames on a lane's socket: a head, and after a GO its spans, in cells: a span is one cell, a
 // run of spans two or three.

@@ -78,8 +78,6 @@ type Config struct {
 	HostSilence time.Duration
 	Changed     func() // the result of Backend.Rails has changed; must not block
 	Log         *slog.Logger
-
-	versions wire.Versions // of lanes; default frames; a test's peer may be older
 }
 
 // Backend is the RDMA transport of one process.
@@ -127,9 +125,6 @@ func New(cfg Config) *Backend {
 	}
 	if cfg.Drain == 0 {
 		cfg.Drain = DefaultDrain
-	}
-	if cfg.versions == (wire.Versions{}) {
-		cfg.versions = frames
 	}
 	b := &Backend{cfg: cfg, lanes: map[*lane]struct{}{}, use: map[*transport.Origin]using{}}
 	b.refused.Logger = cfg.Log.With("transport", Name)
@@ -246,7 +241,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	undo := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
 	defer b.whileAlive(c)()
 	o, err := wire.Dial(c, wire.DialParams{Purpose: purpose, Self: peer.Self, Peer: peer.Boot,
-		Key: peer.Key, Versions: b.cfg.versions, Attach: l.attach()})
+		Key: peer.Key, Versions: frames, Attach: l.attach()})
 	if err == nil {
 		err = l.connect(o)
 	}

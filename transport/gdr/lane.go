@@ -38,7 +38,6 @@ type lane struct {
 	id     uint64
 	peer   transfer.Boot
 	remote string
-	axes   int // of the runs that the peer supports
 
 	drained chan struct{} // closed when the queue pair touches no memory any more
 	// closed when the follower has done all it can; if the queue pair is not drained by then, it is
@@ -137,7 +136,7 @@ func (l *lane) connect(o *wire.Opened) error {
 	if err != nil {
 		return err
 	}
-	l.remote, l.axes = rail, runVersions.Axes(o.Version)
+	l.remote = rail
 	if o.Peer != l.peer {
 		return fmt.Errorf("gdr: the other end is boot %s, not boot %s", o.Peer, l.peer)
 	}

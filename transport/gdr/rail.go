@@ -461,7 +461,7 @@ func (r *rail) welcome(c net.Conn, v *admit.Visit) (proved bool, _ error) {
 			r.accepts.leave()
 		}
 	}()
-	o, err := wire.Accept(c, wire.AcceptParams{Purpose: purpose, Versions: r.b.cfg.versions,
+	o, err := wire.Accept(c, wire.AcceptParams{Purpose: purpose, Versions: frames,
 		Lookup: func(boot transfer.Boot) ([32]byte, transfer.Boot, bool) {
 			p, ok := r.b.host.PeerKey(boot)
 			if ok {

@@ -263,58 +263,37 @@ func TestRunsAcrossParts(t *testing.T) {
 	}
 }
 
-// Even memory arrives, also from and to a sidecar that knows no runs, or runs of one axis.
+// Even memory arrives.
 func TestEvenMemory(t *testing.T) {
 	even := transporttest.Shape{Chunks: 24, BlockBytes: 2 << 10, TailBytes: 4096}
 	across := transporttest.Shape{Chunks: 24, BlockBytes: 2 << 10, TailBytes: 4096, Across: 16}
-	oneAxis := wire.Versions{Min: wire.V(1, 0), Max: framesRuns}
-	for _, c := range []struct {
-		name     string
-		src, dst wire.Versions
-		axes     int
-	}{{"both know rows", frames, frames, mem.BothAxes}, {"the source is older", wire.Lanes, frames,
-		mem.NoAxis}, {"the destination is older", frames, wire.Lanes, mem.NoAxis},
-		{"the source knows no rows", oneAxis, frames, mem.OneAxis}, {"the destination knows no rows",
-			frames, oneAxis, mem.OneAxis}} {
-		t.Run(c.name, func(t *testing.T) {
-			f := fake.New()
-			t.Cleanup(f.Serve())
-			next := []wire.Versions{c.src, c.dst}
-			p := transporttest.NewPair(t, func(testing.TB) transport.Backend {
-				cfg := config(f)
-				cfg.versions, next = next[0], next[1:]
-				return New(cfg)
-			})
-			a, b := p.Dial()
-			if got := b.(*lane).axes; got != c.axes {
-				t.Fatalf("the destination sends runs of %d axes, want %d", got, c.axes)
+	f := fake.New()
+	t.Cleanup(f.Serve())
+	p := transporttest.NewPair(t, func(testing.TB) transport.Backend { return New(config(f)) })
+	a, _ := p.Dial()
+	for i, shapes := range [][2]transporttest.Shape{{even, even}, {across, even}, {even, across},
+		{across, across}} {
+		src, dst := transporttest.NewMemory(t, shapes[0]), transporttest.NewMemory(t, shapes[1])
+		src.Write(5)
+		bind := transporttest.NewBind(t, p.A, p.B, src, dst, transfer.Slot(i), 1)
+		// Landed compares every chunk
+		bind.Sink.Seed.Store(5)
+		// a part first: the rest finds it landed
+		for _, r := range []transfer.Range{{First: 3, Count: 4}, src.All()} {
+			if res := p.A.MoveWait(a, bind.Origin, r, 1); res.Outcome != transfer.Landed {
+				t.Fatalf("%s %s: %v", res.Outcome, res.Reason, res.Err)
 			}
-			for i, shapes := range [][2]transporttest.Shape{{even, even}, {across, even}, {even, across},
-				{across, across}} {
-				src, dst := transporttest.NewMemory(t, shapes[0]), transporttest.NewMemory(t, shapes[1])
-				src.Write(5)
-				bind := transporttest.NewBind(t, p.A, p.B, src, dst, transfer.Slot(i), 1)
-				// Landed compares every chunk
-				bind.Sink.Seed.Store(5)
-				// a part first: the rest finds it landed
-				for _, r := range []transfer.Range{{First: 3, Count: 4}, src.All()} {
-					if res := p.A.MoveWait(a, bind.Origin, r, 1); res.Outcome != transfer.Landed {
-						t.Fatalf("%s %s: %v", res.Outcome, res.Reason, res.Err)
-					}
-				}
-				if !bind.Sink.Full() {
-					t.Fatal("not full")
-				}
-				bind.End(t)
-				dst.GapsIntact(t)
-			}
-		})
+		}
+		if !bind.Sink.Full() {
+			t.Fatal("not full")
+		}
+		bind.End(t)
+		dst.GapsIntact(t)
 	}
 }
 
-// What a GO names takes three cells for a page that lies across, two to a peer of 1.1 for each of
-// its rows, and one to a peer of 1.0 for each piece.
-func TestCellsOfVersions(t *testing.T) {
+// What a GO names takes three cells for a page that lies across.
+func TestCellsOfAPage(t *testing.T) {
 	_, p, _, _ := oddPair(t, nil)
 	_, b := p.Dial()
 	l := b.(*lane)
@@ -323,26 +302,22 @@ func TestCellsOfVersions(t *testing.T) {
 	if err != nil || len(blocks) != 256 {
 		t.Fatal(len(blocks), err)
 	}
-	for v, want := range map[wire.Version]int{wire.V(1, 0): 256, wire.V(1, 1): 32, wire.V(1, 2): 3,
-		wire.V(1, 7): 3} {
-		l.axes = runVersions.Axes(v)
-		runs, held, err := l.runs(nil, nil, blocks, access{remote: true, wait: true})
-		if err != nil {
-			t.Fatal(err)
+	runs, held, err := l.runs(nil, nil, blocks, access{remote: true, wait: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := len(appendCells(nil, runs)) / cellBytes; got != 3 {
+		t.Errorf("%d cells, want 3", got)
+	}
+	spans := spansOf(runs)
+	for i, s := range spans {
+		if want := blocks[i].Off - blocks[0].Off; s.addr-spans[0].addr != want ||
+			uint64(s.len) != blocks[i].Len {
+			t.Fatalf("span %d is %+v, %d behind the first wanted", i, s, want)
 		}
-		if got := len(appendCells(nil, runs)) / cellBytes; got != want {
-			t.Errorf("%s: %d cells, want %d", v, got, want)
-		}
-		spans := spansOf(runs)
-		for i, s := range spans {
-			if want := blocks[i].Off - blocks[0].Off; s.addr-spans[0].addr != want ||
-				uint64(s.len) != blocks[i].Len {
-				t.Fatalf("%s: span %d is %+v, %d behind the first wanted", v, i, s, want)
-			}
-		}
-		for _, k := range held {
-			k.put()
-		}
+	}
+	for _, k := range held {
+		k.put()
 	}
 }
 

@@ -209,13 +209,8 @@ type access struct {
 	wait   bool // for registrations that do not exist yet; else errLater
 }
 
-// runs appends blocks as memory under keys, and adds to held the keys that it acquired. Runs for
-// the peer have at most the axes that the peer supports.
+// runs appends blocks as memory under keys, and adds to held the keys that it acquired.
 func (l *lane) runs(dst []run, held []*key, blocks []mem.Block, how access) ([]run, []*key, error) {
-	axes := mem.BothAxes
-	if how.remote {
-		axes = l.axes
-	}
 	for len(blocks) > 0 {
 		b := &blocks[0]
 		var k *key
@@ -233,7 +228,7 @@ func (l *lane) runs(dst []run, held []*key, blocks []mem.Block, how access) ([]r
 		}
 		s := mem.Single
 		if mem.Regular(blocks) {
-			s = mem.Leading(blocks, axes)
+			s = mem.Leading(blocks)
 		}
 		if !s.Inside(b.Off, b.Len, b.Region.Size()) {
 			return dst, held, fmt.Errorf("gdr: region %s: pieces of %d bytes from %d on, %+v, of %d "+

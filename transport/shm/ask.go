@@ -134,7 +134,7 @@ func (s *source) pullSome(a *asker, m *moved, r transfer.Range) (uint32, transfe
 			return 0, transfer.ReasonRange, fmt.Errorf("shm: resolve chunks [%d, +%d): %w", r.First,
 				r.Count, err)
 		}
-		if s.eager && few(blocks) {
+		if few(blocks) {
 			return s.send(a, m, r, blocks)
 		}
 		fits, reason, err := s.list(a, m, r, blocks)
@@ -225,7 +225,7 @@ func (s *source) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) 
 		next.off, next.len = last.Offset()+first.Off, uint32(first.Len)
 		next.Count, next.Rows = 1, 1 // the strides of one piece are unused
 		if mem.Regular(blocks) {
-			next.Strides = mem.Leading(blocks, s.axes)
+			next.Strides = mem.Leading(blocks)
 		}
 		frame = appendRun(frame, &next)
 		blocks = blocks[next.Pieces():]

@@ -6,7 +6,6 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
@@ -16,22 +15,6 @@ func backend(tb testing.TB) transport.Backend {
 }
 
 func TestConformance(t *testing.T) { transporttest.Conformance(t, backend) }
-
-// With a peer that knows no pushes every slice is pulled, however small.
-func TestPulls(t *testing.T) {
-	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
-		return New(Config{Dir: testutil.ShortDir(tb), Workers: 2, versions: wire.Versions{Min: wire.V(1,
-			0), Max: framesRuns}})
-	})
-}
-
-// With a peer that knows runs of one axis, as every one before 1.3 does.
-func TestOneAxis(t *testing.T) {
-	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
-		return New(Config{Dir: testutil.ShortDir(tb), Workers: 2, versions: wire.Versions{Min: wire.V(1,
-			0), Max: framesPush}})
-	})
-}
 
 // With as many workers as a large host has: slices of device memory are asked for by askers, where
 // they are large or follow each other.

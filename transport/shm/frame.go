@@ -39,20 +39,8 @@ const (
 	numKinds
 )
 
-// frames are the supported versions of a lane. 1.0 lists every piece of a pull separately, 1.1 has
-// runs, 1.2 pushes, 1.3 runs of two axes, 1.4 wake-up hints. This end reads all, and sends only
-// what the chosen version supports.
-var frames = wire.Versions{Min: wire.V(1, 0), Max: framesHint}
-
-// The first versions with runs, with pushes, with runs of rows, and with wake-up hints.
-var (
-	framesRuns = wire.V(1, 1)
-	framesPush = wire.V(1, 2)
-	framesRows = wire.V(1, 3)
-	framesHint = wire.V(1, 4)
-)
-
-var runVersions = wire.RunVersions{OneAxis: framesRuns, BothAxes: framesRows}
+// frames are the supported versions of a lane.
+var frames = wire.Versions{Min: wire.V(1, 0), Max: wire.V(1, 0)}
 
 const (
 	regionBytes  = 4 + 16 + 8

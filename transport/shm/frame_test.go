@@ -154,7 +154,7 @@ func TestFramesRoundTrip(t *testing.T) {
 	}
 }
 
-// Golden vector: a pull of version 1.3, byte for byte: a piece, a run and a run of rows.
+// Golden vector: a pull, byte for byte: a piece, a run and a run of rows.
 func TestPullGolden(t *testing.T) {
 	f := pullFrame{tag: 0x0102030405060708, slot: 9, gen: 10, r: transfer.Range{First: 11, Count: 12},
 		attempt: 13}

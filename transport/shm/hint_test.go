@@ -5,7 +5,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -60,21 +59,6 @@ func TestNoHintBehindPackets(t *testing.T) {
 	if n != frameHeader {
 		t.Errorf("%d bytes wait, want one frame", n)
 	}
-}
-
-// TestNoHintToOlderPeers: a peer of a version without hints receives none.
-func TestNoHintToOlderPeers(t *testing.T) {
-	l := newPair(t, Config{versions: wire.Versions{Min: wire.V(1, 0), Max: framesRows}}).lane.(*lane)
-	l.out.mu.Lock()
-	l.out.flushing = true // queued frames stay
-	l.out.mu.Unlock()
-	l.WakeHint()
-	if l.out.waits() {
-		t.Error("a hint was sent")
-	}
-	l.out.mu.Lock()
-	l.out.flushing = false
-	l.out.mu.Unlock()
 }
 
 // TestStayAwake: a reader polls for the first pull after a hint, and for a while after each pull.

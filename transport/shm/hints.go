@@ -7,10 +7,9 @@ import (
 
 // hints is the state of a lane's wake-up hints. It is the reader's.
 type hints struct {
-	understood bool // by the peer; set once
-	hinted     bool // a hint came since the reader's last check
-	asked      bool // the peer wants memory here to be written, since that check
-	handed     bool // some of that went to a copier or a mover
+	hinted bool // a hint came since the reader's last check
+	asked  bool // the peer wants memory here to be written, since that check
+	handed bool // some of that went to a copier or a mover
 
 	since   time.Time // time of a hint without a pull since then
 	ignored time.Time // hints are ignored until then

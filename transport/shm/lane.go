@@ -42,8 +42,7 @@ func (b *Backend) newLane(c *net.UnixConn, o *wire.Opened, peer transfer.Boot,
 	}
 	l := &lane{b: b, c: c, out: out, id: transport.NextLaneID(), peer: peer, remote: remote,
 		done: make(chan struct{})}
-	l.hints.understood = o.Version >= framesHint
-	l.src.init(l, o.Version)
+	l.src.init(l)
 	l.dst.init(l)
 	b.mu.Lock()
 	if b.closed {
@@ -97,7 +96,7 @@ func (l *lane) Move(batch []transport.Slice) error { return l.src.move(batch) }
 // WakeHint implements transport.WakeHinter.
 func (l *lane) WakeHint() {
 	// a peer with packets to read is awake, and the hint would be late
-	if !l.hints.understood || l.out.waits() {
+	if l.out.waits() {
 		return
 	}
 	var buf [frameHeader]byte

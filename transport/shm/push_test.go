@@ -8,7 +8,6 @@ import (
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -22,24 +21,17 @@ func requests(l transport.Lane) (n uint64, regions int) {
 	return s.src.seq, len(s.src.regions)
 }
 
-// Few bytes are pushed, more are pulled; an older peer is pulled from only. A region that nobody
-// pulls from is not passed on.
+// Few bytes are pushed, more are pulled. A region that nobody pulls from is not passed on.
 func TestFewBytesArePushed(t *testing.T) {
-	older := wire.Versions{Min: wire.V(1, 0), Max: framesRuns}
 	for _, c := range []struct {
 		bytes, block uint64
-		dst          wire.Versions
 		pull         bool
 	}{
-		{4 << 10, 4 << 10, frames, false}, {1, 1, frames, false}, {pushBytes, 512, frames, false},
-		{pushBytes + 512, 512, frames, true}, {4 << 10, 4 << 10, older, true}, {1 << 20, 4 << 10,
-			frames, true},
+		{4 << 10, 4 << 10, false}, {1, 1, false}, {pushBytes, 512, false},
+		{pushBytes + 512, 512, true}, {1 << 20, 4 << 10, true},
 	} {
-		t.Run(fmt.Sprintf("%d bytes to %s", c.bytes, c.dst.Max), func(t *testing.T) {
-			dir := testutil.ShortDir(t)
-			p := &pair{src: newNode(t, 1, 2, Config{Dir: dir, Workers: 2}), dst: newNode(t, 2, 1,
-				Config{Dir: dir, Workers: 2, versions: c.dst})}
-			p.lane = p.dial(t)
+		t.Run(fmt.Sprintf("%d bytes", c.bytes), func(t *testing.T) {
+			p := newPair(t, Config{})
 			from, to := newMemory(t, c.bytes, c.block, 1), newMemory(t, c.bytes, c.block, 2)
 			from.fill(3)
 			o, _ := p.bind(t, 1, from, to)
@@ -187,12 +179,10 @@ func TestHostilePush(t *testing.T) {
 // BenchmarkSmall is one small slice from Move to its result: the wake-ups of two sidecars and the
 // copy.
 func BenchmarkSmall(b *testing.B) {
-	for name, v := range map[string]wire.Versions{"push": frames, "pull": {Min: wire.V(1, 0),
-		Max: framesRuns}} {
+	for name, n := range map[string]uint64{"push": pushBytes, "pull": pushBytes + 512} {
 		b.Run(name, func(b *testing.B) {
-			p := newPair(b, Config{versions: v})
-			const n = 4 << 10
-			from, to := newMemory(b, n, n, 1), newMemory(b, n, n, 2)
+			p := newPair(b, Config{})
+			from, to := newMemory(b, n, 512, 1), newMemory(b, n, 512, 2)
 			o, g := p.bind(b, 1, from, to)
 			batch := []transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}
 			b.ReportAllocs()

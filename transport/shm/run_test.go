@@ -7,8 +7,6 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
-	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -73,8 +71,7 @@ func frameOf(t *testing.T, l *lane, m *memory, r transfer.Range) (cells int, got
 	return len(frame) / cellBytes, got
 }
 
-// Regular memory takes a few cells, and scattered memory one for each piece, as it does between
-// sidecars of which one is older.
+// Regular memory takes a few cells, and scattered memory one for each piece.
 func TestRegularPullsAreShort(t *testing.T) {
 	p := newPair(t, Config{})
 	l := p.lane.(*lane)
@@ -90,21 +87,11 @@ func TestRegularPullsAreShort(t *testing.T) {
 	if n, got := frameOf(t, l, scattered, r); n != len(got) {
 		t.Errorf("%d cells for %d scattered pieces", n, len(got))
 	}
-	l.src.axes = runVersions.Axes(framesPush)
-	if n, got := frameOf(t, l, rows, r); n > 2*(len(got)/256) || n <= 3 {
-		t.Errorf("%d cells for %d pieces in rows of 256 to a peer that knows runs of one axis",
-			n, len(got))
-	}
-	l.src.axes = runVersions.Axes(wire.V(1, 0))
-	if n, got := frameOf(t, l, rows, r); n != len(got) {
-		t.Errorf("%d cells for %d pieces to a peer that knows no runs", n, len(got))
-	}
 }
 
 // Pages of Llama-3.1-8B with heads outside, in the order of those with tokens outside, and the
-// other way round, in blocks that lie anywhere: a run for each block, and to a peer that knows one
-// axis one for each token, or head, of a block. No pull has more bytes, however long the prompt is,
-// and this is what it takes at most.
+// other way round, in blocks that lie anywhere: a run for each block. No pull has more bytes,
+// however long the prompt is, and this is what it takes at most.
 func TestCrosswisePages(t *testing.T) {
 	const each, heads, tokens, pull = 512, 8, 16, 1 << 20
 	l := newPair(t, Config{}).lane.(*lane)
@@ -120,76 +107,44 @@ func TestCrosswisePages(t *testing.T) {
 			m.blocks[i] = mem.Block{Region: region, Off: block*7%pages*page + k/c.inner*c.outerStride +
 				k%c.inner*c.innerStride, Len: each}
 		}
-		for version, want := range map[wire.Version]uint64{framesRows: pull / page * 3,
-			framesPush: pull / page * c.outer * 2} {
-			l.src.axes = runVersions.Axes(version)
-			n, got := frameOf(t, l, m, transfer.Range{Count: pull / transfer.ChunkBytes})
-			if uint64(len(got)) != pull/each || uint64(n) != want {
-				t.Errorf("%s, %s: %d cells for %d pieces, want %d", name, version, n, len(got), want)
-			}
+		want := pull / page * 3
+		n, got := frameOf(t, l, m, transfer.Range{Count: pull / transfer.ChunkBytes})
+		if uint64(len(got)) != pull/each || uint64(n) != want {
+			t.Errorf("%s: %d cells for %d pieces, want %d", name, n, len(got), want)
 		}
 	}
 }
 
-// To a peer of each version goes what it knows, and no more.
-func TestAxesOfVersions(t *testing.T) {
-	for v, want := range map[wire.Version]int{wire.V(1, 0): mem.NoAxis, wire.V(1, 1): mem.OneAxis,
-		wire.V(1, 2): mem.OneAxis, wire.V(1, 3): mem.BothAxes, wire.V(1, 9): mem.BothAxes} {
-		if got := runVersions.Axes(v); got != want {
-			t.Errorf("%s: %d axes, want %d", v, got, want)
-		}
-	}
-}
-
-// Regular memory on either side arrives, whole and where some of it had landed, and from and to a
-// sidecar that knows no runs, or runs of one axis.
+// Regular memory on either side arrives, whole and where some of it had landed.
 func TestRegularMemory(t *testing.T) {
-	oneAxis := wire.Versions{Min: wire.V(1, 0), Max: framesPush}
-	for _, c := range []struct {
-		name     string
-		src, dst wire.Versions
-		axes     int
-	}{{"both know rows", frames, frames, mem.BothAxes}, {"the source is older", wire.Lanes, frames,
-		mem.NoAxis}, {"the destination is older", frames, wire.Lanes, mem.NoAxis},
-		{"the source knows no rows", oneAxis, frames, mem.OneAxis}, {"the destination knows no rows",
-			frames, oneAxis, mem.OneAxis}} {
-		t.Run(c.name, func(t *testing.T) {
-			dir := testutil.ShortDir(t)
-			p := &pair{src: newNode(t, 1, 2, Config{Dir: dir, Workers: 2, versions: c.src}),
-				dst: newNode(t, 2, 1, Config{Dir: dir, Workers: 2, versions: c.dst})}
-			p.lane = p.dial(t)
-			if got := p.lane.(*lane).src.axes; got != c.axes {
-				t.Fatalf("the source sends runs of %d axes, want %d", got, c.axes)
+	p := newPair(t, Config{})
+	const n = 1 << 19 // eight chunks
+	shapes := []*memory{regular(t, n, 512, 1024, 64, false), regular(t, n, 512, 1024, 64, true),
+		regular(t, n, 2048, 4096, 32, true),
+		newMemory(t, n, 4096, 3), regular(t, n, 512, 4096, 256, false)}
+	for i, from := range shapes {
+		for k, to := range shapes {
+			if d := (k - i + len(shapes)) % len(shapes); d != 1 && d != 3 {
+				continue // each on either side, twice
 			}
-			const n = 1 << 19 // eight chunks
-			shapes := []*memory{regular(t, n, 512, 1024, 64, false), regular(t, n, 512, 1024, 64, true),
-				regular(t, n, 2048, 4096, 32, true),
-				newMemory(t, n, 4096, 3), regular(t, n, 512, 4096, 256, false)}
-			for i, from := range shapes {
-				for k, to := range shapes {
-					if d := (k - i + len(shapes)) % len(shapes); d != 1 && d != 3 {
-						continue // each on either side, twice
-					}
-					to.bitmap = transfer.NewBitmap(to.space.NumChunks())
-					from.fill(byte(i + 1))
-					to.fill(0)
-					o, g := p.bind(t, transfer.Slot(8*i+k), from, to)
-					// A part first: the rest finds it landed.
-					part := transfer.Range{First: 3, Count: 2}
-					if err := p.lane.Move([]transport.Slice{{Origin: o, Range: part, Attempt: 1}}); err != nil {
-						t.Fatal(err)
-					}
-					if r := p.src.result(t); r.Outcome != transfer.Landed {
-						t.Fatalf("ended %s (%s): %v", r.Outcome, r.Reason, r.Err)
-					}
-					p.move(t, o, from.space, 16, p.lane)
-					if !to.bitmap.Full() || !bytes.Equal(from.content(), to.content()) {
-						t.Fatalf("%d to %d: full %v, or content differs", i, k, to.bitmap.Full())
-					}
-					g.Revoke()
-				}
+			to.bitmap = transfer.NewBitmap(to.space.NumChunks())
+			from.fill(byte(i + 1))
+			to.fill(0)
+			o, g := p.bind(t, transfer.Slot(8*i+k), from, to)
+			// A part first: the rest finds it landed.
+			part := transfer.Range{First: 3, Count: 2}
+			if err := p.lane.Move([]transport.Slice{{Origin: o, Range: part, Attempt: 1}}); err != nil {
+				t.Fatal(err)
 			}
-		})
+			if r := p.src.result(t); r.Outcome != transfer.Landed {
+				t.Fatalf("ended %s (%s): %v", r.Outcome, r.Reason, r.Err)
+			}
+			p.move(t, o, from.space, 16, p.lane)
+			if !to.bitmap.Full() || !bytes.Equal(from.content(), to.content()) {
+				t.Fatalf("%d to %d: full %v, or content differs", i, k, to.bitmap.Full())
+			}
+			g.Revoke()
+		}
 	}
 }
 

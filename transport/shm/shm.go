@@ -59,7 +59,6 @@ type Config struct {
 	Links Links
 	Log   *slog.Logger
 
-	versions wire.Versions // of lanes; default frames; a test's peer may be older
 	// readers that poll at the same time; default a quarter of the processors
 	pollers      int
 	hinted, stay time.Duration // default hintedFor and stayFor
@@ -153,9 +152,6 @@ func New(cfg Config) *Backend {
 	}
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
-	}
-	if cfg.versions == (wire.Versions{}) {
-		cfg.versions = frames
 	}
 	if cfg.pollers == 0 {
 		cfg.pollers = runtime.GOMAXPROCS(0) / 4
@@ -286,7 +282,7 @@ func (b *Backend) welcome(c *net.UnixConn) {
 	var remote string
 	o, err := wire.Accept(&packetStream{c: c}, wire.AcceptParams{
 		Purpose:  wire.PurposeSHM,
-		Versions: b.cfg.versions,
+		Versions: frames,
 		Lookup: func(boot transfer.Boot) ([32]byte, transfer.Boot, bool) {
 			p, ok := b.host.PeerKey(boot)
 			return p.Key, p.Self, ok
@@ -354,7 +350,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	undo := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
 	o, err := wire.Dial(&packetStream{c: c}, wire.DialParams{Purpose: wire.PurposeSHM, Self: peer.Self,
 		Peer: peer.Boot, Key: peer.Key,
-		Versions: b.cfg.versions, Attach: []byte(local.Name)})
+		Versions: frames, Attach: []byte(local.Name)})
 	if !undo() && err == nil {
 		err = ctx.Err()
 	}

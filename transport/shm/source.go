@@ -10,7 +10,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
-	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -21,9 +20,7 @@ var ErrBusy = errors.New("more slices than the lane takes at once")
 // source is the sending half of a lane: it makes pulls and pushes of the slices that Move accepted,
 // and keeps them until they end.
 type source struct {
-	l     *lane
-	axes  int  // of the runs that the peer supports
-	eager bool // the peer supports pushes
+	l *lane
 
 	// to askers, with room for every slice in flight; nil: move makes the pulls, as it does for
 	// small slices
@@ -334,9 +331,8 @@ func (s *source) endLocked(i uint16, o transfer.Outcome, reason transfer.Reason)
 	}
 }
 
-func (s *source) init(l *lane, v wire.Version) {
-	s.l, s.axes, s.eager = l, runVersions.Axes(v), v >= framesPush
-	s.regions, s.free = map[*mem.Region]uint32{}, make([]uint16, 0, maxPulls)
+func (s *source) init(l *lane) {
+	s.l, s.regions, s.free = l, map[*mem.Region]uint32{}, make([]uint16, 0, maxPulls)
 	for i := maxPulls - 1; i >= 0; i-- {
 		s.free = append(s.free, uint16(i))
 	}

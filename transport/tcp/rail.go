@@ -72,7 +72,6 @@ func sysInt(path string) (int, bool) {
 type attachment struct {
 	crc           bool // wants checksums
 	aead          bool // wants sealed records
-	seals         bool // can seal them; releases before aead cannot
 	local, remote string
 }
 
@@ -80,23 +79,19 @@ type attachment struct {
 const (
 	wantsCRC = 1 << iota
 	wantsAEAD
-	canSeal
 )
 
 // agree decides what a lane has: what either end wants.
-func agree(ours, theirs attachment) (crc, aead bool, err error) {
-	if aead = ours.aead || theirs.aead; aead && !(ours.seals && theirs.seals) {
-		return false, false, fmt.Errorf("tcp: one end wants integrity aead, and the other is of a "+
-			"release without it: upgrade that one: %w", wire.ErrRefused)
-	}
-	return (ours.crc || theirs.crc) && !aead, aead, nil
+func agree(ours, theirs attachment) (crc, aead bool) {
+	aead = ours.aead || theirs.aead
+	return (ours.crc || theirs.crc) && !aead, aead
 }
 
 const maxRailName = 128 // bytes
 
 func (a attachment) encode() []byte {
 	b := make([]byte, 1, 3+2*maxRailName)
-	for bit, on := range map[byte]bool{wantsCRC: a.crc, wantsAEAD: a.aead, canSeal: a.seals} {
+	for bit, on := range map[byte]bool{wantsCRC: a.crc, wantsAEAD: a.aead} {
 		if on {
 			b[0] |= bit
 		}
@@ -114,7 +109,7 @@ func parseAttachment(b []byte) (attachment, error) {
 	if len(b) < 1 {
 		return attachment{}, bad
 	}
-	a := attachment{crc: b[0]&wantsCRC != 0, aead: b[0]&wantsAEAD != 0, seals: b[0]&canSeal != 0}
+	a := attachment{crc: b[0]&wantsCRC != 0, aead: b[0]&wantsAEAD != 0}
 	b = b[1:]
 	for _, p := range []*string{&a.local, &a.remote} {
 		if len(b) < 1 || len(b)-1 < int(b[0]) || b[0] > maxRailName {

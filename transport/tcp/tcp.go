@@ -318,9 +318,7 @@ func (b *Backend) accept(c *net.TCPConn, v *admit.Visit, rail transport.Rail) er
 				return nil, err
 			}
 			ours := b.attachment(rail.Name, theirs.local)
-			if a.crc, a.aead, err = agree(ours, theirs); err != nil {
-				return nil, err
-			}
+			a.crc, a.aead = agree(ours, theirs)
 			return ours.encode(), nil
 		},
 		// Before the dialer is told that the lane is open: it would take a lane that ends at once for
@@ -347,7 +345,7 @@ func (b *Backend) accept(c *net.TCPConn, v *admit.Visit, rail transport.Rail) er
 }
 
 func (b *Backend) attachment(local, remote string) attachment {
-	return attachment{crc: b.cfg.CRC32C, aead: b.cfg.AEAD, seals: true, local: local, remote: remote}
+	return attachment{crc: b.cfg.CRC32C, aead: b.cfg.AEAD, local: local, remote: remote}
 }
 
 // agreed is what the ends of a lane agreed on when it opened.
@@ -422,10 +420,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 		return wrap(err)
 	}
 	a := agreed{us: wire.DialerEnd, them: wire.AcceptorEnd, secret: o.Secret}
-	if a.crc, a.aead, err = agree(b.attachment(local.Name, remote.Name), theirs); err != nil {
-		_ = c.Close()
-		return wrap(err)
-	}
+	a.crc, a.aead = agree(b.attachment(local.Name, remote.Name), theirs)
 	started = true
 	l, err := b.start(c, peer, local.Name, remote.Name, a)
 	if err != nil {

@@ -52,15 +52,14 @@ type body struct {
 }
 
 type field struct {
-	key, doc     string
-	typ          *fieldType
-	required     bool
-	omit         bool
-	cutAll       bool   // overflow=empty
-	def          string // default
-	least, most  string // min, max
-	floor        string
-	since, needs string
+	key, doc    string
+	typ         *fieldType
+	required    bool
+	omit        bool
+	cutAll      bool   // overflow=empty
+	def         string // default
+	least, most string // min, max
+	floor       string
 }
 
 type fieldType struct {
@@ -259,10 +258,6 @@ func (p *parser) field(words []string, doc string) error {
 			f.most = value
 		case "floor":
 			f.floor = value
-		case "since":
-			f.since = value
-		case "needs":
-			f.needs = value
 		case "overflow":
 			f.cutAll = true
 		default:

@@ -1245,8 +1245,7 @@ func (*ControlFrame_Check) isControlFrame_Body() {}
 func (*ControlFrame_Checked) isControlFrame_Body() {}
 
 // Fragment is a part of a ControlFrame that exceeds the longest frame. The parts up to the one with
-// `last`, in order, are an encoded ControlFrame without seq and ack. Only for peers with the
-// feature "fragments".
+// `last`, in order, are an encoded ControlFrame without seq and ack.
 type Fragment struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Piece         []byte                 `protobuf:"bytes,1,opt,name=piece,proto3" json:"piece,omitempty"`
@@ -2333,13 +2332,11 @@ func (x *Commit) GetDestination() *Lease {
 	return nil
 }
 
-// Credit limits what a sender may have in flight to a rail of the receiver: receives, on transports
-// that need them, and bytes, if several senders share the rail. It is valid for a second, and the
-// receiver repeats it.
+// Credit limits the bytes that a sender may have in flight to a rail of the receiver, if several
+// senders share it. It is valid for a second, and the receiver repeats it.
 type Credit struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Transport     string                 `protobuf:"bytes,1,opt,name=transport,proto3" json:"transport,omitempty"`
-	Receives      uint32                 `protobuf:"varint,2,opt,name=receives,proto3" json:"receives,omitempty"`
 	Rail          string                 `protobuf:"bytes,3,opt,name=rail,proto3" json:"rail,omitempty"`
 	Bytes         uint64                 `protobuf:"varint,4,opt,name=bytes,proto3" json:"bytes,omitempty"` // 0: no limit of the receiver
 	unknownFields protoimpl.UnknownFields
@@ -2381,13 +2378,6 @@ func (x *Credit) GetTransport() string {
 		return x.Transport
 	}
 	return ""
-}
-
-func (x *Credit) GetReceives() uint32 {
-	if x != nil {
-		return x.Receives
-	}
-	return 0
 }
 
 func (x *Credit) GetRail() string {
@@ -3086,6 +3076,91 @@ func (x *PageRemoved) GetProblem() string {
 	return ""
 }
 
+// Member is the metadata that a sidecar publishes by gossip.
+type Member struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Boot          []byte                 `protobuf:"bytes,1,opt,name=boot,proto3" json:"boot,omitempty"` // 16 bytes
+	Node          string                 `protobuf:"bytes,2,opt,name=node,proto3" json:"node,omitempty"`
+	Endpoint      string                 `protobuf:"bytes,3,opt,name=endpoint,proto3" json:"endpoint,omitempty"` // where it answers to sidecars
+	Release       string                 `protobuf:"bytes,4,opt,name=release,proto3" json:"release,omitempty"`   // of its build, for display
+	Labels        []string               `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty"`     // what it takes part in
+	Engines       []string               `protobuf:"bytes,6,rep,name=engines,proto3" json:"engines,omitempty"`   // that it serves
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Member) Reset() {
+	*x = Member{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Member) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Member) ProtoMessage() {}
+
+func (x *Member) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Member.ProtoReflect.Descriptor instead.
+func (*Member) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *Member) GetBoot() []byte {
+	if x != nil {
+		return x.Boot
+	}
+	return nil
+}
+
+func (x *Member) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+func (x *Member) GetEndpoint() string {
+	if x != nil {
+		return x.Endpoint
+	}
+	return ""
+}
+
+func (x *Member) GetRelease() string {
+	if x != nil {
+		return x.Release
+	}
+	return ""
+}
+
+func (x *Member) GetLabels() []string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+func (x *Member) GetEngines() []string {
+	if x != nil {
+		return x.Engines
+	}
+	return nil
+}
+
 var File_api_peer_v1_peer_proto protoreflect.FileDescriptor
 
 const file_api_peer_v1_peer_proto_rawDesc = "" +
@@ -3093,13 +3168,13 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x16api/peer/v1/peer.proto\x12\x0fkvspray.peer.v1\"2\n" +
 	"\fVersionRange\x12\x10\n" +
 	"\x03min\x18\x01 \x01(\rR\x03min\x12\x10\n" +
-	"\x03max\x18\x02 \x01(\rR\x03max\"\x86\x01\n" +
+	"\x03max\x18\x02 \x01(\rR\x03max\"z\n" +
 	"\x04Rail\x12\x1c\n" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x18\n" +
 	"\aaddress\x18\x03 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04gbps\x18\x04 \x01(\x01R\x04gbps\x12\x12\n" +
-	"\x04down\x18\a \x01(\bR\x04downJ\x04\b\x05\x10\x06J\x04\b\x06\x10\a\"\xf7\x02\n" +
+	"\x04down\x18\a \x01(\bR\x04down\"\xf7\x02\n" +
 	"\fHelloRequest\x129\n" +
 	"\bversions\x18\x01 \x01(\v2\x1d.kvspray.peer.v1.VersionRangeR\bversions\x12\x12\n" +
 	"\x04boot\x18\x02 \x01(\fR\x04boot\x12\x12\n" +
@@ -3142,7 +3217,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05Lease\x12\x12\n" +
 	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\x04R\x02id\x12\x14\n" +
-	"\x05epoch\x18\x03 \x01(\rR\x05epoch\"\xa7\n" +
+	"\x05epoch\x18\x03 \x01(\rR\x05epoch\"\xa1\n" +
 	"\n" +
 	"\fControlFrame\x12\x10\n" +
 	"\x03seq\x18\x01 \x01(\x04R\x03seq\x12\x10\n" +
@@ -3175,7 +3250,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\fsession_over\x18\x1e \x01(\v2\x1c.kvspray.peer.v1.SessionOverH\x00R\vsessionOver\x12.\n" +
 	"\x05check\x18\x1f \x01(\v2\x16.kvspray.peer.v1.CheckH\x00R\x05check\x124\n" +
 	"\achecked\x18  \x01(\v2\x18.kvspray.peer.v1.CheckedH\x00R\acheckedB\x06\n" +
-	"\x04bodyJ\x04\b\x10\x10\x11\"4\n" +
+	"\x04body\"4\n" +
 	"\bFragment\x12\x14\n" +
 	"\x05piece\x18\x01 \x01(\fR\x05piece\x12\x12\n" +
 	"\x04last\x18\x02 \x01(\bR\x04last\"v\n" +
@@ -3196,7 +3271,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\aUNKNOWN\x10\x00\x12\f\n" +
 	"\bADMITTED\x10\x01\x12\v\n" +
 	"\aREFUSED\x10\x02\x12\b\n" +
-	"\x04GONE\x10\x03\"\xb3\x04\n" +
+	"\x04GONE\x10\x03\"\x95\x04\n" +
 	"\x05Grant\x12\x12\n" +
 	"\x04xfer\x18\x01 \x01(\fR\x04xfer\x12\x12\n" +
 	"\x04hash\x18\x02 \x01(\fR\x04hash\x128\n" +
@@ -3216,8 +3291,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05parts\x18\x13 \x03(\v2\x15.kvspray.peer.v1.PartR\x05parts\x12!\n" +
 	"\fplan_version\x18\x15 \x01(\rR\vplanVersion\x12/\n" +
 	"\x05tiers\x18\x14 \x03(\v2\x19.kvspray.peer.v1.RailTierR\x05tiers\x12 \n" +
-	"\vtraceparent\x18\x16 \x01(\fR\vtraceparentJ\x04\b\x04\x10\x05J\x04\b\n" +
-	"\x10\vJ\x04\b\v\x10\fJ\x04\b\x0f\x10\x10J\x04\b\x10\x10\x11\"P\n" +
+	"\vtraceparent\x18\x16 \x01(\fR\vtraceparent\"P\n" +
 	"\bRailTier\x12\x1c\n" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x12\n" +
 	"\x04rail\x18\x02 \x01(\tR\x04rail\x12\x12\n" +
@@ -3237,7 +3311,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\fR\x05value:\x028\x01\"6\n" +
 	"\x04Rank\x12\x12\n" +
 	"\x04rank\x18\x01 \x01(\tR\x04rank\x12\x1a\n" +
-	"\bgeometry\x18\x02 \x01(\fR\bgeometry\"\xa7\x03\n" +
+	"\bgeometry\x18\x02 \x01(\fR\bgeometry\"\xa1\x03\n" +
 	"\n" +
 	"GrantReply\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12.\n" +
@@ -3258,7 +3332,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04GONE\x10\x06\x12\t\n" +
 	"\x05LIMIT\x10\a\x12\f\n" +
 	"\bDRAINING\x10\b\x12\t\n" +
-	"\x05RANKS\x10\tJ\x04\b\x05\x10\x06\"\xb6\x01\n" +
+	"\x05RANKS\x10\t\"\xb6\x01\n" +
 	"\n" +
 	"SourceLost\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12.\n" +
@@ -3277,7 +3351,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05State\x12\v\n" +
 	"\aUNKNOWN\x10\x00\x12\r\n" +
 	"\tCOMPUTING\x10\x01\x12\v\n" +
-	"\aSENDING\x10\x02\"\xd1\x01\n" +
+	"\aSENDING\x10\x02\"\xc5\x01\n" +
 	"\x06Revoke\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12\x10\n" +
 	"\x03gen\x18\x03 \x01(\rR\x03gen\x12\x16\n" +
@@ -3285,13 +3359,11 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04xfer\x18\x05 \x01(\fR\x04xfer\x12\x12\n" +
 	"\x04hash\x18\x06 \x01(\fR\x04hash\x12\x12\n" +
 	"\x04team\x18\a \x01(\fR\x04team\x12\x1b\n" +
-	"\tteam_size\x18\b \x01(\rR\bteamSizeJ\x04\b\x02\x10\x03J\x04\b\t\x10\n" +
-	"\"N\n" +
+	"\tteam_size\x18\b \x01(\rR\bteamSize\"B\n" +
 	"\x06Commit\x128\n" +
-	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestinationJ\x04\b\x02\x10\x03J\x04\b\x03\x10\x04\"l\n" +
+	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\"P\n" +
 	"\x06Credit\x12\x1c\n" +
-	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x1a\n" +
-	"\breceives\x18\x02 \x01(\rR\breceives\x12\x12\n" +
+	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x12\n" +
 	"\x04rail\x18\x03 \x01(\tR\x04rail\x12\x14\n" +
 	"\x05bytes\x18\x04 \x01(\x04R\x05bytes\"a\n" +
 	"\x05Rails\x12+\n" +
@@ -3340,7 +3412,14 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\vPageRemoved\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x14\n" +
 	"\x05stamp\x18\x02 \x01(\x06R\x05stamp\x12\x18\n" +
-	"\aproblem\x18\x03 \x01(\tR\aproblem2\xde\x01\n" +
+	"\aproblem\x18\x03 \x01(\tR\aproblem\"\x98\x01\n" +
+	"\x06Member\x12\x12\n" +
+	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x12\n" +
+	"\x04node\x18\x02 \x01(\tR\x04node\x12\x1a\n" +
+	"\bendpoint\x18\x03 \x01(\tR\bendpoint\x12\x18\n" +
+	"\arelease\x18\x04 \x01(\tR\arelease\x12\x16\n" +
+	"\x06labels\x18\x05 \x03(\tR\x06labels\x12\x18\n" +
+	"\aengines\x18\x06 \x03(\tR\aengines2\xde\x01\n" +
 	"\x04Peer\x12C\n" +
 	"\x05Hello\x12\x1d.kvspray.peer.v1.HelloRequest\x1a\x1b.kvspray.peer.v1.HelloReply\x12L\n" +
 	"\bDescribe\x12 .kvspray.peer.v1.DescribeRequest\x1a\x1e.kvspray.peer.v1.DescribeReply\x12C\n" +
@@ -3359,7 +3438,7 @@ func file_api_peer_v1_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_api_peer_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
+var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
 var file_api_peer_v1_peer_proto_goTypes = []any{
 	(Admitted_State)(0),     // 0: kvspray.peer.v1.Admitted.State
 	(GrantReply_Code)(0),    // 1: kvspray.peer.v1.GrantReply.Code
@@ -3400,7 +3479,8 @@ var file_api_peer_v1_peer_proto_goTypes = []any{
 	(*PageRemoval)(nil),     // 36: kvspray.peer.v1.PageRemoval
 	(*PageRemovals)(nil),    // 37: kvspray.peer.v1.PageRemovals
 	(*PageRemoved)(nil),     // 38: kvspray.peer.v1.PageRemoved
-	nil,                     // 39: kvspray.peer.v1.Part.TokensByTransportEntry
+	(*Member)(nil),          // 39: kvspray.peer.v1.Member
+	nil,                     // 40: kvspray.peer.v1.Part.TokensByTransportEntry
 }
 var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	3,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
@@ -3432,7 +3512,7 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	11, // 26: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
 	19, // 27: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
 	18, // 28: kvspray.peer.v1.Grant.tiers:type_name -> kvspray.peer.v1.RailTier
-	39, // 29: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
+	40, // 29: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
 	11, // 30: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
 	11, // 31: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
 	1,  // 32: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
@@ -3494,7 +3574,7 @@ func file_api_peer_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_peer_v1_peer_proto_rawDesc), len(file_api_peer_v1_peer_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   37,
+			NumMessages:   38,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -211,7 +211,7 @@ func TestSilentLane(t *testing.T) {
 				connect(t, a, b, netip.MustParseAddr("10.0.1.1"))
 				send := func(from, to uint64) {
 					for i := from; i <= to; i++ {
-						if a.Send(await(i), false) != nil || b.Send(await(i), false) != nil {
+						if a.Send(await(i)) != nil || b.Send(await(i)) != nil {
 							t.Fatal("not sent")
 						}
 					}
@@ -259,7 +259,7 @@ func TestEndedLane(t *testing.T) {
 		a.Prefer(x.local)
 		x.silence()
 		for i := range uint64(3) {
-			if err := a.Send(await(i+1), false); err != nil {
+			if err := a.Send(await(i + 1)); err != nil {
 				t.Fatal(err)
 			}
 		}

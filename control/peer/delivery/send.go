@@ -39,15 +39,14 @@ func Limits(f *peerv1.ControlFrame) (frames, bytes int) {
 	return MaxUnacked, maxUnackedBytes
 }
 
-// Send numbers a message and puts it on a lane, or keeps it until there is one. fragments reports
-// whether the peer accepts fragments.
-func (c *Channel) Send(f *peerv1.ControlFrame, fragments bool) error {
+// Send numbers a message and puts it on a lane, or keeps it until there is one.
+func (c *Channel) Send(f *peerv1.ControlFrame) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {
 		return fmt.Errorf("peer: send to %s: %w", c.peer, ErrUnknown)
 	}
-	pieces, err := frame.Split(f, fragments)
+	pieces, err := frame.Split(f)
 	if err != nil {
 		return fmt.Errorf("peer: send to %s: %w", c.peer, err)
 	}

@@ -23,20 +23,15 @@ const FragmentBytes = Max - 64
 // ErrFragment is wrapped if fragments do not form a message.
 var ErrFragment = errors.New("fragments do not form a control frame")
 
-// Split returns the frames that carry the body of f: one, or its fragments. fragments reports
-// whether the receiver accepts fragments.
-func Split(f *peerv1.ControlFrame, fragments bool) ([]*peerv1.ControlFrame, error) {
+// Split returns the frames that carry the body of f: one, or its fragments.
+func Split(f *peerv1.ControlFrame) ([]*peerv1.ControlFrame, error) {
 	out := &peerv1.ControlFrame{Body: f.Body}
 	n := proto.Size(out)
 	if n <= FragmentBytes {
 		return []*peerv1.ControlFrame{out}, nil
 	}
-	switch {
-	case n > MaxMessage:
+	if n > MaxMessage {
 		return nil, fmt.Errorf("a control frame of %d bytes, at most %d: %w", n, MaxMessage, ErrTooBig)
-	case !fragments:
-		return nil, fmt.Errorf("a control frame of %d bytes, and its release takes at most %d: "+
-			"upgrade the sidecar there: %w", n, Max, ErrTooBig)
 	}
 	b, err := proto.Marshal(out)
 	if err != nil {

@@ -38,7 +38,7 @@ type Description struct {
 	// only a claim of the peer, and used for dialing back alone.
 	Dialed, Endpoint string
 	Node, HostBoot   string
-	Release          string // empty before 1.1
+	Release          string // for display
 	Features         []string
 	Rails            []*peerv1.Rail
 	Addresses        []string // of its control lanes

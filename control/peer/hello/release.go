@@ -11,22 +11,11 @@ import (
 
 // Sidecars of two releases work together in every rolling upgrade. Hello has the control protocol
 // versions of both. If they have none in common, both refuse, with one line that names the sidecar
-// to upgrade. Within a version, a feature announces that a sidecar understands an addition, which a
-// peer may then send.
+// to upgrade. Within a version, a feature announces what a sidecar accepts, and a peer may then
+// send.
 
-// Protocol is the range of control versions of this build. 1.0 had no digests of plans: it cannot
-// refuse a plan that orders bytes differently.
-var Protocol = wire.Versions{Min: wire.V(1, 1), Max: wire.V(1, 1)}
-
-// Oldest is the first version. A caller that does not know the release of the other side offers all
-// versions from there on, so that a sidecar of any age answers with its own.
-var Oldest = wire.V(1, 0)
-
-// FeatureFragments announces that a sidecar accepts messages as fragments.
-const FeatureFragments = "fragments"
-
-// Features are those of this build.
-var Features = []string{FeatureFragments}
+// Protocol is the range of control versions of this build.
+var Protocol = wire.Versions{Min: wire.V(1, 0), Max: wire.V(1, 0)}
 
 var (
 	// ErrRelease is wrapped if the peer's release is incompatible.

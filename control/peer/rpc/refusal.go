@@ -6,7 +6,6 @@ import (
 	"context"
 	"fmt"
 	"slices"
-	"strings"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -51,10 +50,6 @@ func Refused(err error, trailer metadata.MD) error {
 		return fmt.Errorf("%s: %w", s.Message(), hello.ErrRelease)
 	case refuses(RefusesPreconnect):
 		return fmt.Errorf("%s: %w", s.Message(), hello.ErrPreconnect)
-	case s.Code() == codes.Unimplemented && !strings.HasPrefix(s.Message(), "unknown "):
-		// Releases before the trailer; gRPC's own answer begins with "unknown service" or "unknown
-		// method".
-		return fmt.Errorf("%s: %w", s.Message(), hello.ErrRelease)
 	case s.Code() == codes.Unimplemented:
 		return fmt.Errorf("%w: a gRPC server of another kind answers: %w", hello.ErrOther, err)
 	}

@@ -79,24 +79,16 @@ func (o *Offsets) Next(s *Strides) bool {
 	return true
 }
 
-// Axes of runs, for Leading.
-const (
-	NoAxis   = iota // pieces
-	OneAxis         // rows
-	BothAxes        // rows of rows
-)
-
-// Leading is how the first blocks lie, as far as they make one run of so many axes, of one region
-// and one length.
+// Leading is how the first blocks lie, as far as they make one run of one region and one length.
 //
 // Two blocks have a distance by chance and take as much by themselves, so that a row by itself has
 // three or more. Rows are joined where they are whole: a slice may begin within one, and what is
 // left of it must not cut all that follow in the same way.
-func Leading(blocks []Block, axes int) Strides {
-	if axes == NoAxis || !Regular(blocks) {
+func Leading(blocks []Block) Strides {
+	if !Regular(blocks) {
 		return Single
 	}
-	return leading(blocks, axes)
+	return leading(blocks)
 }
 
 // Regular is whether the first blocks may make a run, for who asks about many that lie anywhere:
@@ -109,11 +101,11 @@ func Regular(b []Block) bool {
 	return b[2].Off-b[1].Off == d || len(b) > 3 && b[3].Off-b[2].Off == d
 }
 
-func leading(blocks []Block, axes int) Strides {
+func leading(blocks []Block) Strides {
 	stride := blocks[1].Off - blocks[0].Off
 	n := row(blocks, &blocks[0], stride)
 	s := Strides{Stride: stride, Count: uint32(n), Rows: 1}
-	if axes == BothAxes && n > 1 {
+	if n > 1 {
 		for at := n; len(blocks)-at >= n; at += n {
 			outer := blocks[at].Off - blocks[at-n].Off
 			if s.Rows > 1 && outer != s.Outer || row(blocks[at:min(at+n+1, len(blocks))], &blocks[0],

@@ -1,7 +1,6 @@
 package mem
 
 import (
-	"fmt"
 	"math"
 	"math/bits"
 	"math/rand/v2"
@@ -113,17 +112,17 @@ func explode(first Block, s Strides) (all []Block) {
 }
 
 // runsOf takes a list apart.
-func runsOf(blocks []Block, axes int) (all []Strides) {
+func runsOf(blocks []Block) (all []Strides) {
 	for len(blocks) > 0 {
-		s := Leading(blocks, axes)
+		s := Leading(blocks)
 		all = append(all, s)
 		blocks = blocks[s.Pieces():]
 	}
 	return all
 }
 
-// The runs of a list name the blocks of the list in their order, whatever it is, and are no more
-// than with fewer axes.
+// The runs of a list name the blocks of the list in their order, whatever it is, and take no more
+// cells than the blocks.
 func TestLeadingNamesTheBlocks(t *testing.T) {
 	regions := []*Region{{size: 1 << 40}, {size: 1 << 40}}
 	rng := rand.New(rand.NewPCG(3, 4))
@@ -136,25 +135,20 @@ func TestLeadingNamesTheBlocks(t *testing.T) {
 			list = append(list, explode(b, s)...)
 		}
 		list = list[rng.IntN(len(list)):]
-		before := math.MaxInt
-		for axes := range BothAxes + 1 {
-			var got []Block
-			cells := 0
-			for _, s := range runsOf(list, axes) {
-				if s.Count == 1 && s != Single || s.Count == 2 && s.Rows == 1 || s.Rows == 1 && s.Outer != 0 ||
-					axes == OneAxis && s.Rows > 1 || axes == NoAxis && s != Single {
-					t.Fatalf("of %d axes: %+v", axes, s)
-				}
-				cells += 1 + min(int(s.Count)-1, 1) + min(int(s.Rows)-1, 1)
-				got = append(got, explode(list[len(got)], s)...)
+		var got []Block
+		cells := 0
+		for _, s := range runsOf(list) {
+			if s.Count == 1 && s != Single || s.Count == 2 && s.Rows == 1 || s.Rows == 1 && s.Outer != 0 {
+				t.Fatalf("a run of %+v", s)
 			}
-			if !slices.Equal(got, list) {
-				t.Fatalf("runs of %d axes name other blocks than the list has:\n%v\n%v", axes, got, list)
-			}
-			if cells > before {
-				t.Fatalf("runs of %d axes take %d cells, of fewer %d", axes, cells, before)
-			}
-			before = cells
+			cells += 1 + min(int(s.Count)-1, 1) + min(int(s.Rows)-1, 1)
+			got = append(got, explode(list[len(got)], s)...)
+		}
+		if !slices.Equal(got, list) {
+			t.Fatalf("runs name other blocks than the list has:\n%v\n%v", got, list)
+		}
+		if cells > len(list) {
+			t.Fatalf("runs take %d cells, of %d blocks", cells, len(list))
 		}
 	}
 }
@@ -238,7 +232,7 @@ func TestLeadingFindsRows(t *testing.T) {
 		"one pair":          {pairs[:2], []Strides{Single, Single}},
 		"a pair and a half": {pairs[:3], []Strides{Single, Single, Single}},
 	} {
-		if got := runsOf(c.list, BothAxes); !slices.Equal(got, c.want) {
+		if got := runsOf(c.list); !slices.Equal(got, c.want) {
 			t.Errorf("%s: %v, want %v", name, got, c.want)
 		}
 	}
@@ -246,7 +240,7 @@ func TestLeadingFindsRows(t *testing.T) {
 	for i := range other[64:] {
 		other[64+i].Region = &Region{size: 1 << 40}
 	}
-	if got := runsOf(other, BothAxes); len(got) == 0 || got[0] != (Strides{8192, 512, 8, 8}) {
+	if got := runsOf(other); len(got) == 0 || got[0] != (Strides{8192, 512, 8, 8}) {
 		t.Errorf("rows of two regions: %v", got)
 	}
 }
@@ -261,7 +255,7 @@ func TestLeadingAllocatesNothing(t *testing.T) {
 	list := page(&Region{size: 1 << 40}, 0, 512, [3]int{2, 16, 8}, [3]uint64{1 << 30, 512, 8192})
 	if n := testing.AllocsPerRun(100, func() {
 		for rest := list; len(rest) > 0; {
-			s := Leading(rest, BothAxes)
+			s := Leading(rest)
 			rest = rest[s.Pieces():]
 		}
 	}); n != 0 {
@@ -292,19 +286,17 @@ func BenchmarkLeading(b *testing.B) {
 		{"crosswise", pages(512, [2]int{16, 8}, [2]uint64{512, 8192})},
 		{"scattered", pages(64<<10/32, [2]int{32, 1}, [2]uint64{1234567 << 10})},
 	} {
-		for axes := OneAxis; axes <= BothAxes; axes++ {
-			b.Run(fmt.Sprintf("%s/%d", c.name, axes), func(b *testing.B) {
-				runs := 0
-				for b.Loop() {
-					runs = 0
-					for rest := c.list; len(rest) > 0; runs++ {
-						s := Leading(rest, axes)
-						rest = rest[s.Pieces():]
-					}
+		b.Run(c.name, func(b *testing.B) {
+			runs := 0
+			for b.Loop() {
+				runs = 0
+				for rest := c.list; len(rest) > 0; runs++ {
+					s := Leading(rest)
+					rest = rest[s.Pieces():]
 				}
-				b.ReportMetric(float64(runs), "runs")
-				b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(len(c.list)), "ns/piece")
-			})
-		}
+			}
+			b.ReportMetric(float64(runs), "runs")
+			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(len(c.list)), "ns/piece")
+		})
 	}
 }

@@ -19,9 +19,7 @@ type Side struct {
 }
 
 // Orders are the strategies of attention layers that can be explained.
-var Orders = []string{parseblock.PackedNHD, parseblock.PackedHND, parseblock.FlashKVFirst,
-	parseblock.FlashBlockFirst, parseblock.FlashBlockFirstHND,
-	parseblock.FlashToken, parseblock.FlashKVFirstHND}
+var Orders = []string{parseblock.PackedNHD, parseblock.PackedHND}
 
 // The dtypes of a cache that can be explained.
 const (
@@ -99,11 +97,7 @@ func (m *Model) Layout(s Side, rank, tokens int) (*layout.Layout, uint64, error)
 		for i := range layers {
 			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("%s.%d", prefix, first+i),
 				Index: first + i, Base: at, BlockStride: uint64(stride), PageBytes: uint64(page)})
-			step := blocks * uint64(stride)
-			if strategy == parseblock.FlashKVFirst || strategy == parseblock.FlashKVFirstHND {
-				g.Layers[i].BlockStride /= 2
-			}
-			at += step
+			at += blocks * uint64(stride)
 		}
 		l.Groups = append(l.Groups, g)
 	}

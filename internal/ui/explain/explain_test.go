@@ -82,8 +82,8 @@ func TestPlan(t *testing.T) {
 		flows           int
 	}{
 		// The case that peers make two million writes of.
-		{"llama-3.1-8b", side(16, 2, parseblock.FlashKVFirst, "bf16"),
-			side(16, 1, parseblock.FlashKVFirst, "bf16"), 32768, 4 << 30, 2 * 32 * 65536, 1024, 1024, 2},
+		{"llama-3.1-8b", side(16, 2, parseblock.PackedNHD, "bf16"), side(16, 1, parseblock.PackedNHD,
+			"bf16"), 32768, 4 << 30, 2 * 32 * 32768, 2048, 2048, 2},
 		{"llama-3.1-8b", side(16, 2, parseblock.PackedHND, "bf16"), side(16, 1, parseblock.PackedHND,
 			"bf16"), 32768, 4 << 30, 2 * 32 * 2048, 32768, 32768, 2},
 		{"llama-3.1-8b", side(16, 1, parseblock.PackedNHD, "bf16"), side(16, 4, parseblock.PackedNHD,
@@ -188,7 +188,7 @@ func TestForms(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		r, err := Explain(m, side(256, 1, parseblock.FlashBlockFirst, m.DType()),
+		r, err := Explain(m, side(256, 1, parseblock.PackedNHD, m.DType()),
 			side(128, 2, parseblock.PackedHND, m.DType()), 700)
 		if err != nil {
 			t.Errorf("%s: %v", name, err)

@@ -23,7 +23,7 @@
 
 /* A reader refuses another major; a higher minor only adds. */
 #define KVS_BOARD_MAJOR 1
-#define KVS_BOARD_MINOR 2
+#define KVS_BOARD_MINOR 0
 
 #define KVS_CACHE_LINE 64
 #define KVS_MAX_LAYERS 1024
@@ -33,10 +33,6 @@
 #define KVS_RING_MIN_BYTES (64u << 10)
 #define KVS_RING_MAX_BYTES (16u << 20) /* a power of two in between */
 #define KVS_RECORD_MAX_BYTES (1u << 20) /* and at most half its ring */
-
-/* Features of the flags memfd. */
-#define KVS_FLAGS_REPLAYS 1u /* there are replay flags (1.1) */
-#define KVS_FLAGS_MARK 2u    /* there is a stream mark (1.2) */
 
 /* Offset 0 of the flags memfd. Written once by the shim before the memfd is passed on. */
 struct kvs_flags_header {
@@ -50,9 +46,9 @@ struct kvs_flags_header {
 	uint64_t load_flags;       /* byte offset of `layers` flags */
 	uint64_t source_epoch;     /* byte offset of one u64 */
 	uint64_t total_bytes;      /* size of the memfd */
-	uint64_t features;         /* bit set: KVS_FLAGS_...; none defined in 1.0 */
-	uint64_t replay_flags;     /* byte offset of `layers` + 1 flags; only with KVS_FLAGS_REPLAYS */
-	uint64_t stream_mark;      /* byte offset of one u64; only with KVS_FLAGS_MARK */
+	uint64_t features;         /* bit set; none defined in 1.0 */
+	uint64_t replay_flags;     /* byte offset of `layers` + 1 flags */
+	uint64_t stream_mark;      /* byte offset of one u64 */
 	uint8_t reserved[40];
 };
 
@@ -63,7 +59,7 @@ struct kvs_flags_header {
  *     the flags of all layers are cleared, and the step is stored when that is visible. A reader loads the step *before* the layer's flag: a 1
  *     then means that the layer is complete in that step or a later one. The layer's state is the greater of this and of layer_flags[l], which
  *     streams outside a graph still set. A flag that was not read is lost with the next step. The end of the step is not: graphs set it in
- *     layer_flags, which is all that a sidecar of 1.0 reads. So an engine whose graphs signal layers signals the end of each step.
+ *     layer_flags. So an engine whose graphs signal layers signals the end of each step.
  * load_flags[l]: sidecar -> GPU. Data of step s is present. Two writers, the other is the shim for a load that has ended: compare-and-swap, it
  *     only grows.
  * source_epoch: shim -> sidecar. Grows *before* the engine may reuse any block that an intent named (preemption, abort,

@@ -62,7 +62,7 @@ enum kvs_error {
 	KVS_E_SYS = -10,          /* a system call failed; errno is kept */
 	KVS_E_BUFFER = -11,       /* the caller's buffer cannot hold the next record */
 	KVS_E_GPU = -12,          /* the CUDA driver refused, or is missing; kvs_gpu_error has the reason */
-	KVS_E_UNSUPPORTED = -13,  /* this sidecar is older and does not support it */
+	KVS_E_UNSUPPORTED = -13,  /* this sidecar has no page store */
 	KVS_E_UNKILLABLE = -14,   /* a COPY or LOAD, whose end the engine may wait for, and this process may not kill the sidecar */
 };
 
@@ -156,7 +156,7 @@ int kvs_open(const struct kvs_config *config, kvs_client **out);
 int kvs_start(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes);
 
 /* Worker, after kvs_start: adds regions, which are presented on every connection until they are dropped. Returns the number of the first one, which
- * is used only once, or an error: KVS_E_UNSUPPORTED, KVS_E_LIMIT. It does not wait for the sidecar; if that refuses them, kvs_info.error has the
+ * is used only once, or KVS_E_LIMIT. It does not wait for the sidecar; if that refuses them, kvs_info.error has the
  * reason, and so has the refusal of what uses them. */
 int64_t kvs_regions_add(kvs_client *c, const struct kvs_region *regions, uint32_t n);
 
@@ -303,7 +303,7 @@ int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32],
 
 /* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. Withdraws one asker of its query, which is dropped with the last. The background thread
  * sends it, if necessary after a reconnection. If it cannot be sent within the match timeout, it is dropped, and the source waits for that time.
- * The ranks of the config give the number of leases that it stands for. KVS_E_UNSUPPORTED: the sidecar is older. */
+ * The ranks of the config give the number of leases that it stands for. */
 int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason);
 
 /* ---- pages of the store: docs/protocol.md section 5 ------------------------------------------------------------------------- */

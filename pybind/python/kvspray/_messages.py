@@ -39,12 +39,7 @@ MAX_PAGE_TOKENS = 65536
 NO_FD = 4294967295  # the descriptor index of a region without a descriptor
 
 # Features of WELCOME.
-FEATURE_COPY = "copy"  # the sidecar accepts COPY
-FEATURE_AFTER = "after"  # EXPECT, COPY, LOAD, GET and PUT wait for the stream mark in them
-FEATURE_DECLINE = "decline"  # the sidecar accepts DECLINE
 FEATURE_STORE = "store"  # the sidecar has a page store
-FEATURE_LOAD = "load"  # the sidecar accepts LOAD
-FEATURE_REGIONS = "regions"  # regions are added and dropped while a session runs
 
 # Prio of an INTENT or EXPECT.
 PRIO_DECODE_WAITS = 0

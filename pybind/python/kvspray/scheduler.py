@@ -79,8 +79,8 @@ class SchedulerClient(_Client):
     def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str = "") -> bool:
         """No rank of this engine will expect that prompt's KV: the prefill's engine at ``peer`` need not keep it any longer. Withdraws one asker, too.
 
-        For requests without a lease; a lease is cancelled instead. Never blocks. False: it cannot be sent (too many wait, the sidecar is
-        older, or the client is closed), and the prefill keeps the blocks until the match timeout.
+        For requests without a lease; a lease is cancelled instead. Never blocks. False: it cannot be sent (too many wait, or the client
+        is closed), and the prefill keeps the blocks until the match timeout.
         """
         h = self._handle()
         if h is None:

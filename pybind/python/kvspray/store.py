@@ -307,7 +307,7 @@ class Space:
         answer = _Request(self._client, _REMOVE, {"space": space}).fetch(timeout_s)
         if answer is None or answer[0] != _DONE:
             return None
-        body = answer[1]  # a sidecar of an earlier release removes on its own node, and names no others
+        body = answer[1]
         return Removed(
             int(body.get("members", 0)), int(body.get("confirmed", 0)), str(body.get("missing", ""))
         )

@@ -145,7 +145,6 @@ type peer struct {
 	endpoint string
 	node     string
 	pages    bool          // it takes messages about pages
-	removes  bool          // it takes those about removals
 	asked    uint64        // bytes that it was asked for and that have not come
 	load     uint64        // bytes that it has to send, as it answered last
 	served   uint64        // bytes that are offered to it
@@ -249,9 +248,8 @@ func (x *Exchange) open(f func(engines.Completion), start func(transfer.LeaseID)
 	return true
 }
 
-// PeerUp introduces a peer, or changes its endpoint. removes: it takes part in removals.
-func (x *Exchange) PeerUp(boot transfer.Boot, node, endpoint string, features []string,
-	removes bool) {
+// PeerUp introduces a peer, or changes its endpoint.
+func (x *Exchange) PeerUp(boot transfer.Boot, node, endpoint string, features []string) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	p := x.peers[boot]
@@ -266,7 +264,6 @@ func (x *Exchange) PeerUp(boot transfer.Boot, node, endpoint string, features []
 	if endpoint != "" {
 		p.endpoint = endpoint
 	}
-	p.removes = removes
 	p.pages = slices.Contains(features, Feature)
 }
 

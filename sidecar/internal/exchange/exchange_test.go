@@ -120,7 +120,7 @@ func newCable(t testing.TB, nodes int) (*cable, []*node) {
 	}
 	for _, a := range all {
 		for _, b := range all {
-			a.PeerUp(b.boot, "n", string(b.boot[:1]), []string{Feature}, true)
+			a.PeerUp(b.boot, "n", string(b.boot[:1]), []string{Feature})
 		}
 	}
 	return c, all

@@ -178,8 +178,7 @@ func (j *job) choose(found *directory.Found) map[transfer.Boot][]int {
 		var best transfer.Boot
 		some := false
 		for h := range found.Of(i) {
-			if !j.x.usableLocked(h) || slices.Contains(j.tried[i], h) ||
-				j.removal != 0 && !j.x.peers[h].removes { // it may have pages from before
+			if !j.x.usableLocked(h) || slices.Contains(j.tried[i], h) {
 				continue
 			}
 			if !some || load[h] < load[best] {

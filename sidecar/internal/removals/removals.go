@@ -117,7 +117,6 @@ type Removals struct {
 // peer is a node whose control lanes are up.
 type peer struct {
 	node  string
-	takes bool // messages about removals
 	greet bool // it is to get all removals
 	owed  bool // it has got them, and not that these are all
 }
@@ -235,7 +234,7 @@ func (r *Removals) Stats() (known, pending int) {
 }
 
 // PeerUp introduces a peer, or changes it. It gets all removals.
-func (r *Removals) PeerUp(boot transfer.Boot, node string, takes bool) {
+func (r *Removals) PeerUp(boot transfer.Boot, node string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	p := r.peers[boot]
@@ -243,15 +242,11 @@ func (r *Removals) PeerUp(boot transfer.Boot, node string, takes bool) {
 		if len(r.peers) == maxPeers || boot == r.o.Self.Boot {
 			return
 		}
-		p = &peer{}
+		p = &peer{greet: true}
 		r.peers[boot] = p
-	}
-	p.node = node
-	if takes && !p.takes {
-		p.greet = true
 		poke(r.talk)
 	}
-	p.takes = takes
+	p.node = node
 }
 
 // PeerDown forgets a peer that cannot be reached.
@@ -287,7 +282,7 @@ func (r *Removals) learnLocked(from transfer.Boot, m removal.Removal) error {
 		if r.news[m.Space] = from; len(r.news) > removal.Max {
 			clear(r.news) // all that the list has is less
 			for _, p := range r.peers {
-				p.greet = p.takes
+				p.greet = true
 			}
 		}
 		delete(r.failed, m.Space) // that was another one
@@ -585,7 +580,7 @@ func (r *Removals) sender(ctx context.Context) {
 func (r *Removals) unsent(to transfer.Boot) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if p := r.peers[to]; p != nil && p.takes {
+	if p := r.peers[to]; p != nil {
 		p.greet = true
 		time.AfterFunc(retryTime, func() { poke(r.talk) })
 	}
@@ -622,11 +617,10 @@ func (r *Removals) due() (out []message) {
 	}
 	heard := r.heardLocked()
 	for boot, p := range r.peers {
-		switch {
-		case p.greet:
+		if p.greet {
 			p.greet, p.owed = false, !heard
 			out = append(out, parts(boot, all, heard)...)
-		case p.takes:
+		} else {
 			out = append(out, parts(boot, slices.DeleteFunc(slices.Clone(news),
 				func(m *peerv1.PageRemoval) bool { return r.news[page.ID(m.Space)] == boot }),
 				p.owed && heard)...)
@@ -757,9 +751,7 @@ func (r *Removals) round(ctx, limit context.Context, id page.ID, a *ask) (states
 	a.id, a.r, a.applied = r.last, m, false
 	a.answers, a.nodes = map[transfer.Boot]*peerv1.PageRemoved{}, map[transfer.Boot]string{}
 	for boot, p := range r.peers {
-		if p.takes {
-			a.answers[boot], a.nodes[boot] = nil, p.node
-		}
+		a.answers[boot], a.nodes[boot] = nil, p.node
 	}
 	asked := make([]transfer.Boot, 0, len(a.answers))
 	for boot := range a.answers {
@@ -847,12 +839,6 @@ func (r *Removals) states(a *ask, stamp uint64) (out []State, higher uint64) {
 			s.Problem = "it has applied an earlier removal only"
 		}
 		add(s)
-	}
-	for boot, p := range r.peers {
-		if !p.takes {
-			add(State{Member: Member{boot, p.node},
-				Problem: "its release takes no removals of other nodes"})
-		}
 	}
 	for _, m := range members {
 		add(State{Member: m, Problem: "it cannot be reached"})

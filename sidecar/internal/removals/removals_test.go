@@ -155,8 +155,8 @@ func (c *net) join(a, b *node) {
 	delete(c.cut, [2]transfer.Boot{a.boot, b.boot})
 	delete(c.cut, [2]transfer.Boot{b.boot, a.boot})
 	c.mu.Unlock()
-	a.PeerUp(b.boot, name(b.boot), true)
-	b.PeerUp(a.boot, name(a.boot), true)
+	a.PeerUp(b.boot, name(b.boot))
+	b.PeerUp(a.boot, name(a.boot))
 }
 
 func (c *net) part(a, b *node) {
@@ -427,8 +427,6 @@ func TestAStampThatIsBehind(t *testing.T) {
 func TestAnswersThatDoNotCome(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		c, all := newNet(t, 3)
-		old := transfer.Boot{77}
-		all[0].PeerUp(old, "old", false)
 		c.mu.Lock()
 		c.lose = func(_, _ transfer.Boot, f *peerv1.ControlFrame) bool {
 			return f.GetPageRemoved() != nil
@@ -443,8 +441,7 @@ func TestAnswersThatDoNotCome(t *testing.T) {
 		if took := time.Since(began); took != answerTime || confirmed(states) != "a" {
 			t.Errorf("%v: %+v", took, states)
 		}
-		want := map[string]string{"nodea": "", "nodeb": "not answered", "nodec": "ended",
-			"old": "its release"}
+		want := map[string]string{"nodea": "", "nodeb": "not answered", "nodec": "ended"}
 		for _, s := range states {
 			if !strings.Contains(s.Problem, want[s.Node]) || s.Problem == "" != s.Confirmed {
 				t.Errorf("%+v", s)
@@ -583,7 +580,7 @@ func TestAListThatIsSentInPart(t *testing.T) {
 			r.Learn(transfer.Boot{99}, page.ID{9, byte(i), byte(i >> 8)}, now)
 		}
 		r.heard = true
-		r.PeerUp(transfer.Boot{2}, "b", true)
+		r.PeerUp(transfer.Boot{2}, "b")
 		ctx, stop := context.WithCancel(t.Context())
 		done := make(chan struct{})
 		go func() { r.sender(ctx); close(done) }()

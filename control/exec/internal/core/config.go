@@ -8,7 +8,6 @@ import (
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec/internal/agreement"
 	"github.com/kvspray/kvspray/control/lease"
-	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -18,7 +17,6 @@ type Config struct {
 	Endpoint   string        // that peers dial; an engine that names it means ourselves
 	Planner    agreement.Planner
 	Transports []string // preferred first; others come last
-	Policy     spray.Policy
 	// Distance is how far one of our rails is from the memory of a worker: 1 to 3, as in package topo;
 	// 0: unknown. Nil: all are unknown.
 	Distance func(w *engines.Worker, transport, rail string) int

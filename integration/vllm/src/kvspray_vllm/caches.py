@@ -214,8 +214,6 @@ class Place:
 def place_of(name: str, tensor: torch.Tensor, num_blocks: int) -> Place:
     """The place of one layer's view, [block, head, token, content] whatever the order in memory.
     Its first dimension counts blocks, or pieces of blocks that follow one another."""
-    if tensor.dim() == 3:  # [block, token, content], as vLLM before 0.28 has MLA
-        tensor = tensor.unsqueeze(1)
     size = tensor.element_size()
     if tensor.dim() != 4 or tensor.stride(3) != 1:
         raise Unsupported(

@@ -150,11 +150,8 @@ def kind_of(spec: KVCacheSpec, backend: str, kv_heads: int, ranks: Ranks, packin
 
 
 def ratio_of(spec: KVCacheSpec) -> int:
-    """Tokens of one row: more than one in a compressed cache. vLLM before 0.30 calls it
-    compress_ratio."""
-    ratio: int | None = getattr(spec, "tokens_per_state", None)
-    if ratio is None:
-        ratio = getattr(spec, "compress_ratio", 1) or 1
+    """Tokens of one row: more than one in a compressed cache."""
+    ratio = spec.tokens_per_state
     if int(ratio) != ratio or ratio < 1 or spec.block_size % int(ratio):
         raise Unsupported(
             f"kvspray: tokens_per_state is {ratio} with block_size {spec.block_size}; rows of a "
