@@ -43,7 +43,8 @@ help-all:
 build: ## Build bin/kvspray and bin/kvspray-bench
 	$(need-go)
 	@mkdir -p bin
-	go build -ldflags '$(LDFLAGS)' -o bin/ ./cmd/kvspray ./cmd/kvspray-bench
+	go build -ldflags '$(LDFLAGS)' -o bin/ ./cmd/kvspray
+	cd lab && go build -ldflags '$(LDFLAGS)' -o ../bin/ ./cmd/kvspray-bench
 
 SIZE_LIMIT := 45000000
 .PHONY: build-size
@@ -113,7 +114,7 @@ demo-gpu: #: The same with CUDA engines, on a host with a GPU and what make gpu-
 
 # Each run of tests leaves a report in $(B)/test, and all of them one page: make test-report.
 XML := $(B)/test
-gotest = @mkdir -p $(XML); $(TOOLS)/gotestsum --format pkgname --junitfile $(XML)/$(1).xml --
+gotest = @mkdir -p $(XML); cd ./$(2) && $(TOOLS)/gotestsum --format pkgname --junitfile $(XML)/$(1).xml --
 pytest = @mkdir -p $(XML); $(2) -m pytest -q -rfEs --no-fold-skipped --junitxml $(XML)/$(1).xml
 # The features whose tests must not skip.
 export KVSPRAY_MUST_RUN ?= vllm,shm,tcp,gcc,s3server
@@ -139,16 +140,18 @@ watch: $(TOOLS)/gotestsum ## Test a package of Go each time one of its files is 
 	$(TOOLS)/gotestsum --watch --format testname -- -short
 
 # Packages without goroutines, whose tests compute for long: the race detector would find nothing, and take ten times as long.
-PURE := ./parseblock ./bench/simbench ./test/sim
+PURE := ./parseblock ./test/sim
 RACED = $(or $(PKG),$(filter-out $(patsubst ./%,github.com/kvspray/kvspray/%,$(PURE)),$(shell go list ./...)))
 .PHONY: test-go
-test-go: $(TOOLS)/gotestsum #: Go tests with -race, without measurements; PKG: packages (all)
+test-go: s3server $(TOOLS)/gotestsum #: Go tests with -race, without measurements; PKG: packages (all)
 	$(if $(PKG),,$(call gotest,pure) -short -timeout 15m -skip '^TestMeasure' $(PURE))
 	$(call gotest,go) -race -short -timeout 15m -skip '^TestMeasure' $(RACED)
+	$(if $(PKG),,$(call gotest,simbench,lab) -short -timeout 15m -skip '^TestMeasure' ./simbench)
+	$(if $(PKG),,$(call gotest,lab,lab) -race -short -timeout 15m -skip '^TestMeasure' $$(cd lab && go list ./... | grep -v /simbench$$))
 
 .PHONY: test-py
 test-py: build env #: Python tests, without those with engines
-	$(call pytest,python,$(VENV)/bin/python) pybind/tests integration/vllm/tests integration/sglang/tests test/soak
+	$(call pytest,python,$(VENV)/bin/python) pybind/tests integration/vllm/tests integration/sglang/tests lab/soak
 
 .PHONY: test-smoke test-engines
 test-smoke: build wireflip env #: Real engines, one fault of each kind
@@ -166,12 +169,13 @@ test-long: build s3server $(TOOLS)/gotestsum #: All pairs of layouts over each t
 .PHONY: test-measure
 test-measure: build $(TOOLS)/gotestsum #: The tests that measure time, CPU and memory, one after the other on an idle machine
 	$(call gotest,measure) -count=1 -p 1 -v -timeout 30m -run '^TestMeasure' ./...
+	$(call gotest,measure-lab,lab) -count=1 -p 1 -v -timeout 30m -run '^TestMeasure' ./...
 
 test-measure: export KVSPRAY_MEASURE = 1
 
 .PHONY: test-rails
 test-rails: build $(TOOLS)/gotestsum #: The goals of rails on an idle machine, in minutes (root)
-	$(call gotest,rails) -count=1 -v -timeout 90m ./test/rails
+	$(call gotest,rails,lab) -count=1 -v -timeout 90m ./rails
 
 test-rails: export KVSPRAY_RAILS = minute
 
@@ -180,7 +184,7 @@ test-attack: build wireflip env $(TOOLS)/gotestsum #: The late-write attacks and
 	$(call gotest,attack) -race -timeout 60m -run 'Conformance/(Fence_attack|Source_rewritten|Late_garbage)|LateDMA|^TestLateWrites$$' ./transport/... ./sidecar
 	@passed=$$(grep -cE 'name="[^"]*(attack|garbage|rewritten|LateWrites/|TestLateDMA)' $(XML)/attack.xml); \
 	[ $$passed -ge 25 ] || { echo "make $@: $$passed attacks ran, at least 25 are expected" >&2; exit 1; }
-	KVSPRAY_RAILS=minute go test -count=1 -timeout 90m -v -run '^TestLateWrites$$' ./test/rails
+	cd lab && KVSPRAY_RAILS=minute go test -count=1 -timeout 90m -v -run '^TestLateWrites$$' ./rails
 	$(call pytest,attack-preload,KVSPRAY_PRELOAD_SEEDS=100 KVSPRAY_PRELOAD_KILLS=100 $(VENV)/bin/python) pybind/tests/test_preload.py
 	$(call pytest,attack-engines,$(VENV)/bin/python) test/e2e/test_faults.py
 
@@ -192,14 +196,14 @@ test-report: $(LINTENV)/.stamp #: One page of all test runs since make clean: .b
 
 .PHONY: test-rails-long
 test-rails-long: build #: The goals of rails in full, on real sockets: hours, and a machine that does nothing else (root)
-	KVSPRAY_RAILS=long go test -timeout 6h -count=1 -v ./test/rails
+	cd lab && KVSPRAY_RAILS=long go test -timeout 6h -count=1 -v ./rails
 
 SOAK ?= 10m
 .PHONY: soak
 soak: build env #: Real engines under load for SOAK (10m) while sidecars, rails and engines fail every 20 s; .build/soak/report.html
 	@mkdir -p $(TOOLS)
-	go build -o $(TOOLS)/ ./test/soak
-	$(VENV)/bin/python test/soak/soak.py --for $(SOAK)
+	cd lab && go build -o $(TOOLS)/ ./soak
+	$(VENV)/bin/python lab/soak/soak.py --for $(SOAK)
 
 SOAK_STORE ?= 1h
 .PHONY: soak-store
@@ -320,6 +324,7 @@ lint-go: lint-golangci lint-tools lint-arm64
 
 lint-golangci: $(TOOLS)/.stamp
 	$(TOOLS)/golangci-lint run ./...
+	cd lab && $(TOOLS)/golangci-lint run ./...
 
 lint-tools:
 	cd tools && go vet ./...
@@ -328,6 +333,7 @@ lint-tools:
 # Without cgo, too; build-size does that for x86-64.
 lint-arm64:
 	CGO_ENABLED=0 GOARCH=arm64 go build ./...
+	cd lab && CGO_ENABLED=0 GOARCH=arm64 go build ./...
 
 DOCS := $(wildcard *.md docs/*.md docs/*/*.md pybind/*.md integration/*/*.md)
 DOCS := $(filter-out docs/config.md,$(DOCS))
@@ -343,7 +349,7 @@ site: $(SITEENV)/.stamp ## The site of the documents, with its links checked, in
 
 .PHONY: lint-py
 lint-py: $(LINTENV)/.stamp
-	$(LINTENV)/bin/ruff check --config tools/ruff.toml pybind integration test bench deploy
+	$(LINTENV)/bin/ruff check --config tools/ruff.toml pybind integration test lab deploy
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini pybind/python/kvspray
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini integration/vllm/src/kvspray_vllm
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini integration/sglang/src/kvspray_sglang
@@ -365,7 +371,7 @@ generate-check: #: Fail if generated files are not what their sources say
 
 ##@ Measure
 
-bin/kvspray-memcpy: bench/baseline/memcpy.c
+bin/kvspray-memcpy: lab/baseline/memcpy.c
 	@mkdir -p bin
 	gcc -std=gnu11 -O2 -Wall -Wextra -Werror -pthread -o $@ $<
 
@@ -415,9 +421,9 @@ bench-peers: build $(B)/venv-peers/.stamp #: The same blocks, rails and faults w
 bench-store: build env $(B)/venv-peers/.stamp #: Gets and puts of pages beside Mooncake's store (450 MB to fetch, once; libibverbs1)
 	@mkdir -p $(B)/bench
 	PYTHONPATH=$$($(VENV)/bin/python -c 'import kvspray, pathlib; print(pathlib.Path(kvspray.__file__).parents[1])') \
-	  $(B)/venv-peers/bin/python bench/peers/store.py --json $(B)/bench/store-peers.json $(BENCH_ARGS)
+	  $(B)/venv-peers/bin/python lab/peers/store.py --json $(B)/bench/store-peers.json $(BENCH_ARGS)
 
-$(B)/venv-peers/.stamp: bench/peers/requirements.txt
+$(B)/venv-peers/.stamp: lab/peers/requirements.txt
 	@echo "making the environment of the other engines ..."
 	"$$(cd test/rig && $(HOSTPY) -c 'import env; print(env.find_python())')" -m venv --clear $(B)/venv-peers
 	$(B)/venv-peers/bin/python -m pip install -q --disable-pip-version-check --no-deps -r $<
@@ -434,7 +440,8 @@ bench-place: build env #: The router's policies with three real engines, rails o
 .PHONY: gpu-bin
 gpu-bin: build env #: What test/gpu needs on a host with GPUs and no network: .build/gpu, to be carried there with the sources
 	@mkdir -p $(B)/gpu
-	go build -ldflags '$(LDFLAGS) -s -w' -o $(B)/gpu/ ./cmd/kvspray ./cmd/kvspray-bench
+	go build -ldflags '$(LDFLAGS) -s -w' -o $(B)/gpu/ ./cmd/kvspray
+	cd lab && go build -ldflags '$(LDFLAGS) -s -w' -o $(B)/gpu/ ./cmd/kvspray-bench
 	rm -rf $(B)/gpu/py && mkdir -p $(B)/gpu/py && cp -r $$($(VENV)/bin/python -c 'import kvspray, pathlib; print(pathlib.Path(kvspray.__file__).parent)') $(B)/gpu/py/
 	@$(MAKE) gpu-engines
 	@du -sh $(B)/gpu/kvspray $(B)/gpu/kvspray-bench $(B)/gpu/py $(B)/gpu/pk

@@ -113,7 +113,7 @@ class Dist:
         if cgo:
             env |= {"CGO_ENABLED": "1", "CC": arch.cc}
         ldflags = f"-X github.com/kvspray/kvspray/internal/version.version={self.version} -s -w"
-        run("go", "build", "-trimpath", "-ldflags", ldflags, "-o", target, f"./cmd/{command}", **env)
+        run("go", "build", "-trimpath", "-ldflags", ldflags, "-o", target, f"./cmd/{command}", cwd=ROOT if command == "kvspray" else ROOT / "lab", **env)
         return target
 
     def source(self, part: str) -> pathlib.Path:

@@ -34,10 +34,10 @@ var floors = []floor{
 	{"commands", []string{"cmd/kvspray", "internal/ui"}},
 }
 
-// lab is code that the product never imports: tests, what tests need, benchmarks, generators.
-var lab = []string{"api/engine/gen", "bench", "cmd/kvspray-bench", "connector/connectortest",
-	"internal/board/gen", "internal/leaktest", "internal/metrics/gen", "internal/sys/verbs/fake",
-	"internal/spans/spanstest", "internal/testutil", "proxy/internal/feed/feedtest",
+// lab is code that the product never imports: tests, what tests need, generators, the module lab.
+var lab = []string{"api/engine/gen", "connector/connectortest", "internal/board/gen",
+	"internal/leaktest", "internal/metrics/gen", "internal/sys/verbs/fake",
+	"internal/spans/spanstest", "lab", "internal/testutil", "proxy/internal/feed/feedtest",
 	"store/disk/disktest", "store/object/objecttest", "test",
 	"transport/faulttest", "transport/simfabric", "transport/transporttest"}
 

@@ -20,7 +20,7 @@ type edge struct {
 }
 
 var edges = []edge{
-	{"cmd/kvspray cmd/kvspray-bench", "internal proxy sidecar bench", "internal/ui/cli bench/cli",
+	{"cmd/kvspray lab/cmd", "internal proxy sidecar lab", "internal/ui/cli lab/cli lab/cmd",
 		"a thin main: tests reach everything that is in a package"},
 	{"internal/ui", "proxy sidecar", "internal/ui/cli", "commands ask a running one over HTTP"},
 	{"internal/ui", "gpu transport control", "control/exec control/spray control/peer",
@@ -70,10 +70,10 @@ var edges = []edge{
 	{"store/object", "store/memory store/disk", "", "as above"},
 	{"layout parseblock transfer", "internal", "", "pure"},
 	{"cluster", "control connector transport", "", "members are found without a session"},
-	{"bench/railsbench", "sidecar control connector transport store internal/nodeapi",
+	{"lab/railsbench", "sidecar control connector transport store internal/nodeapi",
 		"connector/connectortest connector/msg control/peer/keys",
 		"plays engines and operators to sidecar processes, from outside"},
-	{"test/rails test/skew", "sidecar proxy control connector transport store", "",
+	{"lab/rails", "sidecar proxy control connector transport store", "",
 		"sidecar processes, from outside"},
 }
 
@@ -95,13 +95,13 @@ var confined = []struct{ module, in, why string }{
 		"messages of engines are decoded at their edge"},
 	{"github.com/prometheus/client_golang", "internal/metrics internal/ui/cli proxy sidecar",
 		"parts report counts; composition makes metrics of them"},
-	{"github.com/spf13", "internal/ui bench", "flags end at the command"},
+	{"github.com/spf13", "internal/ui lab", "flags end at the command"},
 	{"go.yaml.in/yaml/v3", "internal/config internal/metrics/gen", "one configuration file"},
 	{"github.com/NVIDIA/go-nvml", "internal/sys/topo internal/ui/doctor",
 		"a host without a GPU has no such library"},
-	{"github.com/vishvananda", "internal/sys/topo transport/tcp bench", "interfaces of the kernel"},
-	{"github.com/google/nftables", "bench", "rails that fail, for benchmarks"},
-	{"gonum.org/v1", "bench", "plots"},
+	{"github.com/vishvananda", "internal/sys/topo transport/tcp lab", "interfaces of the kernel"},
+	{"github.com/google/nftables", "lab", "rails that fail, for benchmarks"},
+	{"gonum.org/v1", "lab", "plots"},
 	{"go.uber.org/goleak", "internal/leaktest", "tests"},
 	{"pgregory.net/rapid", "transport/transporttest", "tests"},
 	{"github.com/google/go-cmp", "transport/transporttest", "tests"},
@@ -114,7 +114,7 @@ var pure = []string{"connector/internal/blocks", "connector/msg", "control/exec"
 	"store/trace", "transfer"}
 
 // withC are the packages that may import "C".
-var withC = []string{"bench/copybench", "internal/sys/cuda", "internal/sys/slack",
+var withC = []string{"lab/copybench", "internal/sys/cuda", "internal/sys/slack",
 	"internal/sys/verbs"}
 
 // impure are packages that bring a clock, I/O, goroutines or locks.
