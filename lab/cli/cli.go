@@ -9,13 +9,13 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/lab/copybench"
 	"github.com/kvspray/kvspray/lab/gpubench"
 	"github.com/kvspray/kvspray/lab/peers"
 	"github.com/kvspray/kvspray/lab/placebench"
 	"github.com/kvspray/kvspray/lab/railsbench"
 	"github.com/kvspray/kvspray/lab/simbench"
-	"github.com/kvspray/kvspray/internal/ui/command"
 )
 
 // Main runs the command line and returns the exit code.

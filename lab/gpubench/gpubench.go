@@ -17,11 +17,11 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/internal/sys/cuda"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 	"github.com/kvspray/kvspray/lab/machine"
 	"github.com/kvspray/kvspray/lab/progress"
 	"github.com/kvspray/kvspray/lab/timeline"
-	"github.com/kvspray/kvspray/internal/sys/cuda"
-	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // Row is one measured line.

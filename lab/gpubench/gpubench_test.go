@@ -11,8 +11,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvspray/kvspray/lab/progress"
 	"github.com/kvspray/kvspray/internal/ui/usage"
+	"github.com/kvspray/kvspray/lab/progress"
 )
 
 // TestHTML draws reports of real runs: every row is there, and each bench has a plot.

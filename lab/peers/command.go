@@ -9,10 +9,10 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/internal/ui/usage"
 	"github.com/kvspray/kvspray/lab/machine"
 	"github.com/kvspray/kvspray/lab/railsbench"
 	"github.com/kvspray/kvspray/lab/timeline"
-	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // NewCommand returns the `peers` command.

@@ -8,10 +8,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/lab/railsbench"
 	"github.com/kvspray/kvspray/lab/railsbench/netrig"
 	"github.com/kvspray/kvspray/lab/timeline"
-	"github.com/kvspray/kvspray/connector/msg"
 )
 
 // received is what has come over all rails.

@@ -18,11 +18,11 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/lab/railsbench"
 	"github.com/kvspray/kvspray/lab/railsbench/netrig"
 	"github.com/kvspray/kvspray/lab/timeline"
-	"github.com/kvspray/kvspray/internal/leaktest"
-	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 // How much is run.

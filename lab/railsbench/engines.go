@@ -15,12 +15,12 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvspray/kvspray/lab/railsbench/netrig"
-	"github.com/kvspray/kvspray/lab/timeline"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/lab/railsbench/netrig"
+	"github.com/kvspray/kvspray/lab/timeline"
 )
 
 // Shape of what is moved.

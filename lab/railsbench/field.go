@@ -20,11 +20,11 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 	"github.com/kvspray/kvspray/lab/progress"
 	"github.com/kvspray/kvspray/lab/railsbench/netrig"
 	"github.com/kvspray/kvspray/lab/timeline"
-	"github.com/kvspray/kvspray/control/peer/keys"
-	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // Bounds of what the sidecars may take.

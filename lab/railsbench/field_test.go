@@ -8,8 +8,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvspray/kvspray/lab/timeline"
 	"github.com/kvspray/kvspray/internal/ui/usage"
+	"github.com/kvspray/kvspray/lab/timeline"
 )
 
 // A baseline that other load disturbed makes a run void, over one rail or over all of them, and a

@@ -14,11 +14,11 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/lab/machine"
 	"github.com/kvspray/kvspray/lab/progress"
 	"github.com/kvspray/kvspray/lab/railsbench/netrig"
 	"github.com/kvspray/kvspray/lab/timeline"
-	"github.com/kvspray/kvspray/connector/msg"
 )
 
 // Of a run with several receivers.

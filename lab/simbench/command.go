@@ -9,10 +9,10 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/internal/ui/usage"
 	"github.com/kvspray/kvspray/lab/chart"
 	"github.com/kvspray/kvspray/lab/progress"
 	"github.com/kvspray/kvspray/lab/timeline"
-	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // maxResult bounds what is read of a file: an hour's samples of as many rails as there may be are

@@ -8,11 +8,11 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/kvspray/kvspray/lab/progress"
-	"github.com/kvspray/kvspray/lab/timeline"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/ui/usage"
 	"github.com/kvspray/kvspray/internal/version"
+	"github.com/kvspray/kvspray/lab/progress"
+	"github.com/kvspray/kvspray/lab/timeline"
 	"github.com/kvspray/kvspray/test/sim"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport/simfabric"

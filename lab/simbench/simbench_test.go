@@ -15,9 +15,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/kvspray/kvspray/lab/timeline"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/ui/usage"
+	"github.com/kvspray/kvspray/lab/timeline"
 )
 
 var four = []timeline.Rate{2e9, 1e9, 500e6, 500e6}
@@ -96,7 +96,7 @@ func TestFaults(t *testing.T) {
 // and healing included.
 func TestPredictsMeasuredRails(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "the race detector makes it ten times slower: make test-go runs it without")
+		testutil.Skip(t, "norace", "ten times slower with the race detector; make test-go runs it without")
 	}
 	files, err := filepath.Glob("testdata/rails-*.json")
 	if err != nil || len(files) < 5 {
@@ -142,7 +142,7 @@ func TestSame(t *testing.T) {
 // TestManyNodes: what two nodes reach, hundreds do too.
 func TestManyNodes(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "the race detector makes it ten times slower: make test-go runs it without")
+		testutil.Skip(t, "norace", "ten times slower with the race detector; make test-go runs it without")
 	}
 	r := must(t, Setup{Options: &timeline.Options{Rates: []timeline.Rate{25e9, 25e9, 25e9, 25e9},
 		Block: 64 << 10, Total: 64 << 20,

@@ -16,12 +16,12 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kvspray/kvspray/internal/testutil"
+	product "github.com/kvspray/kvspray/internal/ui/cli"
 	bench "github.com/kvspray/kvspray/lab/cli"
 	"github.com/kvspray/kvspray/lab/railsbench"
 	"github.com/kvspray/kvspray/lab/railsbench/netrig"
 	"github.com/kvspray/kvspray/lab/timeline"
-	"github.com/kvspray/kvspray/internal/testutil"
-	product "github.com/kvspray/kvspray/internal/ui/cli"
 )
 
 // commandEnv makes this test's binary act as the command, and as the sidecars that `rails` starts.

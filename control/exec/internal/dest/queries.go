@@ -143,7 +143,8 @@ func (qs *Queries) RequestOver(addr string, k transfer.Key) {
 }
 
 func (qs *Queries) withdraw(w *query) {
-	qs.answer(w, engines.Admission{State: "gone", Message: "a request of this prompt has ended, and no prefill was asked for it"})
+	qs.answer(w, engines.Admission{State: "gone",
+		Message: "a request of this prompt has ended, and no prefill was asked for it"})
 }
 
 // PeerGone removes a peer whose process has ended.
