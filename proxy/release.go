@@ -96,12 +96,12 @@ func (p *Proxy) sendReleases(ctx context.Context, b *backend) {
 				case r := <-b.releases:
 					p.sendRelease(sending, b, r)
 					continue
-				default:
+				case <-ctx.Done():
 				}
 				select {
 				case r := <-b.releases:
 					p.sendRelease(sending, b, r)
-				case <-ctx.Done():
+				default:
 					return
 				}
 			}

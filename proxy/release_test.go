@@ -6,12 +6,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 )
@@ -230,5 +232,40 @@ func TestOtherConnectorsGetNoRelease(t *testing.T) {
 	until(t, "the request does not end", func() bool { return len(px.slots) == 0 })
 	if n := len(p.requests()); n != 1 {
 		t.Errorf("P got %d requests", n)
+	}
+}
+
+// A router that ends cuts requests after its drain time, and releases what they keep. One cannot
+// notice that its connection is closed: its client has sent another request behind it.
+func TestReleaseOfRequestsThatAreCut(t *testing.T) {
+	for _, next := range []string{"", "GET /health HTTP/1.1\r\nHost: x\r\n\r\n"} {
+		arrived := make(chan struct{})
+		p := newEngine(t, answerPrefill)
+		var d *engine
+		d = newEngine(t, func(_ http.ResponseWriter, r *http.Request, _ seen) {
+			close(arrived)
+			d.hang(r)
+		})
+		times := quick()
+		times.Drain = time.Millisecond
+		px, err := New(Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: p.URL}},
+			Decode: []string{d.URL}, Times: times})
+		if err != nil {
+			t.Fatal(err)
+		}
+		url, stop := serveOn(t, px)
+		conn, err := net.Dial("tcp", strings.TrimPrefix(url, "http://"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		const body = `{"prompt":"a"}`
+		fmt.Fprintf(conn, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s%s",
+			len(body), body, next)
+		waitFor(t, arrived, "the decode engine gets no request")
+		stop()
+		if got, want := releases(p), begun(p); len(want) != 1 || !slices.Equal(got, want) {
+			t.Errorf("before %q: released %v, want %v", next, got, want)
+		}
 	}
 }
