@@ -36,6 +36,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/origin"
 	"github.com/kvspray/kvspray/internal/page"
 	"github.com/kvspray/kvspray/internal/redact"
@@ -148,6 +149,7 @@ type Proxy struct {
 	bodies  budget
 	times   Times
 	log     *slog.Logger
+	unsent  admit.Log // releases: there can be one for each request
 	prefill *pool
 	decode  *pool
 	client  *http.Client
@@ -174,6 +176,7 @@ func New(cfg Config) (*Proxy, error) {
 		log: cmp.Or(cfg.Log, slog.New(slog.DiscardHandler)),
 		reg: cmp.Or(cfg.Registry, prometheus.NewRegistry()), times: cfg.Times.orDefaults(),
 		slots: make(chan struct{}, maxInFlight)}
+	p.unsent.Logger = p.log
 	p.bodies.give(cmp.Or(cfg.BodiesBytes, DefaultBodiesBytes))
 	p.met = newMetrics(p.reg)
 	p.client = &http.Client{
