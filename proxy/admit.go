@@ -61,6 +61,13 @@ func (p *Proxy) leave() {
 	<-p.slots
 }
 
+// full takes all places, once the requests in flight have ended. Later ones are refused.
+func (p *Proxy) full() {
+	for range cap(p.slots) {
+		p.slots <- struct{}{}
+	}
+}
+
 func (p *Proxy) refuseTooMany(w http.ResponseWriter, message string) {
 	w.Header().Set("Retry-After", "1")
 	p.refuse(w, http.StatusServiceUnavailable, codeTooMany, message)

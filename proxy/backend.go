@@ -180,9 +180,11 @@ func (p *pool) takeThis(b *backend) *backend {
 
 // none gives the reason why no back end takes requests.
 func (p *pool) none(role string) string {
-	leaving, unfit, now := 0, 0, time.Now()
+	takes, leaving, unfit, now := 0, 0, 0, time.Now()
 	for _, b := range p.all {
 		switch c := b.candidate(now); {
+		case c.takes():
+			takes++
 		case c.condition == down:
 		case c.leaving:
 			leaving++
@@ -191,6 +193,8 @@ func (p *pool) none(role string) string {
 		}
 	}
 	switch {
+	case takes > 0: // since the choice
+		return fmt.Sprintf("no %s engine took requests (%d do now)", role, takes)
 	case leaving > 0:
 		return fmt.Sprintf("no %s engine takes requests (%d leave)", role, leaving)
 	case unfit > 0:

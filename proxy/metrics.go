@@ -62,7 +62,7 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 		retries: prometheus.NewCounter(prometheus.CounterOpts(opts("decode_retries_total",
 			"Requests sent to another decode engine because one failed before its first byte."))),
 		releases: counterVec("prefill_releases_total", "Requests to prefill engines that end what they "+
-			"keep for no decode engine, by outcome. Without one the cache stays for the match timeout.",
+			"keep for no decode engine, by outcome. Without one the cache stays for "+heldWithout+".",
 			"outcome"),
 		spans: counterVec("spans_total", "Spans of requests, by whether the collector of --otlp took "+
 			"them (exported) or not (dropped).", "outcome"),

@@ -15,8 +15,8 @@
 //
 // Goroutines: Watch owns one clock, one health checker per back end, one asker of each sidecar, one
 // feed of KV events per engine that has them, and the senders of releases to each prefill engine,
-// and joins them; Serve owns the HTTP server. Each request owns at most one goroutine for P and one
-// guard for each of its engines, and joins them before its handler returns.
+// and joins them; Serve owns the HTTP server and joins its requests. Each request owns at most one
+// goroutine for P and one guard for each of its engines, and joins them before its handler returns.
 package proxy
 
 import (
@@ -36,6 +36,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/origin"
 	"github.com/kvspray/kvspray/internal/page"
 	"github.com/kvspray/kvspray/internal/redact"
@@ -148,6 +149,7 @@ type Proxy struct {
 	bodies  budget
 	times   Times
 	log     *slog.Logger
+	unsent  admit.Log // releases: there can be one for each request
 	prefill *pool
 	decode  *pool
 	client  *http.Client
@@ -174,6 +176,7 @@ func New(cfg Config) (*Proxy, error) {
 		log: cmp.Or(cfg.Log, slog.New(slog.DiscardHandler)),
 		reg: cmp.Or(cfg.Registry, prometheus.NewRegistry()), times: cfg.Times.orDefaults(),
 		slots: make(chan struct{}, maxInFlight)}
+	p.unsent.Logger = p.log
 	p.bodies.give(cmp.Or(cfg.BodiesBytes, DefaultBodiesBytes))
 	p.met = newMetrics(p.reg)
 	p.client = &http.Client{
@@ -366,17 +369,21 @@ func (p *Proxy) Watch(ctx context.Context) {
 }
 
 // Serve runs the proxy on a listener until ctx ends, then lets requests in flight finish for a
-// while.
+// while and cuts the others. Afterwards the proxy serves nothing.
 func (p *Proxy) Serve(ctx context.Context, l net.Listener) error {
 	watching, stopWatching := context.WithCancel(context.WithoutCancel(ctx))
 	var wg sync.WaitGroup
 	wg.Go(func() { p.Watch(watching) })
 	defer wg.Wait()
 	defer stopWatching()
+	defer p.full() // requests that were cut leave releases to the senders
+	serving, cut := context.WithCancel(context.WithoutCancel(ctx))
+	defer cut()
 
 	limited := newLimitedListener(l, connLimit(len(p.prefill.all)+len(p.decode.all)))
 	srv := &http.Server{
 		Handler:           p.Handler(),
+		BaseContext:       func(net.Listener) context.Context { return serving },
 		ConnState:         limited.state,
 		ReadHeaderTimeout: headerTimeout,
 		MaxHeaderBytes:    maxHeader,
@@ -387,6 +394,7 @@ func (p *Proxy) Serve(ctx context.Context, l net.Listener) error {
 	wg.Go(func() { failed <- srv.Serve(limited) })
 	select {
 	case err := <-failed:
+		_ = srv.Close() // the error of the listener is the one that counts
 		return fmt.Errorf("proxy: serve on %s: %w", l.Addr(), err)
 	case <-ctx.Done():
 	}

@@ -11,6 +11,7 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 )
@@ -273,5 +274,38 @@ func TestNoPrefillWithoutADecodeEngine(t *testing.T) {
 				t.Errorf("the prefill got %d requests", n)
 			}
 		})
+	}
+}
+
+// The reason why no engine takes requests counts none that takes some.
+func TestReasonWithoutAnEngine(t *testing.T) {
+	now := time.Now()
+	engine := func(c condition, leaving bool) *backend {
+		b := &backend{health: health{slowAfter: time.Hour, silentAfter: 2 * time.Hour,
+			gone: c == down}, identity: identity{leaving: leaving}}
+		switch c {
+		case busy:
+			b.health.busyUntil = now.Add(time.Hour)
+		case slow:
+			b.health.lateCheck = true
+		case silent:
+			b.health.asked = now.Add(-3 * time.Hour)
+		}
+		if got := b.condition(); got != c {
+			t.Fatalf("%v, want %v", got, c)
+		}
+		return b
+	}
+	for want, engines := range map[string][]*backend{
+		"no decode engine took requests (2 do now)": {engine(fit, false), engine(slow, false),
+			engine(busy, false), engine(fit, true)},
+		"no decode engine takes requests (1 leave)": {engine(fit, true), engine(busy, false)},
+		"no decode engine is fit (1 are busy or fail)": {engine(busy, false), engine(silent, false),
+			engine(down, true)},
+		"no decode engine is up": {engine(silent, false), engine(down, false)},
+	} {
+		if got := newPool(engines).none(roleDecode); got != want {
+			t.Errorf("%q, want %q", got, want)
+		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"net/http"
 	"sync"
 	"time"
@@ -18,6 +19,9 @@ const (
 	releaseWorkers = 4               // at once
 	maxRelease     = 64 << 10        // bytes of one
 )
+
+// heldWithout is how long a prefill's sidecar keeps what nobody releases.
+const heldWithout = "transfer.partner, or transfer.hold while the decode engine lives"
 
 // hold is a prompt's cache that a prefill engine keeps for a decode engine.
 type hold struct {
@@ -39,8 +43,8 @@ type release struct {
 	body    []byte
 }
 
-// release ends what prefill engines keep for a decode engine that does not fetch it: P would wait
-// for its match timeout. It waits for nothing: the client's answer ends with its handler.
+// release ends what prefill engines keep for a decode engine that does not fetch it: P would keep
+// it until a timeout. It waits for nothing: the client's answer ends with its handler.
 func (j *job) release() {
 	used := ""
 	if j.status >= http.StatusOK && j.status < http.StatusMultipleChoices {
@@ -96,12 +100,12 @@ func (p *Proxy) sendReleases(ctx context.Context, b *backend) {
 				case r := <-b.releases:
 					p.sendRelease(sending, b, r)
 					continue
-				default:
+				case <-ctx.Done():
 				}
 				select {
 				case r := <-b.releases:
 					p.sendRelease(sending, b, r)
-				case <-ctx.Done():
+				default:
 					return
 				}
 			}
@@ -125,6 +129,6 @@ func (p *Proxy) sendRelease(ctx context.Context, b *backend, r release) {
 
 func (p *Proxy) unreleased(b *backend, request, outcome string, err error) {
 	p.met.releases.WithLabelValues(outcome).Inc()
-	p.log.Warn("the prefill engine's cache could not be released: it stays for the match timeout",
-		"request", request, "url", b.url, "err", err)
+	p.unsent.Note(slog.LevelWarn, "the prefill engine's cache could not be released: it stays for "+
+		heldWithout, "request", request, "url", b.url, "err", err)
 }

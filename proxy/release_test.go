@@ -4,16 +4,22 @@ package proxy
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
+
+	kvtest "github.com/kvspray/kvspray/internal/testutil"
 )
 
 // releases are the transfers that a prefill engine was asked to release.
@@ -186,34 +192,63 @@ func TestReleaseAfterTheClientHasGone(t *testing.T) {
 	}
 }
 
-// At the bound of the releases that wait, a further one is dropped and counted. At the end of the
-// router those that wait are sent.
+// answerer is a transport in place of engines and network.
+type answerer func(*http.Request) *http.Response
+
+func (f answerer) RoundTrip(r *http.Request) (*http.Response, error) { return f(r), nil }
+
+// At the bound of the releases that wait, a further one is dropped and counted, with one line of the
+// log for all of a second. At the end of the router those that wait are sent.
 func TestReleasesAreBounded(t *testing.T) {
-	p := newEngine(t, answerPrefill)
-	px, err := New(Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: p.URL}},
-		Decode: []string{newEngine(t, refuses(400)).URL}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	const over = 3
-	h := px.Handler()
-	for range releaseQueue + over {
-		w := httptest.NewRecorder()
-		h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/v1/completions",
-			strings.NewReader(`{"prompt":"a"}`)))
-		if w.Code != 400 {
-			t.Fatal(w.Code, w.Body)
+	kvtest.Bubble(t, func(t *testing.T) {
+		var log kvtest.Log
+		px, err := New(Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: "http://p"}},
+			Decode: []string{"http://d"}, Log: slog.New(slog.NewTextHandler(&log, nil))})
+		if err != nil {
+			t.Fatal(err)
 		}
-	}
-	if n := testutil.ToFloat64(px.met.releases.WithLabelValues(releaseDropped)); n != over {
-		t.Errorf("%v releases are dropped", n)
-	}
-	ended, cancel := context.WithCancel(t.Context())
-	cancel()
-	px.Watch(ended)
-	if n := len(releases(p)); n != releaseQueue {
-		t.Errorf("%d of %d releases were sent at the end", n, releaseQueue)
-	}
+		var sent atomic.Int64
+		px.client.Transport = answerer(func(r *http.Request) *http.Response {
+			w := httptest.NewRecorder()
+			var s seen
+			if r.Method == http.MethodPost && json.NewDecoder(r.Body).Decode(&s.body) != nil {
+				t.Error("a body is no JSON")
+			}
+			switch {
+			case own(s)["release"] == true:
+				sent.Add(1)
+			case r.URL.Host == "d" && s.body != nil:
+				w.WriteHeader(http.StatusBadRequest)
+			case s.body != nil:
+				answerPrefill(w, r, s)
+			}
+			resp := w.Result()
+			resp.Request = r
+			return resp
+		})
+		const over = 3
+		h := px.Handler()
+		for range releaseQueue + over {
+			w := httptest.NewRecorder()
+			h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost,
+				"/v1/completions", strings.NewReader(`{"prompt":"a"}`)))
+			if w.Code != http.StatusBadRequest {
+				t.Fatal(w.Code, w.Body)
+			}
+		}
+		if n := testutil.ToFloat64(px.met.releases.WithLabelValues(releaseDropped)); n != over {
+			t.Errorf("%v releases are dropped", n)
+		}
+		if n := strings.Count(log.String(), "could not be released"); n != 1 {
+			t.Errorf("%d lines: %s", n, log.String())
+		}
+		ended, cancel := context.WithCancel(t.Context())
+		cancel()
+		px.Watch(ended)
+		if n := sent.Load(); n != releaseQueue {
+			t.Errorf("%d of %d releases were sent at the end", n, releaseQueue)
+		}
+	})
 }
 
 // Connectors without our key have no release.
@@ -230,5 +265,40 @@ func TestOtherConnectorsGetNoRelease(t *testing.T) {
 	until(t, "the request does not end", func() bool { return len(px.slots) == 0 })
 	if n := len(p.requests()); n != 1 {
 		t.Errorf("P got %d requests", n)
+	}
+}
+
+// A router that ends cuts requests after its drain time, and releases what they keep. One cannot
+// notice that its connection is closed: its client has sent another request behind it.
+func TestReleaseOfRequestsThatAreCut(t *testing.T) {
+	for _, next := range []string{"", "GET /health HTTP/1.1\r\nHost: x\r\n\r\n"} {
+		arrived := make(chan struct{})
+		p := newEngine(t, answerPrefill)
+		var d *engine
+		d = newEngine(t, func(_ http.ResponseWriter, r *http.Request, _ seen) {
+			close(arrived)
+			d.hang(r)
+		})
+		times := quick()
+		times.Drain = time.Millisecond
+		px, err := New(Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: p.URL}},
+			Decode: []string{d.URL}, Times: times})
+		if err != nil {
+			t.Fatal(err)
+		}
+		url, stop := serveOn(t, px)
+		conn, err := net.Dial("tcp", strings.TrimPrefix(url, "http://"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		const body = `{"prompt":"a"}`
+		fmt.Fprintf(conn, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s%s",
+			len(body), body, next)
+		waitFor(t, arrived, "the decode engine gets no request")
+		stop()
+		if got, want := releases(p), begun(p); len(want) != 1 || !slices.Equal(got, want) {
+			t.Errorf("before %q: released %v, want %v", next, got, want)
+		}
 	}
 }

@@ -609,6 +609,7 @@ func TestErrorsRepeatNoSecret(t *testing.T) {
 		"bucket":          bucket("http://u:" + bad + "@h"),
 		"bucket's scheme": bucket("u:" + bad + "@h"),
 		"redis":           redis("[\":" + bad + "@h:6379\"]"),
+		"redis, unused":   store + "  redis: {addresses: [\":" + bad + "@h:6379\"]}",
 		"redis, URL":      redis("[\"redis://:" + bad + "@h:6379\"]"),
 		"redis, no list":  store + "  redis: {addresses: \"redis://:" + bad + "@h:6379\"}",
 		"join":            "peer: {gossip: {join: [\"http://u:" + bad + "@h:1\"]}}",

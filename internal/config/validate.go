@@ -237,8 +237,8 @@ func (v *checker) directory() {
 	st := &v.c.Store
 	v.oneOf("store.directory", st.Directory, DirEmbedded, DirRedis, Off)
 	if st.Directory != DirRedis {
-		v.check(!st.Redis.Set(), "store.redis", strings.Join(st.Redis.Addresses, ","),
-			"the directory is not in Redis", "set store.directory to redis, or remove store.redis")
+		v.check(!st.Redis.Set(), "store.redis", "", "the directory is not in Redis",
+			"set store.directory to redis, or remove store.redis")
 		return
 	}
 	v.check(len(st.Redis.Addresses) > 0, "store.redis.addresses", "", "missing",
@@ -259,7 +259,7 @@ func (v *checker) otlp(key, raw string) {
 	}
 	const example = "write for instance http://127.0.0.1:4318"
 	shown := redact.URL(raw)
-	v.check(shown == raw, key, shown, "contains a user or a password", "leave them out, and "+
+	v.check(!strings.Contains(raw, "@"), key, shown, "contains a user or a password", "leave them out, and "+
 		"set OTEL_EXPORTER_OTLP_HEADERS=authorization=... for the sidecar")
 	u, err := url.Parse(raw)
 	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" {

@@ -82,18 +82,30 @@ var userOf = regexp.MustCompile(`://[^\s"]*@`)
 // before that is removed, too.
 func URLs(text string) string { return userOf.ReplaceAllLiteralString(text, "://"+Hidden+"@") }
 
+// Parts of a text that is to be a URL or an address.
+var (
+	schemeOf = regexp.MustCompile(`^(?:[A-Za-z][A-Za-z0-9+.-]*)?:?//`)
+	hostPort = regexp.MustCompile(`^(?:\[[^\]]*\]|[^:/?#]*)(?::[0-9]*)?(?:[/?#]|$)`)
+)
+
 // URL is a text that is to be one URL or address, without its user, password, query and fragment.
-// It may be malformed, and have no scheme.
+// It may be malformed, and have no scheme. All of it is hidden, but for a scheme, if a password may
+// be anywhere: before or behind an @ that is not the first delimiter or follows no scheme, or in
+// place of a port.
 func URL(text string) string {
-	if at := strings.LastIndexByte(text, '@'); at >= 0 {
-		scheme := ""
-		if end := strings.Index(text[:at], "://"); end >= 0 {
-			scheme = text[:end+len("://")]
+	scheme := schemeOf.FindString(text)
+	rest, shown := text[len(scheme):], scheme
+	if at := strings.LastIndexByte(rest, '@'); at >= 0 {
+		if scheme == "" || strings.ContainsAny(rest[:at], "/?#") {
+			return scheme + Hidden
 		}
-		text = scheme + Hidden + text[at:]
+		rest, shown = rest[at+1:], scheme+Hidden+"@"
 	}
-	if i := strings.IndexAny(text, "?#"); i >= 0 {
-		text = text[:i+1] + Hidden
+	if !hostPort.MatchString(rest) {
+		return scheme + Hidden
 	}
-	return text
+	if i := strings.IndexAny(rest, "?#"); i >= 0 {
+		rest = rest[:i+1] + Hidden
+	}
+	return shown + rest
 }
