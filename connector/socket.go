@@ -8,7 +8,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"syscall"
 
 	"golang.org/x/sys/unix"
 
@@ -28,14 +27,10 @@ func (s *Server) Listen() error {
 	}
 	at, err := sock.Listen(sock.Options{Network: "unixpacket", Path: s.opt.Socket,
 		Mode: os.FileMode(s.opt.SocketMode), Look: s.opt.Look, Prepare: s.prepare,
-		Name: "the engines' socket", Log: s.log})
+		Name: "the engines' socket", Setting: "--socket (engine.socket)", Log: s.log})
 	if err != nil {
 		_ = s.lock.Close() // of nil, too
 		s.lock = nil
-		if errno := syscall.Errno(0); errors.As(err, &errno) {
-			err = fmt.Errorf("%w: choose a path in a directory that this user may write to with --socket "+
-				"(engine.socket)", err)
-		}
 		return fmt.Errorf("connector: socket %s: %w", s.opt.Socket, err)
 	}
 	s.at = at

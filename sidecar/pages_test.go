@@ -250,40 +250,42 @@ func TestRefusedPages(t *testing.T) {
 // what is not loaded yet; nor does a get write a block that a put still reads.
 func TestOneWriterPerBlock(t *testing.T) {
 	r := start(t, func(c *config.Config) { c.Store.Memory = 8 << 20 })
-	e := newPageEngine(t, r)
-	get := func() (uint64, error) {
-		return e.Get(msg.Get{Space: e.space, Hashes: hashes16(1), HashBytes: 16, Blocks: []uint32{3}})
-	}
-	put := func() (uint64, error) {
-		return e.Put(msg.Put{Space: e.space, Hashes: hashes16(1), HashBytes: 16, Blocks: []uint32{3}})
-	}
-	lease, err := put()
+	gpu := holdGPU(t, r)
+	defer close(gpu.gate) // after a failure, copies wait
+	e := &pageEngine{copyEngine: newCopyEngine(t, r, gpu)}
+	pool := openPool()
+	pool.Pieces = []msg.PagePiece{{Region: 0, Stride: testPage, Len: testPage}} // of the GPU
+	var err error
+	e.space, err = e.OpenSpace(t.Context(), pool)
 	ok(t, err)
-	e.ok(lease)
+	get := func(page byte) (uint64, error) {
+		return e.Get(msg.Get{Space: e.space, Hashes: hashes16(page), HashBytes: 16, Blocks: []uint32{3}})
+	}
+	put := func(page byte) (uint64, error) {
+		return e.Put(msg.Put{Space: e.space, Hashes: hashes16(page), HashBytes: 16, Blocks: []uint32{3}})
+	}
+	// The second one would end at once if it were not refused: it gets a page that the store does
+	// not have, or puts one that it has.
 	for _, c := range []struct {
 		use           string
-		first, second func() (uint64, error)
-	}{{"written", get, get}, {"written", get, put}, {"read", put, get}} {
-		refused := 0
-		for range 200 {
-			a, err := c.first()
-			ok(t, err)
-			b, err := c.second()
-			ok(t, err)
-			e.ok(a)
-			if done := e.wait(b); done.Status == board.Refused {
-				refused++
-				if !strings.Contains(done.Received.Reason, "block 3 is "+c.use+" for lease") {
-					t.Fatal(done.Received.Reason)
-				}
-			}
+		first, second func(page byte) (uint64, error)
+		page          byte // of the second one
+	}{{"read", put, get, 2}, {"written", get, get, 2}, {"written", get, put, 1}} {
+		a, err := c.first(1)
+		ok(t, err)
+		gpu.enter(t, 1)
+		b, err := c.second(c.page)
+		ok(t, err)
+		if done := e.wait(b); done.Status != board.Refused ||
+			!strings.Contains(done.Received.Reason, "block 3 is "+c.use+" for lease") {
+			t.Errorf("while the block is %s: %+v %+v", c.use, done, done.Received)
 		}
-		if refused == 0 {
-			t.Errorf("nothing came while the block was %s", c.use)
-		}
+		gpu.gate <- struct{}{}
+		e.ok(a)
 	}
-	lease, err = get()
+	lease, err := get(1)
 	ok(t, err)
+	gpu.gate <- struct{}{}
 	e.ok(lease)
 }
 

@@ -264,10 +264,10 @@ func (n *Node) listenHTTP(ctx context.Context) (net.Listener, error) {
 func (n *Node) listenAdmin() (net.Listener, error) {
 	path := config.AdminSocket(n.cfg.Engine.Socket)
 	ln, err := sock.Listen(sock.Options{Network: "unix", Path: path, Name: "the admin socket",
-		Mode: os.FileMode(socketMode(n.cfg.Engine.AdminUIDs)), Log: n.log})
+		Setting: "--socket (engine.socket)",
+		Mode:    os.FileMode(socketMode(n.cfg.Engine.AdminUIDs)), Log: n.log})
 	if err != nil {
-		return nil, fmt.Errorf("sidecar: admin socket %s: %w: choose a path in a directory that this "+
-			"user may write to with --socket (engine.socket)", path, err)
+		return nil, fmt.Errorf("sidecar: admin socket %s: %w", path, err)
 	}
 	return ln, nil
 }

@@ -27,7 +27,7 @@ const (
 // TestMeasureTenThousandOpen checks that a slice costs the same with ten open transfers and with
 // ten thousand, and that it leaves almost nothing on the heap. Both take turns on one thread, of
 // which the CPU time counts; the test judges the median of the ratios, because other load affects
-// both alike. Left out under the race detector; make test-sim runs it.
+// both alike. Left out under the race detector; make test-measure runs it.
 func TestMeasureTenThousandOpen(t *testing.T) {
 	testutil.Measures(t)
 	// turns, the additional ones if they miss the bound, and slices of either side in each

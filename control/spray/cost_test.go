@@ -17,7 +17,7 @@ import (
 const pullGoal = 500 * time.Nanosecond
 
 // TestMeasurePull checks that the decision is cheap with many pairs, including the pull that finds
-// nothing at the end of each round. Left out under the race detector; make test-sim runs it.
+// nothing at the end of each round. Left out under the race detector; make test-measure runs it.
 func TestMeasurePull(t *testing.T) {
 	testutil.Measures(t)
 	const rounds, confirmed = 100, 16

@@ -200,16 +200,17 @@ func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Ra
 	}
 	ln, err := sock.Listen(sock.Options{Network: "unixpacket", Path: path, Mode: 0o600,
 		Prepare: func() error { _, err := socketDir(b.cfg.Dir); return err },
-		Look:    b.cfg.look, Name: "the socket of shm", Log: b.cfg.Log})
+		Look:    b.cfg.look, Name: "the socket of shm", Setting: "transports.shm.dir", Log: b.cfg.Log})
 	if err != nil {
 		return nil, fmt.Errorf("shm: socket %q: %w", path, err)
 	}
 	b.mu.Lock()
-	defer b.mu.Unlock()
 	if b.closed || b.opened {
+		b.mu.Unlock()
 		_ = ln.Close()
 		return nil, fmt.Errorf("shm: open: %w", net.ErrClosed)
 	}
+	defer b.mu.Unlock()
 	b.opened, b.host, b.ln = true, host, ln
 	for range b.cfg.Workers {
 		b.wg.Go(b.copier)

@@ -3,8 +3,9 @@
 // Package sock has unix sockets that are made again: cleaners of /tmp and administrators remove
 // their paths, and a listener whose path is gone accepts nothing more.
 //
-// A Listener replaces the stale socket of a dead process, and neither that of a live one nor
-// another file. It has one goroutine, which looks at the path each second and which Close joins.
+// A Listener replaces the stale socket of a dead process, which refuses connections, and neither
+// any other socket nor another file. It has one goroutine, which looks at the path each second and
+// which Close joins.
 package sock
 
 import (
@@ -15,17 +16,19 @@ import (
 	"net"
 	"os"
 	"sync"
+	"syscall"
 	"time"
 )
 
 // DefaultLook is the time between two checks that the path leads to the socket.
 const DefaultLook = time.Second
 
-// Options of a Listener. Only Look and Prepare may be zero.
+// Options of a Listener. Only Look, Prepare and Setting may be zero.
 type Options struct {
 	Name    string // in the log, with its article
 	Network string // "unix" or "unixpacket"
 	Path    string
+	Setting string // chooses the path: for remedies
 	Mode    os.FileMode
 	Look    time.Duration // zero: DefaultLook
 	// Prepare precedes each making of the socket, one at a time: it makes the directory, say.
@@ -70,24 +73,29 @@ func Listen(o Options) (*Listener, error) {
 func (l *Listener) bind() (*net.UnixListener, os.FileInfo, error) {
 	path := l.o.Path
 	if err := l.o.Prepare(); err != nil {
-		return nil, nil, err
+		return nil, nil, l.remedy(err)
 	}
 	if st, err := os.Lstat(path); err == nil {
 		if st.Mode()&os.ModeSocket == 0 {
 			return nil, nil, fmt.Errorf("%s has this path: move it away, or choose another socket",
 				what(st.Mode()))
 		}
-		if c, err := net.Dial(l.o.Network, path); err == nil {
+		c, err := net.Dial(l.o.Network, path)
+		switch {
+		case err == nil:
 			_ = c.Close()
 			return nil, nil, errors.New("another program listens there: stop it, or choose another socket")
+		case !errors.Is(err, syscall.ECONNREFUSED): // a full backlog, or another user's
+			return nil, nil, fmt.Errorf("find out whether another program listens there: %w: stop it, "+
+				"remove the socket of one that has ended, or choose another socket", err)
 		}
 		if err := os.Remove(path); err != nil {
-			return nil, nil, fmt.Errorf("replace a stale socket: %w", err)
+			return nil, nil, l.remedy(fmt.Errorf("replace a stale socket: %w", err))
 		}
 	}
 	ln, err := net.ListenUnix(l.o.Network, &net.UnixAddr{Name: path, Net: l.o.Network})
 	if err != nil {
-		return nil, nil, err //nolint:wrapcheck // it names operation and path
+		return nil, nil, l.remedy(err) // it names operation and path
 	}
 	ln.SetUnlinkOnClose(false) // the path may lead to another socket then
 	err = os.Chmod(path, l.o.Mode)
@@ -100,6 +108,18 @@ func (l *Listener) bind() (*net.UnixListener, os.FileInfo, error) {
 		return nil, nil, fmt.Errorf("mode: %w", err)
 	}
 	return ln, made, nil
+}
+
+// remedy adds to an error of the path's directory how to choose another one.
+func (l *Listener) remedy(err error) error {
+	for _, e := range []error{syscall.EACCES, syscall.EPERM, syscall.EROFS, syscall.ENOENT,
+		syscall.ENOTDIR} {
+		if l.o.Setting != "" && errors.Is(err, e) {
+			return fmt.Errorf("%w: choose a path in a directory that this user may write to with %s", err,
+				l.o.Setting)
+		}
+	}
+	return err
 }
 
 // what describes a file that is not a socket.

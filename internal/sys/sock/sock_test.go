@@ -9,8 +9,12 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/testutil"
@@ -60,7 +64,7 @@ func TestMadeAgain(t *testing.T) {
 	for _, remove := range []func() error{
 		func() error { return nil },
 		func() error { return os.Remove(path) },
-		func() error { return os.RemoveAll(dir) },
+		func() error { return os.Rename(dir, dir+"2") }, // RemoveAll fails if one is made meanwhile
 		func() error {
 			dead, err := net.ListenUnix("unix", &net.UnixAddr{Name: path + "2", Net: "unix"})
 			if err != nil {
@@ -123,5 +127,72 @@ func TestOthersStay(t *testing.T) {
 	}
 	if n := strings.Count(logs.String(), "cannot be made again"); n != 1 {
 		t.Errorf("%d log lines for one reason", n)
+	}
+}
+
+// A live socket that accepts no connection now, or none of this type, is not replaced either.
+func TestBusySocketStays(t *testing.T) {
+	for want, of := range map[syscall.Errno]int{
+		syscall.EAGAIN:     unix.SOCK_STREAM, // its backlog is full
+		syscall.EPROTOTYPE: unix.SOCK_SEQPACKET,
+	} {
+		path := filepath.Join(testutil.ShortDir(t), "s")
+		fd, err := unix.Socket(unix.AF_UNIX, of|unix.SOCK_CLOEXEC, 0)
+		must(t, err)
+		defer unix.Close(fd)
+		must(t, errors.Join(unix.Bind(fd, &unix.SockaddrUnix{Name: path}), unix.Listen(fd, 0)))
+		if of == unix.SOCK_STREAM {
+			waiting, err := net.Dial("unix", path)
+			must(t, err)
+			defer waiting.Close()
+		}
+		before, err := os.Lstat(path)
+		must(t, err)
+		if _, err := listen(t, Options{Path: path}); !errors.Is(err, want) ||
+			!strings.Contains(err.Error(), "choose another socket") {
+			t.Errorf("%v: %v", want, err)
+		}
+		if st, err := os.Lstat(path); err != nil || !os.SameFile(before, st) {
+			t.Errorf("%v: a live socket is replaced: %v", want, err)
+		}
+	}
+}
+
+// Errors of the directory have a remedy, at the start and later. Those that another directory does
+// not mend have none.
+func TestRemedies(t *testing.T) {
+	const remedy = "choose a path in a directory that this user may write to with --here"
+	dir := testutil.ShortDir(t)
+	o := Options{Path: filepath.Join(dir, "none", "s"), Setting: "--here"}
+	if _, err := listen(t, o); !errors.Is(err, syscall.ENOENT) ||
+		!strings.HasSuffix(err.Error(), remedy) {
+		t.Errorf("no directory: %v", err)
+	}
+	var refuse atomic.Pointer[os.SyscallError]
+	o.Prepare = func() error {
+		if err := refuse.Load(); err != nil {
+			return err
+		}
+		return nil
+	}
+	o.Path = filepath.Join(dir, "s")
+	var logs testutil.Buffer
+	o.Log = slog.New(slog.NewTextHandler(&logs, nil))
+	l, err := listen(t, o)
+	must(t, err)
+	for errno, has := range map[syscall.Errno]bool{syscall.EMFILE: false, syscall.EACCES: true,
+		syscall.EADDRINUSE: false, syscall.EROFS: true} {
+		refuse.Store(&os.SyscallError{Syscall: "open", Err: errno})
+		_ = os.Remove(o.Path)
+		testutil.Eventually(t, soon, "the loss is not reported", func() bool {
+			return strings.Contains(l.Unreachable(), errno.Error()) &&
+				strings.Contains(logs.String(), errno.Error())
+		})
+		if why := l.Unreachable(); strings.Contains(why, remedy) != has {
+			t.Errorf("%v: %s", errno, why)
+		}
+	}
+	if n := strings.Count(logs.String(), remedy); n != 2 {
+		t.Errorf("%d remedies in the log, want 2: %s", n, logs.String())
 	}
 }
