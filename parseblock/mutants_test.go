@@ -321,7 +321,7 @@ func TestMutants(t *testing.T) {
 		other = 15  // cases of a mistake that applies to others
 	)
 	if testutil.Race {
-		testutil.Skip(t, "norace", "ten times slower with the race detector; make test-go runs it without")
+		testutil.Skip(t, "norace", "ten times slower with -race; make test-go runs it without")
 	}
 	// Validate would catch some of them first; here the copy must show them.
 	unchecked := func(*layout.Layout, []uint64) error { return nil }

@@ -96,7 +96,7 @@ func TestFaults(t *testing.T) {
 // and healing included.
 func TestPredictsMeasuredRails(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "ten times slower with the race detector; make test-go runs it without")
+		testutil.Skip(t, "norace", "ten times slower with -race; make test-go runs it without")
 	}
 	files, err := filepath.Glob("testdata/rails-*.json")
 	if err != nil || len(files) < 5 {
@@ -142,7 +142,7 @@ func TestSame(t *testing.T) {
 // TestManyNodes: what two nodes reach, hundreds do too.
 func TestManyNodes(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "ten times slower with the race detector; make test-go runs it without")
+		testutil.Skip(t, "norace", "ten times slower with -race; make test-go runs it without")
 	}
 	r := must(t, Setup{Options: &timeline.Options{Rates: []timeline.Rate{25e9, 25e9, 25e9, 25e9},
 		Block: 64 << 10, Total: 64 << 20,
