@@ -1,5 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
-#
 # Everything below sets up what it needs by itself, in .build and bin. Needed on the machine: Go, CPython 3.10 to 3.13 with
 # venv, gcc with binutils, make.
 

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package cluster has what the parts of a sidecar see of the other sidecars: which there are, where
 // they answer and which engines they serve. Package cluster/gossip finds them.
 //

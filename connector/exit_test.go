@@ -139,8 +139,7 @@ func TestExit(t *testing.T) {
 	}
 	must(t, c.cmd.Process.Kill())
 	r.rec.until(t, "exit", func() bool {
-		return len(r.rec.gone) == 1 && errors.Is(r.rec.gone[0],
-			connector.ErrExited)
+		return len(r.rec.gone) == 1 && errors.Is(r.rec.gone[0], connector.ErrExited)
 	})
 	eventually(t, "no lease and no worker is left", func() bool {
 		return r.Leases() == 0 &&

@@ -136,12 +136,10 @@ func TestRegisterRefused(t *testing.T) {
 			"layout.identity", "without backoff, groups, head_size, layers, model_config, rope, " +
 				"speculative, weights:"},
 		"no head size": {relayout(func(l *layout.Layout) {
-			delete(l.Identity,
-				parseblock.IdentityHeadSize)
+			delete(l.Identity, parseblock.IdentityHeadSize)
 		}), msg.CodeLayout, "layout.identity", "without head_size:"},
 		"no groups": {relayout(func(l *layout.Layout) {
-			delete(l.Identity,
-				parseblock.IdentityGroups)
+			delete(l.Identity, parseblock.IdentityGroups)
 		}), msg.CodeLayout, "layout.identity", "without groups:"},
 		"layout no sense": {func(m *msg.Register, fds []int) []int {
 			m.Layout = []byte{0x81, 0xa1, 'x',
@@ -300,28 +298,24 @@ func TestMalformedRecords(t *testing.T) {
 	must(t, err)
 	cases := map[string]func(id uint64) error{
 		"intent body": func(id uint64) error {
-			return w.Push(board.RecIntent, id,
-				[]byte{0xc1}, false)
+			return w.Push(board.RecIntent, id, []byte{0xc1}, false)
 		},
 		"intent empty": func(id uint64) error { return w.Push(board.RecIntent, id, nil, false) },
 		"intent block": func(id uint64) error { return w.IntentAs(id, intent(32, 1, 64)) },
 		"intent groups": func(id uint64) error {
-			i := intent(32,
-				1)
+			i := intent(32, 1)
 			i.Blocks = nil
 			return w.IntentAs(id, i)
 		},
 		"intent fanout": func(id uint64) error {
-			i := intent(32,
-				1)
+			i := intent(32, 1)
 			i.Fanout = 17
 			return w.IntentAs(id, i)
 		},
 		"intent ready": func(id uint64) error {
 			i := intent(32, 1)
 			i.Ready = 33
-			return w.IntentAs(id,
-				i)
+			return w.IntentAs(id, i)
 		},
 		"intent no token": func(id uint64) error { return w.IntentAs(id, intent(0, 1)) },
 		"intent steps": func(id uint64) error {
@@ -488,10 +482,9 @@ func TestUIDRefused(t *testing.T) {
 	}
 	r := start(t, func(o *connector.Options) { o.SocketMode = 0o666 })
 	must(t, os.Chmod(filepath.Dir(r.socket), 0o755))
-	ask := exec.Command("python3", "-c",
-		"import socket,os,sys\nos.setuid(65534)\n"+
-			"s=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET)\n"+
-			"s.connect(sys.argv[1])\nsys.stdout.buffer.write(s.recv(4096))", r.socket)
+	ask := exec.Command("python3", "-c", "import socket,os,sys\nos.setuid(65534)\n"+
+		"s=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET)\n"+
+		"s.connect(sys.argv[1])\nsys.stdout.buffer.write(s.recv(4096))", r.socket)
 	out, err := ask.Output()
 	must(t, err)
 	m, err := msg.DecodePacket(out)

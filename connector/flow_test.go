@@ -41,8 +41,7 @@ func TestLayerByLayer(t *testing.T) {
 		t.Error("a fresh source lease is not valid")
 	}
 	r.rec.until(t, "both steps", func() bool {
-		return slices.Equal(r.rec.announced,
-			[]transfer.LeaseID{got.Lease, got.Lease})
+		return slices.Equal(r.rec.announced, []transfer.LeaseID{got.Lease, got.Lease})
 	})
 
 	w.SignalLayer(0, 1)

@@ -111,8 +111,7 @@ func (r *recorder) WorkerGone(w *engines.Worker, why error, fenced func()) {
 	auto := false
 	r.note("gone", func() {
 		r.gone = append(r.gone, why)
-		r.fenced = append(r.fenced,
-			fenced)
+		r.fenced = append(r.fenced, fenced)
 		auto = r.autoGone
 	})
 	if auto {
@@ -123,8 +122,7 @@ func (r *recorder) WorkerGone(w *engines.Worker, why error, fenced func()) {
 func (r *recorder) Intent(w *engines.Worker, in engines.Intent) {
 	var f func(*engines.Worker, engines.Intent)
 	r.note(fmt.Sprint("intent ", in.Lease.ID), func() {
-		r.intents = append(r.intents,
-			in)
+		r.intents = append(r.intents, in)
 		f = r.onIntent
 	})
 	if f != nil {

@@ -120,8 +120,7 @@ func pageAt(r *mem.Region, base, stride, page, n uint64) (uint64, error) {
 	high, low := bits.Mul64(stride, page)
 	off, carry := bits.Add64(base, low, 0)
 	if high != 0 || carry != 0 {
-		return 0, fmt.Errorf("page %d, %d bytes apart from %d on: %w", page, stride, base,
-			mem.ErrBounds)
+		return 0, fmt.Errorf("page %d, %d bytes apart from %d on: %w", page, stride, base, mem.ErrBounds)
 	}
 	return off, r.Check(off, n)
 }

@@ -184,8 +184,7 @@ func TestBlocksHaveOneWriter(t *testing.T) {
 		t.Helper()
 		n := len(accepted) + 1
 		r.rec.until(t, "an expectation", func() bool {
-			accepted = append(accepted[:0:0],
-				r.rec.expects...)
+			accepted = append(accepted[:0:0], r.rec.expects...)
 			return len(accepted) == n
 		})
 		if got := accepted[n-1].Lease.ID; got != id {

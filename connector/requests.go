@@ -205,8 +205,7 @@ func (w *worker) reserveLocked(l *lease, m *msg.Expect) error {
 
 // priority maps a value of a newer version to the least urgent priority.
 func priority(v uint32) engines.Priority {
-	return engines.Priority(min(v,
-		uint32(engines.Background)))
+	return engines.Priority(min(v, uint32(engines.Background)))
 }
 
 // changeLocked applies CANCEL, PREEMPT, HOLD or YIELD. The record takes effect even if its body is

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package connector_test
 
 import (
@@ -99,8 +97,7 @@ func TestPoolsOverOneMemory(t *testing.T) {
 			other, why := begin(t, l.Worker, l.store, c.again, p.space, 0)
 			want := fmt.Sprintf("the memory of block 0 is %s for lease %d", c.what, lease.ID)
 			if p.shares != strings.Contains(why, want) || !p.shares && why != "" {
-				t.Errorf("%s: put %v, then put %v: %q, shares memory: %v", name, c.put, c.again, why,
-					p.shares)
+				t.Errorf("%s: put %v, then put %v: %q, shares memory: %v", name, c.put, c.again, why, p.shares)
 			}
 			if why == "" {
 				end(t, l.r, l.Worker, other)

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Makes what people install, from this checkout: wheels, archives, packages, an image.
 
     dist.py --version V wheels     wheels for this machine, into dist/

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Installs each thing that `make dist` made into an empty root, and uses it there: the version, doctor, and two sidecars that move
 blocks between two engines' regions, compared byte by byte (`python -m kvspray.latency`).
 

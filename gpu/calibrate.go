@@ -225,8 +225,7 @@ func (cal *calibration) packBlocks(u *GPU) (n int, err error) {
 	for most := s.PackBlocks(); most > 0; most /= 2 {
 		s.SetPackBlocks(most)
 		d, err := cal.median(func(int) error {
-			return errors.Join(k.launch(true), k.launch(false),
-				k.wait())
+			return errors.Join(k.launch(true), k.launch(false), k.wait())
 		})
 		if err != nil {
 			return 0, err

@@ -153,8 +153,7 @@ func (c *Copier) isSmall(u *GPU, list []hostPiece) bool {
 
 // largeLocked is the average piece from which copy engines move a list alone.
 func (c *Copier) largeLocked(u *GPU) uint64 {
-	return max(largePiece,
-		c.limitsLocked(u).DirectBytes)
+	return max(largePiece, c.limitsLocked(u).DirectBytes)
 }
 
 func (c *Copier) limitsLocked(u *GPU) policy.Limits {

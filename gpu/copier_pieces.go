@@ -26,8 +26,7 @@ func pieceBytes(parts []device.Piece) (n uint64) {
 }
 
 var pieceLists = sync.Pool{New: func() any {
-	s := make([]device.Piece, 0,
-		mappedPieces)
+	s := make([]device.Piece, 0, mappedPieces)
 	return &s
 }}
 

@@ -131,8 +131,7 @@ func (a *mappedCopy) copySlot(h *slot, parts []device.Piece, bytes uint64, kerne
 		enqueue := h.queue.CopyBatch
 		if a.dir == device.HostToDevice {
 			enqueue = func(dst, src []cuda.Ptr, n []uint64) error {
-				return h.rows.CopyIn(h.queue,
-					dst, src, n)
+				return h.rows.CopyIn(h.queue, dst, src, n)
 			}
 		}
 		if err := enqueue(h.far, h.near, h.sizes); err != nil {

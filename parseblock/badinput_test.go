@@ -60,8 +60,7 @@ func TestBadInput(t *testing.T) {
 		{"a block that the receiver has not", func(in *input) { in.dst.tables[0][2] = math.MaxUint32 },
 			"blocks[0][2] = 4294967295"},
 		{"a table for a group that is not there", func(in *input) {
-			in.dst.tables = append(in.dst.tables,
-				in.dst.tables[0])
+			in.dst.tables = append(in.dst.tables, in.dst.tables[0])
 		}, "blocks = 2 tables"},
 		{"no table", func(in *input) { in.src.tables = nil }, "blocks = 0 tables"},
 		{"tokens beyond the receiver's table", func(in *input) {
@@ -118,8 +117,7 @@ func TestBadInput(t *testing.T) {
 		{"no layers", group(func(g *layout.Group) { g.Layers = nil }), "layers = 0"},
 		{"no groups", func(in *input) { in.src.l.Groups = nil }, "groups = 0"},
 		{"too many layers", group(func(g *layout.Group) {
-			g.Layers = make([]layout.Layer,
-				layout.MaxLayers+1)
+			g.Layers = make([]layout.Layer, layout.MaxLayers+1)
 		}), "layers = 1025"},
 		{"no heads", param("kv_heads", 0), "params.kv_heads = 0"},
 		{"huge heads", param("kv_heads", 1<<40), "params.kv_heads = 1099511627776"},

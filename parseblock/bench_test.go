@@ -52,8 +52,7 @@ func benchCases() []benchCase {
 	same(DSAIndexer, benchGroup(DSAIndexer, 16*132, nil))
 	same(DeepSeekV4, benchGroup(DeepSeekV4, 4*584, map[string]int64{"compress_ratio": 4}))
 	same(VLLMCPUAttn, benchGroup(VLLMCPUAttn, 16*token, nil))
-	out = append(out,
-		benchCase{"NHD, TP 2 to 1", kv(PackedNHD, 2, 1), kv(PackedNHD, 1, 0)},
+	out = append(out, benchCase{"NHD, TP 2 to 1", kv(PackedNHD, 2, 1), kv(PackedNHD, 1, 0)},
 		benchCase{"HND, TP 1 to 2", kv(PackedHND, 1, 0), kv(PackedHND, 2, 1)},
 		benchCase{"HND to NHD", kv(PackedHND, 1, 0), kv(PackedNHD, 1, 0)})
 	wide := kv(PackedNHD, 1, 0)

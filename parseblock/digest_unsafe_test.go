@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package parseblock
 
 import (
@@ -157,8 +155,7 @@ func TestDigestCoversEveryField(t *testing.T) {
 		}
 		walk(reflect.ValueOf(&p.segs[i]).Elem(), "", fmt.Sprintf("segment %d", i))
 		for k := range p.segs[i].pairs {
-			walk(reflect.ValueOf(&p.segs[i].pairs[k]).Elem(), "", fmt.Sprintf("segment %d pair %d",
-				i, k))
+			walk(reflect.ValueOf(&p.segs[i].pairs[k]).Elem(), "", fmt.Sprintf("segment %d pair %d", i, k))
 		}
 	}
 	for _, v := range []any{Plan{}, Work{}, Match{}, transfer.Space{}} {

@@ -82,8 +82,7 @@ func foreignPair(t *testing.T, reg *Registry, src, dst *layout.Layout, tokens ui
 	var m *Match
 	var err error
 	testutil.AllocatesAtMost(t, planes*(4<<10), "paired", func() {
-		m, err = NewMatch(reg, src,
-			dst, nil)
+		m, err = NewMatch(reg, src, dst, nil)
 	})
 	// Prove examines at most maxExtents pieces of each side, in growing lists; one run per head.
 	testutil.AllocatesAtMost(t, planes*(16<<10)+8*maxExtents*16+4*maxHeads*64, "divided", func() {

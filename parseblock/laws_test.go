@@ -208,8 +208,7 @@ func allJoin(t *Template) bool {
 func TestPlanLaws(t *testing.T) {
 	reg := Default()
 	rapid.Check(t, func(t *rapid.T) {
-		lawOfPlans(t, reg,
-			&families[rapid.IntRange(0, len(families)-1).Draw(t, "family")])
+		lawOfPlans(t, reg, &families[rapid.IntRange(0, len(families)-1).Draw(t, "family")])
 	})
 }
 

@@ -399,8 +399,7 @@ func familiesOf(t *testing.T) map[string][]family {
 			only := f
 			only.kinds = kinds
 			if i := slices.IndexFunc(f.kinds, func(k string) bool {
-				return !slices.Contains(kinds,
-					k)
+				return !slices.Contains(kinds, k)
 			}); i >= 0 {
 				only.kinds = append(slices.Clone(kinds), f.kinds[i])
 			}

@@ -284,8 +284,7 @@ func (d *differences) err() error {
 	rest := differences{all: d.all[1:], left: d.left}
 	e := &layout.Error{Field: first.name(), Value: first.a + " and " + first.b}
 	for _, more := range rest.text(func(f *difference) string {
-		return fmt.Sprintf("%s = %s and %s",
-			f.name(), f.a, f.b)
+		return fmt.Sprintf("%s = %s and %s", f.name(), f.a, f.b)
 	}) {
 		e.Value += "; " + more
 	}

@@ -209,8 +209,7 @@ func TestProveIsBounded(t *testing.T) {
 			t.Fatal(name, err)
 		}
 		testutil.AllocatesAtMost(t, 8*maxExtents*16, name, func() {
-			err = Prove(reg, c[:1],
-				c[1], shares)
+			err = Prove(reg, c[:1], c[1], shares)
 		})
 		if err == nil || !strings.Contains(err.Error(), `layer "a" = more than 1048576 pieces`) {
 			t.Errorf("%s: %v", name, err)

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package placement prices the places where a prompt can run, and ranks them by the predicted time
 // to the first token (TTFT).
 //

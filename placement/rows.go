@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package placement
 
 // Rows is a cost model of attention over the cache of another node: query rows go to the cache and

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package proxy
 
 import (
@@ -285,8 +283,7 @@ func (j *job) askPrefill(ctx context.Context, b *backend, body []byte) (json.Raw
 	b.alive(time.Now())
 	b.outcome(nil, signAlive, 0)
 	if len(text) > maxPrefillAnswer {
-		return nil, fmt.Errorf("prefill %s: the answer is larger than %d bytes", b.url,
-			maxPrefillAnswer)
+		return nil, fmt.Errorf("prefill %s: the answer is larger than %d bytes", b.url, maxPrefillAnswer)
 	}
 	params, err := j.req.answeredParams(text)
 	if err == nil {
@@ -448,8 +445,7 @@ func (j *job) beginDecode(g *guard, b *backend, body []byte) (*reply, error) {
 		return nil, err
 	}
 	s, _ := signOfStatus(resp.StatusCode, resp.Header)
-	a, err := begin(b, j.req.kind, resp, j.req.streamed(),
-		s != signAlive || !j.in.ProtoAtLeast(1, 1))
+	a, err := begin(b, j.req.kind, resp, j.req.streamed(), s != signAlive || !j.in.ProtoAtLeast(1, 1))
 	if err != nil {
 		_ = resp.Body.Close() // aborted
 		return nil, err

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package proxy
 
 import (
@@ -60,8 +58,7 @@ func TestHealth(t *testing.T) {
 	set(p, true)
 	until(t, "P does not go down", func() bool {
 		_, body := status()
-		return strings.Contains(body,
-			"degraded")
+		return strings.Contains(body, "degraded")
 	})
 	if code, _, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 ||
 		len(p.requests()) != 0 {

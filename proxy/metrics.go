@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package proxy
 
 import (
@@ -73,8 +71,7 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 	for _, outcome := range []string{"exported", "dropped"} {
 		m.spans.WithLabelValues(outcome)
 	}
-	reg.MustRegister(m.requests, m.alone, m.up, m.inFlight, m.first, m.retries, m.releases,
-		m.spans)
+	reg.MustRegister(m.requests, m.alone, m.up, m.inFlight, m.first, m.retries, m.releases, m.spans)
 	return m
 }
 

@@ -1,4 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
 // The page of the router: its engines from /health and its counts from /metrics, every two seconds.
 
 import { $, count, el, kept, keys, state, sum, table, tile } from "/page/common.js";

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package proxy is a small OpenAI-compatible router for prefill and decode engines.
 //
 // It sends each request to one prefill engine (P) and one decode engine (D), either to both at once

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package proxy
 
 import (
@@ -29,13 +27,11 @@ func TestConcurrent(t *testing.T) {
 	p, d, px, url := pair(t, Concurrent,
 		func(w http.ResponseWriter, r *http.Request, s seen) {
 			meet(r, pHere, dHere)
-			answerPrefill(w, r,
-				s)
+			answerPrefill(w, r, s)
 		},
 		func(w http.ResponseWriter, r *http.Request, s seen) {
 			meet(r, dHere, pHere)
-			answerDecode(w, r,
-				s)
+			answerDecode(w, r, s)
 		})
 	code, body, header := post(t, url, "/v1/chat/completions",
 		`{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":7,"n":3,"stream":true,"stream_options":{"include_usage":true},"min_tokens":3,"seed":12345678901234567890,"kv_transfer_params":{"do_remote_prefill":true,"remote_host":"evil"}}`,
@@ -83,8 +79,7 @@ func TestConcurrent(t *testing.T) {
 	// The answer is complete before it is counted.
 	until(t, "the request is not counted",
 		func() bool {
-			return testutil.ToFloat64(px.met.requests.WithLabelValues("concurrent",
-				"2xx")) == 1
+			return testutil.ToFloat64(px.met.requests.WithLabelValues("concurrent", "2xx")) == 1
 		})
 }
 

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package proxy
 
 import (
@@ -67,8 +65,7 @@ func begin(b *backend, k kind, resp *http.Response, asked, whole bool) (*reply, 
 	case ok && atEnd && len(a.buf) == 0 && resp.Request.Method != http.MethodHead:
 		return nil, errEmpty
 	case unmarked && !stream && ok && !(atEnd && json.Valid(a.buf)):
-		return nil, fmt.Errorf("its end looks like a broken connection: %w",
-			io.ErrUnexpectedEOF)
+		return nil, fmt.Errorf("its end looks like a broken connection: %w", io.ErrUnexpectedEOF)
 	case whole && !stream && !atEnd:
 		return nil, fmt.Errorf("an answer for an HTTP/1.0 client is larger than %d bytes", maxCopied)
 	}

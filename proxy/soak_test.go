@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package proxy
 
 import (
@@ -163,6 +161,5 @@ func TestEnginesFailInTurns(t *testing.T) {
 	}
 	close(stop)
 	wg.Wait()
-	t.Logf("%d turns, %d requests served, %d begun answers broke", turns, served.Load(),
-		broken.Load())
+	t.Logf("%d turns, %d requests served, %d begun answers broke", turns, served.Load(), broken.Load())
 }

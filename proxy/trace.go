@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package proxy
 
 import (
@@ -45,8 +43,7 @@ func (p *Proxy) trace(cfg *Config) (err error) {
 		return nil
 	}
 	if problem, remedy := spans.CheckEndpoint(cfg.OTLP); problem != "" {
-		return fmt.Errorf("proxy: --otlp %q: %s; %s", spans.Redacted(cfg.OTLP), problem,
-			remedy)
+		return fmt.Errorf("proxy: --otlp %q: %s; %s", spans.Redacted(cfg.OTLP), problem, remedy)
 	}
 	host, _ := os.Hostname() // without one spans have no instance
 	p.spans, err = spans.New(spans.Options{Endpoint: cfg.OTLP, Service: "kvspray-router",

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Compiles libkvspray.so and libkvspray_preload.so with the C compiler and puts them beside the Python files.
 
 The libraries are plain C, the first is loaded with ctypes and the other by LD_PRELOAD, so the wheel is bound to the platform but to no Python version.

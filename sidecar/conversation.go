@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package sidecar
 
 import (
@@ -115,8 +113,7 @@ func (c *conversation) prefer(to transfer.Boot) {
 	var rail string
 	var ok bool
 	c.driver.View(func(ex *exec.Exec, now exec.Instant) {
-		rail, ok = ex.Quickest(now, to,
-			config.TransTCP)
+		rail, ok = ex.Quickest(now, to, config.TransTCP)
 	})
 	var addr netip.Addr
 	if r, here := c.rails.find(config.TransTCP, rail); ok && here {

@@ -154,8 +154,7 @@ func TestGDRWithoutRoom(t *testing.T) {
 			"the limit of locked memory is 65536 bytes, of which 0 are locked: run 'ulimit -l unlimited'",
 			config.TransTCP},
 		"memlock of the prefill": {[2][]string{{"a"}, {"b"}}, func(f *fake.Fabric) {
-			f.Lock("a",
-				64<<10)
+			f.Lock("a", 64<<10)
 		}, func(f *fake.Fabric) { f.Lock("a", whole) }, 0,
 			"run 'ulimit -l unlimited'", config.TransTCP},
 		"memlock on one rail of two": {[2][]string{{"a", "a2"}, {"b", "b2"}},
@@ -202,8 +201,7 @@ func TestGDRWithoutRoom(t *testing.T) {
 				for _, n := range []*running{p, d} {
 					for _, peer := range n.web.Reach().Peers {
 						if slices.ContainsFunc(peer.Pairs, func(x nodeapi.PairReach) bool {
-							return strings.Contains(x.Why,
-								c.says)
+							return strings.Contains(x.Why, c.says)
 						}) {
 							return true
 						}

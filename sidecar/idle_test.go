@@ -110,8 +110,7 @@ func TestFirstAfterIdle(t *testing.T) {
 			Blocks: [][]uint32{dt}, DeadlineMS: deadlineMS, PartnerMS: deadlineMS})
 		ok(t, err)
 		until(t, func() bool {
-			return min(len(p.lanesTo(d.boot)),
-				len(d.lanesTo(p.boot))) == conns
+			return min(len(p.lanesTo(d.boot)), len(d.lanesTo(p.boot))) == conns
 		})
 		v := viewOf(d)
 		if len(v.Dests) != 1 || v.Dests[0].State == "landing" {

@@ -175,8 +175,7 @@ func TestListsOfALongPrompt(t *testing.T) {
 func TestCellsOfASlice(t *testing.T) {
 	reg := parseblock.Default()
 	packed := func(order string, rank, tp int64) *layout.Layout {
-		return llama8B(t, order,
-			16, rank, tp)
+		return llama8B(t, order, 16, rank, tp)
 	}
 	apart := func(tp, rank int64) *layout.Layout { // pools of SGLang: K of a layer, and V of it
 		groups := make([]layout.Group, 2)

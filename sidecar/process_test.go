@@ -196,8 +196,7 @@ func TestSourceSidecarKilled(t *testing.T) {
 			pe.ok(x.src)
 			// One for the grant that the dead sidecar had, and one for the commit.
 			until(t, func() bool {
-				return value(t, d, "kvspray_lease_fences_total", "cause",
-					"commit") == 1
+				return value(t, d, "kvspray_lease_fences_total", "cause", "commit") == 1
 			})
 			if n := value(t, d, "kvspray_lease_fences_total", "cause", "peer_lost"); n != 1 {
 				t.Errorf("%v fences because of a lost peer: want 1", n)

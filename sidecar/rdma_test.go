@@ -345,8 +345,7 @@ var faults = []fault{
 		}
 	}, quiet: true},
 	{name: "peer's memory region deregistered", act: func(t testing.TB, _, d *running) {
-		endKeys(t, d,
-			"r0b")
+		endKeys(t, d, "r0b")
 	}, by: byAnswer},
 	{name: "5% of the packets lost", inject: "tc qdisc add dev r0a root netem loss 5%",
 		heal: "tc qdisc del dev r0a root", quiet: true, by: byNothing},

@@ -311,8 +311,7 @@ func TestRDMAHostLost(t *testing.T) {
 		_, err := e.Expect(rdmaExpect(x, blocks))
 		ok(t, err)
 		eventually(t, "a quarter has come", func() bool {
-			return receivedBytes(t,
-				len(h.devices))-before > whole()/4
+			return receivedBytes(t, len(h.devices))-before > whole()/4
 		})
 		h.say("killed", nil)
 		// All that this host could say is said; vm.sh takes it from the console.
@@ -377,8 +376,7 @@ func prefillKilled(t *testing.T, h *rdmaHost) {
 		h.meet()
 		before := sentBytes(t, len(h.devices))
 		eventually(t, "a quarter was sent", func() bool {
-			return sentBytes(t,
-				len(h.devices))-before > whole()/4
+			return sentBytes(t, len(h.devices))-before > whole()/4
 		})
 		h.say("killed", nil)
 		p.kill()
@@ -449,8 +447,7 @@ func decodeKilled(t *testing.T, h *rdmaHost) {
 		_, err := e.Expect(rdmaExpect(x, blocks))
 		ok(t, err)
 		eventually(t, "a quarter has come", func() bool {
-			return receivedBytes(t,
-				len(h.devices))-before > whole()/4
+			return receivedBytes(t, len(h.devices))-before > whole()/4
 		})
 		h.say("killed", nil)
 		d.kill()

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package store holds KV cache pages of engines of one node: in memory, on disks below it, and in
 // an object store below these.
 //

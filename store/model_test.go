@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package store
 
 import (
@@ -104,8 +102,7 @@ func TestModel(t *testing.T) {
 					page := from + n
 					switch {
 					case r.Outcome == Hit && !m.may[page]:
-						t.Fatalf("engine %d, page %d: it was removed, or never put: %+v", i, page,
-							r)
+						t.Fatalf("engine %d, page %d: it was removed, or never put: %+v", i, page, r)
 					case r.Outcome != Hit && m.durable[page] && large && !damaged && !dark:
 						t.Fatalf("engine %d, page %d: it was durable: %+v", i, page, r)
 					}
@@ -303,8 +300,7 @@ func TestModel(t *testing.T) {
 			"flip": func(t *rapid.T) {
 				if rapid.IntRange(0, 5).Draw(t, "seldom") == 0 {
 					damaged = true
-					sim.Flip(rapid.IntRange(1<<20, size-1).Draw(t, "byte"), rapid.UintRange(0,
-						7).Draw(t, "bit"))
+					sim.Flip(rapid.IntRange(1<<20, size-1).Draw(t, "byte"), rapid.UintRange(0, 7).Draw(t, "bit"))
 				}
 			},
 			"verify": func(t *rapid.T) { verify(rapid.IntRange(0, closed).Draw(t, "engine")) },

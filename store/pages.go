@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package store
 
 import (
@@ -307,8 +305,7 @@ func (s *Store) below(b *Batch, pages []held, wanted func() bool) []error {
 	if s.atPut {
 		for _, p := range pages {
 			// Its error is not the put's: the page is asked for again when it is given up.
-			_ = sp.object.Add(&b.keys[p.i], b.before(p.i), p.data[:sp.pageBytes], p.crc,
-				wanted)
+			_ = sp.object.Add(&b.keys[p.i], b.before(p.i), p.data[:sp.pageBytes], p.crc, wanted)
 		}
 	}
 	if s.disk == nil {

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package gossip finds the other sidecars by memberlist, and publishes what this one serves.
 //
 // Streams pass a gate (stream.go), because memberlist does not
@@ -287,8 +285,7 @@ func joinAll(ctx context.Context, o Options, ask func(context.Context, string) e
 				o.Log.Info("gossip: joined a member that did not answer before", "join", a)
 			case err != nil && ctx.Err() == nil && !missed[a] && time.Since(start) >= joinPatience:
 				missed[a] = true
-				o.Log.Warn("gossip: cannot join a member; retrying", "join",
-					a, "err", err,
+				o.Log.Warn("gossip: cannot join a member; retrying", "join", a, "err", err,
 					"remedy", "start it, or correct peer.gossip.join: it names the peer.gossip.listen of "+
 						"others, which hold the same key")
 			}

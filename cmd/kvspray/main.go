@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Command kvspray is the sidecar, the router and their tools in one binary.
 package main
 

@@ -93,8 +93,7 @@ func dear(size int) (packets, records map[string][]byte) {
 		return append(appendMap(nil, n), bytes.Repeat(one, n)...)
 	}
 	list := func(n int, element ...byte) []byte {
-		return append(appendArray(nil, n),
-			bytes.Repeat(element, n)...)
+		return append(appendArray(nil, n), bytes.Repeat(element, n)...)
 	}
 	packet := func(t Type, body []byte) []byte {
 		return append(binary.LittleEndian.AppendUint32(nil, uint32(t)), body...)
@@ -122,8 +121,7 @@ func dear(size int) (packets, records map[string][]byte) {
 			"INTENT 2": again("blocks", list(MaxGroups, 0xc4, 4, 1, 1, 1, 1)),
 			"INTENT 3": again("steps", list(1, 0x92, 1, 1)),
 			"EXPECT":   again("skip", list(MaxGroups, 0)),
-			"COPY": again("blocks", append([]byte{0xc4, 24},
-				make([]byte, 24)...)),
+			"COPY":     again("blocks", append([]byte{0xc4, 24}, make([]byte, 24)...)),
 			"RECEIVED": again("recompute", list(129, 0x92, 1, 2)),
 		}
 }

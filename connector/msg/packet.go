@@ -60,6 +60,5 @@ func DecodePacket(p []byte) (Message, error) {
 type UnknownType struct{ Type Type }
 
 func (e *UnknownType) Error() string {
-	return fmt.Sprintf("packet: unknown type %d, known are 1 to %d", uint32(e.Type),
-		len(typeNames)-1)
+	return fmt.Sprintf("packet: unknown type %d, known are 1 to %d", uint32(e.Type), len(typeNames)-1)
 }

@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * One engine worker on the real C library: argv = socket, region bytes, layers, then in hex: layout, INTENT body, STEP body
+/* One engine worker on the real C library: argv = socket, region bytes, layers, then in hex: layout, INTENT body, STEP body
  * with lease 1 in it. Opens the lease, begins the step, signals its layers one by one, and prints the completion.
  */
 #include <stdio.h>

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package driver runs the executor of one process: it serializes events, adds the time, and
 // performs the actions that follow. The sidecar and the simulator run the same driver. What differs
 // between them (clock, goroutines, peers, engines, memory) is in the interfaces of Config.

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package driver
 
 import (
@@ -134,8 +132,7 @@ func (d *Driver) Done(l transport.Lane, res []transport.Result) {
 
 // Refused implements transport.Host.
 func (d *Driver) Refused(l transport.Lane, why transfer.Reason) {
-	d.cfg.Observer.FrameRefused(l,
-		why)
+	d.cfg.Observer.FrameRefused(l, why)
 }
 
 // Results brings the ends of slices to the executor.

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package engines has the values that engines and the control layer exchange: workers, the leases
 // that they open, and how these end. Package connector turns messages of engines into them;
 // control/exec and control/driver work with them, and import no code of the engine side.

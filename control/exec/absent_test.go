@@ -259,8 +259,7 @@ func TestManyWaitForOneTry(t *testing.T) {
 	s, _, d, _, dw := pair(t, 4, 0)
 	for i := range 40 {
 		s.after(time.Duration(i)*20*time.Millisecond, func() {
-			d.expect(dw, uint64(1+i),
-				testKey(3, byte(i)), "q:1", 64, 0, 20*sec)
+			d.expect(dw, uint64(1+i), testKey(3, byte(i)), "q:1", 64, 0, 20*sec)
 		})
 	}
 	s.rest(1500 * time.Millisecond)

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 //go:build !race
 
 package exec
@@ -220,8 +218,7 @@ func TestMeasureOneDeadline(t *testing.T) {
 	for id := range manyLeases {
 		e.Expect(now, w, engines.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1),
 			Epoch: 1}, Key: testKey(byte(id), byte(id>>8)),
-			Peer: fmt.Sprint("p:",
-				id%manyPeers), Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
+			Peer: fmt.Sprint("p:", id%manyPeers), Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
 	}
 	drained(e)
 	ticks, most := 0, time.Duration(0)

@@ -126,8 +126,7 @@ var hostileGrants = map[string]struct {
 	"nil part": {func(g *peerv1.Grant) { g.Parts[0] = nil }, 0, "parts[0].rank"},
 	"no rank":  {func(g *peerv1.Grant) { g.Parts[0].Rank = "" }, 0, "parts[0].rank"},
 	"long rank": {func(g *peerv1.Grant) {
-		g.Parts[0].Rank = strings.Repeat("r",
-			frame.MaxRankBytes+1)
+		g.Parts[0].Rank = strings.Repeat("r", frame.MaxRankBytes+1)
 	}, 0, "parts[0].rank"},
 	"rank twice": {func(g *peerv1.Grant) { g.Parts = append(g.Parts, g.Parts[0]) }, 0,
 		"parts[1].rank"},
@@ -453,8 +452,7 @@ func TestAskingIsBounded(t *testing.T) {
 			tg.drain()
 		}
 		if n := tg.ex.match.Counts().Grants; n != 8 || tg.ex.peers.Find(tg.peer).Pending != 8 {
-			t.Errorf("%s: %d grants are kept, %d count: want 8", name, n,
-				tg.ex.peers.Find(tg.peer).Pending)
+			t.Errorf("%s: %d grants are kept, %d count: want 8", name, n, tg.ex.peers.Find(tg.peer).Pending)
 		}
 		for _, c := range tg.ex.match.Comparing() {
 			tg.ex.Compared(3, c, "so")
@@ -504,13 +502,12 @@ func dearFrames() map[string][]byte {
 	return map[string][]byte{
 		"parts":              body("grant", most(field(&peerv1.Grant{}, "parts", nil))),
 		"parts with budgets": body("grant", most(field(&peerv1.Grant{}, "parts", budget))),
-		"budgets": body("grant", field(&peerv1.Grant{}, "parts",
-			bytes.Repeat(budget, 30<<10))),
-		"skip":      body("grant", field(&peerv1.Grant{}, "skip", make([]byte, 60<<10))),
-		"tiers":     body("grant", most(field(&peerv1.Grant{}, "tiers", nil))),
-		"ranks":     body("grant_reply", most(field(&peerv1.GrantReply{}, "ranks", nil))),
-		"rails":     body("rails", most(field(&peerv1.Rails{}, "rails", nil))),
-		"addresses": body("rails", most(field(&peerv1.Rails{}, "control_addresses", nil))),
+		"budgets":            body("grant", field(&peerv1.Grant{}, "parts", bytes.Repeat(budget, 30<<10))),
+		"skip":               body("grant", field(&peerv1.Grant{}, "skip", make([]byte, 60<<10))),
+		"tiers":              body("grant", most(field(&peerv1.Grant{}, "tiers", nil))),
+		"ranks":              body("grant_reply", most(field(&peerv1.GrantReply{}, "ranks", nil))),
+		"rails":              body("rails", most(field(&peerv1.Rails{}, "rails", nil))),
+		"addresses":          body("rails", most(field(&peerv1.Rails{}, "control_addresses", nil))),
 	}
 }
 

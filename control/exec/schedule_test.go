@@ -284,8 +284,7 @@ func randomSchedule(t *testing.T, seed uint64) {
 		s.after(s.delay(5*sec), func() {
 			gone = true
 			d.event(func() {
-				d.ex.WorkerGone(s.now, dw, true,
-					"exited")
+				d.ex.WorkerGone(s.now, dw, true, "exited")
 			})
 		})
 	}

@@ -408,8 +408,7 @@ func (n *simNode) perform(a *Action) {
 		s.compared++
 		s.after(s.delay(time.Millisecond), func() {
 			n.event(func() {
-				n.ex.Compared(s.now, a.Comparison,
-					"dtype: a at prefill, b at decode")
+				n.ex.Compared(s.now, a.Comparison, "dtype: a at prefill, b at decode")
 			})
 		})
 	case HeldOn:

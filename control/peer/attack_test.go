@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package peer
 
 import (
@@ -126,8 +124,7 @@ func TestCallerRestarts(t *testing.T) {
 	c := start(t, func(o *Options) { slow(o); o.Listen = at })
 	c.Connect(a.Endpoint())
 	a.until("the old one is down for good", func() bool {
-		return slices.Contains(a.downs,
-			fmt.Sprint(old, true))
+		return slices.Contains(a.downs, fmt.Sprint(old, true))
 	})
 }
 

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package peer
 
 import (
@@ -221,15 +219,13 @@ func TestSharedCertificate(t *testing.T) {
 		most int
 	}{
 		"each at an address of its own": {func(i int) string {
-			return fmt.Sprintf("10.0.%d.%d",
-				i>>8, i&255)
+			return fmt.Sprintf("10.0.%d.%d", i>>8, i&255)
 		}, maxPeers},
 		"one address": {func(int) string { return "10.0.0.1" }, maxOwned},
 		"each in a /64 of its own": {
 			func(i int) string { return fmt.Sprintf("2001:db8:0:%x::1", i) }, maxPeers},
 		"one /64": {func(i int) string {
-			return fmt.Sprintf("2001:db8::%x",
-				i)
+			return fmt.Sprintf("2001:db8::%x", i)
 		}, maxOwnedNet},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -276,8 +272,7 @@ func TestMoreMembersThanPlaces(t *testing.T) {
 			t.Errorf("%d members were preconnected, want %d", in, maxPreconnected)
 		}
 		need := func(i int) error {
-			return n.announce(numbered(4*maxPeers+i), hello.Identity{}, "10.0.0.1",
-				false)
+			return n.announce(numbered(4*maxPeers+i), hello.Identity{}, "10.0.0.1", false)
 		}
 		for i := range maxPeers - maxPreconnected {
 			if err := need(i); err != nil {

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package peer
 
 import (
@@ -159,8 +157,7 @@ func TestFramesThatDoNotFit(t *testing.T) {
 	}
 	close(hold)
 	poll(t, "the queue moves again", func() bool {
-		return a.Send(b.opt.Boot,
-			longGrant(64)) == nil
+		return a.Send(b.opt.Boot, longGrant(64)) == nil
 	})
 }
 
@@ -190,8 +187,7 @@ func TestFragmentsWithoutEnd(t *testing.T) {
 			}
 		}
 		if i == 0 {
-			poll(t, "most of one waits",
-				watch(func() bool { return budget.Waiting() > MaxMessage/2 }))
+			poll(t, "most of one waits", watch(func() bool { return budget.Waiting() > MaxMessage/2 }))
 		}
 	}
 	poll(t, "no more may wait", watch(func() bool { return budget.Waiting()+frame.Max > most }))

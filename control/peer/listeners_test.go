@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package peer
 
 import (
@@ -100,7 +98,6 @@ func TestControlMovesToAnotherRail(t *testing.T) {
 	b.inOrder(a.opt.Boot, 100)
 	other := b.Addresses()[1]
 	poll(t, "a lane that a has dialed to the other rail", func() bool {
-		return slices.Contains(dialed(a,
-			b.opt.Boot), other)
+		return slices.Contains(dialed(a, b.opt.Boot), other)
 	})
 }

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package peer talks to other sidecars: the gRPC service Peer (identity, versions, rails, layouts),
 // control lanes that carry ControlFrames during transfers.
 //

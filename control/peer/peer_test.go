@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package peer
 
 import (
@@ -265,8 +263,7 @@ func TestQueueBounds(t *testing.T) {
 	big := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
 		Destination: &peerv1.Lease{Boot: make([]byte, MaxMessage)}}}}
 	poll(t, "the queue moves again", func() bool {
-		return !errors.Is(a.Send(b.opt.Boot, big),
-			ErrQueueFull)
+		return !errors.Is(a.Send(b.opt.Boot, big), ErrQueueFull)
 	})
 	if err := a.Send(b.opt.Boot, big); !errors.Is(err, ErrTooBig) {
 		t.Error(err)
@@ -423,8 +420,7 @@ func TestStopped(t *testing.T) {
 	var ups int
 	a.until("down", func() bool {
 		ups = len(a.ups)
-		return slices.Contains(a.downs,
-			fmt.Sprint(boot, false))
+		return slices.Contains(a.downs, fmt.Sprint(boot, false))
 	})
 	if err := a.Send(boot, commit(1)); err != nil {
 		t.Error(err)

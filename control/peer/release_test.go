@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package peer
 
 import (
@@ -63,8 +61,7 @@ func TestWhichToUpgrade(t *testing.T) {
 					"kvspray v0") ||
 					!strings.Contains(err.Error(), "kvspray v1") || strings.Contains(err.Error(),
 					"\n") {
-					t.Errorf("%v: want one line with the remedy (upgrade %s) and both releases", err,
-						older)
+					t.Errorf("%v: want one line with the remedy (upgrade %s) and both releases", err, older)
 				}
 			}
 			// The callee has refused, too, unless its first answer was enough for the caller.

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package peer
 
 import (
@@ -83,8 +81,7 @@ func TestMeasureMembersAmongUnproved(t *testing.T) {
 		victim := start(t, func(o *Options) {
 			sec(o)
 			slow(o)
-			o.Log = slog.New(slog.NewTextHandler(&log,
-				&slog.HandlerOptions{Level: slog.LevelDebug}))
+			o.Log = slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 		})
 		honest := start(t, func(o *Options) { sec(o); slow(o) })
 		join(t, honest, victim)

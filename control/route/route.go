@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package route ranks the paths for bytes from local memory to a peer's memory: transport x local
 // rail x remote rail, and the same with a stop in host memory on either side. It is pure. Package
 // spray decides which path carries which slice; this package decides which paths are worth a lane,

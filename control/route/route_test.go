@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package route
 
 import (
@@ -93,23 +91,17 @@ func TestRank(t *testing.T) {
 			t.Errorf("%s:\n%s\nwant\n%s", what, strings.Join(got, "\n"), strings.Join(want, "\n"))
 		}
 	}
-	check("host memory, two hosts",
-		"direct gdr mlx5_0>mlx5_0 tier 1",
-		"direct tcp eth0>eth0 tier 2",
+	check("host memory, two hosts", "direct gdr mlx5_0>mlx5_0 tier 1", "direct tcp eth0>eth0 tier 2",
 		"direct tcp eth1>eth1 tier 3",
 		"direct shm shm>shm tier 1: shm works within one host",
 		"direct tcp eth2>eth2 tier 2: the link of eth2 is down")
 	in.SameHost = true
-	check("host memory, one host",
-		"direct shm shm>shm tier 1",
-		"direct gdr mlx5_0>mlx5_0 tier 1",
+	check("host memory, one host", "direct shm shm>shm tier 1", "direct gdr mlx5_0>mlx5_0 tier 1",
 		"direct tcp eth0>eth0 tier 2",
 		"direct tcp eth1>eth1 tier 3",
 		"direct tcp eth2>eth2 tier 2: the link of eth2 is down")
 	in.SameHost, in.Device = false, true
-	check("GPU memory",
-		"direct gdr mlx5_0>mlx5_0 tier 1",
-		"staged tcp eth0>eth0 tier 2",
+	check("GPU memory", "direct gdr mlx5_0>mlx5_0 tier 1", "staged tcp eth0>eth0 tier 2",
 		"staged tcp eth1>eth1 tier 3",
 		"direct shm shm>shm tier 1: shm works within one host",
 		"staged tcp eth2>eth2 tier 2: the link of eth2 is down")

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package spray decides which slice of which transfer goes over which rail pair, and when. It is
 // the slice scheduler of the executor: pure, without clock, I/O, goroutine or randomness. The same
 // calls with the same times give the same slices.

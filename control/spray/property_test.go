@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package spray
 
 import (
@@ -413,8 +411,7 @@ func TestDeterministic(t *testing.T) {
 			m.rail(r*gbit, 100*time.Microsecond, 2)
 		}
 		m.pulled = func(sl Slice) {
-			out = append(out, fmt.Sprint(m.now, sl.Lane, sl.Range, sl.Attempt,
-				sl.Cookie))
+			out = append(out, fmt.Sprint(m.now, sl.Lane, sl.Range, sl.Attempt, sl.Cookie))
 		}
 		f := m.open(LayerStream, 64<<20)
 		m.run(100*ms, f.landed)

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package spray
 
 // The rate of a shared local rail, and the corrections of its queue.

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Command chartrender prints the documents of a release, as helm template does, for tests that have
 // no helm.
 //

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package charttest
 
 import (
@@ -106,8 +104,7 @@ func TestWorkersOfAGroup(t *testing.T) {
 				host = "$LWS_LEADER_ADDRESS:8000"
 			}
 			if hook := strings.Join(c.Lifecycle.PreStop.Exec.Command, " "); !strings.Contains(hook, host) {
-				t.Errorf("%s, worker %v: preStop %s waits for another engine than %s", name, worker, hook,
-					host)
+				t.Errorf("%s, worker %v: preStop %s waits for another engine than %s", name, worker, hook, host)
 			}
 		}
 	}

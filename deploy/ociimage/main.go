@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Command ociimage writes an OCI image layout: a root file system as one layer, the kvspray binary
 // as another. It needs no daemon and no registry. Equal input gives equal digests.
 package main

@@ -1,5 +1,4 @@
 #!/bin/sh
-# SPDX-License-Identifier: Apache-2.0
 # The service is not started: it needs no configuration on loopback, but engines must be pointed to it.
 set -e
 if command -v systemd-sysusers >/dev/null; then

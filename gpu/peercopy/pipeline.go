@@ -86,8 +86,7 @@ type stageBuffer struct {
 // New makes the pipeline from src to dst, which must have peer access to each other. It allocates
 // Bytes(MaxStage) on each.
 func New(src, dst device.Packer) (*Pipeline, error) {
-	return NewSized(MinStage,
-		MaxStage, src, dst)
+	return NewSized(MinStage, MaxStage, src, dst)
 }
 
 // NewSized is New with other sizes of stages.

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package admit bounds the accepted connections that have proved nothing yet, and all connections
 // of HTTP, whose clients never do. Each of them costs a descriptor and a goroutine, and anybody may
 // open one. A listener that refuses the newest one lets strangers shut out members. So a Gate takes

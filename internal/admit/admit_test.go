@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package admit
 
 import (
@@ -112,8 +110,7 @@ func TestOnePrefixIsOneSource(t *testing.T) {
 		g.Enter(&conn{from: fmt.Sprintf("2001:db8::1:%x", i)}).Spoke()
 	}
 	if member.closed || elsewhere.closed {
-		t.Errorf("closed: a member's %t, a newcomer's from elsewhere %t", member.closed,
-			elsewhere.closed)
+		t.Errorf("closed: a member's %t, a newcomer's from elsewhere %t", member.closed, elsewhere.closed)
 	}
 	if n := g.sources[netip.MustParsePrefix("2001:db8::/64")].held; n != 8 {
 		t.Errorf("%d connections of strangers from one /64, at most 8", n)

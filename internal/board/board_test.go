@@ -145,19 +145,16 @@ func TestFlagsHeaderRefused(t *testing.T) {
 		"unaligned": {func(b []byte) { put64(b, board.OffFlagsHeaderSourceEpoch, 129) },
 			"multiple of 8"},
 		"overlap": {func(b []byte) {
-			put64(b, board.OffFlagsHeaderLoadFlags,
-				board.SizeFlagsHeader)
+			put64(b, board.OffFlagsHeaderLoadFlags, board.SizeFlagsHeader)
 		}, "overlaps layer_flags"},
 		"in header": {func(b []byte) { put64(b, board.OffFlagsHeaderSourceEpoch, 64) },
 			"overlaps header"},
 		"few bytes": {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 1024) }, "outside"},
 		"replay outside": {func(b []byte) {
-			put64(b, board.OffFlagsHeaderReplayFlags,
-				uint64(len(b))-3*64)
+			put64(b, board.OffFlagsHeaderReplayFlags, uint64(len(b))-3*64)
 		}, "replay_flags"},
 		"replay overlap": {func(b []byte) {
-			put64(b, board.OffFlagsHeaderReplayFlags,
-				board.SizeFlagsHeader+4*64)
+			put64(b, board.OffFlagsHeaderReplayFlags, board.SizeFlagsHeader+4*64)
 		}, "replay_flags"},
 		"no replay": {func(b []byte) { put64(b, board.OffFlagsHeaderReplayFlags, 0) },
 			"overlaps header"},
@@ -202,8 +199,7 @@ func TestRingsHeaderRefused(t *testing.T) {
 		"odd": {func(b []byte) { put32(b, board.OffRingsHeaderCompletionBytes, 100_000) },
 			"power of two"},
 		"overlap": {func(b []byte) {
-			put64(b, board.OffRingsHeaderCompletion,
-				board.SizeRingsHeader+64)
+			put64(b, board.OffRingsHeaderCompletion, board.SizeRingsHeader+64)
 		}, "overlaps submission"},
 		"outside": {func(b []byte) { put64(b, board.OffRingsHeaderCompletion, 1<<50) }, "outside"},
 		"overflow": {func(b []byte) { put64(b, board.OffRingsHeaderSubmission, ^uint64(0)-7) },
@@ -252,16 +248,14 @@ func TestConsumerRefuses(t *testing.T) {
 		"body longer":      {8, func(b []byte) { put32(b, subData+board.OffRecordBodyBytes, 9) }},
 		"body shorter":     {8, func(b []byte) { put32(b, subData+board.OffRecordBodyBytes, 0) }},
 		"body huge": {8, func(b []byte) {
-			put32(b, subData+board.OffRecordBodyBytes,
-				^uint32(0))
+			put32(b, subData+board.OffRecordBodyBytes, ^uint32(0))
 		}},
 		"seq gap":           {8, func(b []byte) { put64(b, subData+board.OffRecordSeq, 2) }},
 		"seq zero":          {8, func(b []byte) { put64(b, subData+board.OffRecordSeq, 0) }},
 		"pad in the middle": {8, func(b []byte) { put32(b, subData+board.OffRecordType, board.RecPad) }},
 		"pad to the end": {8, func(b []byte) {
 			put32(b, subData, board.RingMinBytes)
-			put32(b,
-				subData+4, board.RecPad)
+			put32(b, subData+4, board.RecPad)
 		}},
 		"pad of a whole ring": {8, func(b []byte) {
 			put32(b, subData, board.RingMinBytes)
@@ -270,8 +264,7 @@ func TestConsumerRefuses(t *testing.T) {
 		}},
 		"more than half ring": {8, func(b []byte) {
 			put32(b, subData, board.RingMinBytes/2+8)
-			put64(b,
-				subHead, board.RingMinBytes/2+8)
+			put64(b, subHead, board.RingMinBytes/2+8)
 		}},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -181,8 +181,7 @@ func TestLitmus(t *testing.T) {
 		}
 		var dup int
 		if err := rc.Control(func(fd uintptr) {
-			dup, _ = unix.FcntlInt(fd, unix.F_DUPFD_CLOEXEC,
-				3)
+			dup, _ = unix.FcntlInt(fd, unix.F_DUPFD_CLOEXEC, 3)
 		}); err != nil {
 			t.Fatal(err)
 		}

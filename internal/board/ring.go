@@ -97,8 +97,7 @@ func ParseRings(mem []byte) (*Rings, error) {
 				RingMinBytes, RingMaxBytes)
 		}
 	}
-	if err := disjoint("rings", total, 8,
-		part{"header", 0, SizeRingsHeader},
+	if err := disjoint("rings", total, 8, part{"header", 0, SizeRingsHeader},
 		part{"submission", sub, SizeRing + uint64(subBytes)},
 		part{"completion", comp, SizeRing + uint64(compBytes)}); err != nil {
 		return nil, err

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package config owns the one typed configuration of a sidecar: its defaults, its strict YAML form,
 // its checks and its documentation.
 //

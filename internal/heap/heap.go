@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package heap is a binary heap whose items store their position, so that any of them can be moved
 // or removed. The keys are stored in the heap itself, because many items would be cold in the
 // cache. It allocates only its array, and has no lock.

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package httpgate serves HTTP behind a gate (package admit): it bounds connections, in all and for
 // each source, and a new connection replaces the oldest one without a request.
 //

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package leaktest fails a package's tests when goroutines outlive them. Adopt it with
 //
 //	func TestMain(m *testing.M) { leaktest.Main(m) }

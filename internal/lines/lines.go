@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package lines writes lines to a file or pipe from a goroutine of its own, so that a disk that
 // stalls, or a reader that does not read, holds up no caller.
 package lines

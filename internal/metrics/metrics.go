@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package metrics owns the names, labels and buckets of a sidecar's metrics. Callers get typed
 // methods. An undeclared label value becomes "other", so that no peer can add series.
 //
@@ -135,8 +133,7 @@ func New(reg prometheus.Registerer) *Set {
 		fences: counters("lease", "fences_total", "Fences, by cause.", "cause"),
 		fenceTime: prometheus.NewHistogram(opts("lease", "fence_duration_seconds",
 			"Time from the revocation of a lease to its last fence acknowledgement.")),
-		control: counters("control", "messages_total", "Messages on control lanes.",
-			"direction", "type"),
+		control: counters("control", "messages_total", "Messages on control lanes.", "direction", "type"),
 		expires: prometheus.NewGauge(gaugeOpts("control", "certificate_expires_seconds",
 			"Unix time at which the certificate of this node, or its authority, ends; 0: never, or no "+
 				"certificate.")),
@@ -144,8 +141,7 @@ func New(reg prometheus.Registerer) *Set {
 			Subsystem: "control", Name: "hellos_refused_total",
 			Help: "Refused hellos of sidecars with an incompatible release. " +
 				"The log names the sidecar to upgrade."}),
-		peers: prometheus.NewGauge(gaugeOpts("control", "peers",
-			"Peers with an open control session.")),
+		peers:    prometheus.NewGauge(gaugeOpts("control", "peers", "Peers with an open control session.")),
 		sessions: gauges("engine", "sessions", "Engine sessions.", "role"),
 		records:  counters("engine", "records_total", "Records taken from engines.", "type"),
 		copies: counters("copy", "copies_total",

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package nodeapi has the answers of a sidecar's HTTP port and admin socket, which commands, router
 // and placement read. Package debug below it has /debug/state, which contains views of the parts of
 // a sidecar.

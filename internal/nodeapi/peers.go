@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package nodeapi
 
 // Reach is /v1/reach: the lanes between local rails and each peer's rails, by transport, with

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package nodeapi
 
 // Store is the state of the node's store, in /v1/store. Counts are since the sidecar's start.

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package origin has the URL of a server whose user and password no text contains: a URL is shown
 // in logs, metrics, errors and answers to clients, all of which are read by others. It owns no
 // state and starts no goroutine.

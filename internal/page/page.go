@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package page serves the pages that sidecar and router show in a browser: their shared style and
 // functions, and the headers that keep a page to its own files. No goroutines.
 package page

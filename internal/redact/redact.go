@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package redact keeps secrets out of logs, errors, pages and reports. A Secret prints as its
 // length; URL and URLs remove users and passwords, both of which can be tokens; Text is for texts
 // of others. No goroutines.

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package spans sends spans of requests to an OpenTelemetry collector (OTLP over HTTP), with
 // OpenTelemetry's own library. It is the only package that imports that library.
 //

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package testutil
 
 import (
@@ -32,14 +30,12 @@ func LoseHost(tb testing.TB, ends ...net.Conn) (found func()) {
 		}
 	}
 	each("filter", func(fd int) error {
-		return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET,
-			unix.SO_ATTACH_FILTER, &prog)
+		return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &prog)
 	})
 	return func() {
 		tb.Helper()
 		each("end of the filter", func(fd int) error {
-			return unix.SetsockoptInt(fd, unix.SOL_SOCKET,
-				unix.SO_DETACH_FILTER, 0)
+			return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0)
 		})
 	}
 }

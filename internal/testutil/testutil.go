@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package testutil owns the one way in which a test may skip.
 package testutil
 

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package version returns the version of this build and its compiler. No state besides the variable
 // that the linker sets.
 package version

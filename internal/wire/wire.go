@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package wire is the binary form of data on lanes: the opening of a lane with its proof, and the
 // frames of data lanes. Fixed layout, little-endian, every length checked before use.
 //

@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * memcpy.c: what `kvspray-bench copy --transport shm` is measured against: C memcpy of scattered blocks between two memfds, with
+/* memcpy.c: what `kvspray-bench copy --transport shm` is measured against: C memcpy of scattered blocks between two memfds, with
  * as many threads as the transport has lanes.
  *
  * Descriptors 3 and 4 are the source and destination memfds. Standard input, little-endian: u64 region bytes, u64 block bytes,

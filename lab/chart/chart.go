@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package chart draws timeline.Results, the throughput of every rail and their sum over time with
 // what happened to the rails marked, and Graphs of any quantity over time. Each is one HTML page
 // that needs nothing else (plots are inline SVG).

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package cli holds the commands of the kvspray-bench binary: each benchmark compares data movement
 // with a plain baseline of the same run. The product links nothing of it. No goroutines.
 package cli

@@ -105,8 +105,7 @@ func (b *bench) multipathRows(cs []*cuda.Context) error {
 			for n := uint64(4 << 10); n <= 1<<30; n *= 2 {
 				for _, dir := range []device.Direction{device.HostToDevice, device.DeviceToHost} {
 					single := func() error {
-						return errors.Join(hop(streams[0], dir, hostPtr, mem[0], n),
-							streams[0].Sync())
+						return errors.Join(hop(streams[0], dir, hostPtr, mem[0], n), streams[0].Sync())
 					}
 					r := Row{What: fmt.Sprintf("%s, %d KiB, ceiling: the single path", name[dir], n>>10), Bytes: n}
 					if err := b.pair(r, func() error { return mp.Copy(dir, hostPtr, mem[0], n) }, n,

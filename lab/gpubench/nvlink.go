@@ -103,8 +103,7 @@ func (b *bench) nvlinkRows(cs []*cuda.Context, from, to, near cuda.Ptr) error {
 		}
 	}
 	contiguous := func() error {
-		return errors.Join(copies.Copy(near, from, nvlinkTotal),
-			copies.Sync())
+		return errors.Join(copies.Copy(near, from, nvlinkTotal), copies.Sync())
 	}
 	shuffle := rand.New(rand.NewPCG(1, 2))
 	for _, block := range []uint64{2 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20} {

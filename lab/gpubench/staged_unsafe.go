@@ -143,13 +143,11 @@ func (b *bench) hops(r *mem.Region, p cuda.Ptr, how policy.CopyMethod, block, sl
 		return errors.Join(errs...)
 	}
 	name, ceiling := "GPU to host", func() error {
-		return errors.Join(s.Copy(hostPtr, p, stagedTotal),
-			s.Sync())
+		return errors.Join(s.Copy(hostPtr, p, stagedTotal), s.Sync())
 	}
 	if dir == device.HostToDevice {
 		name, ceiling = "host to GPU", func() error {
-			return errors.Join(s.Copy(p, hostPtr, stagedTotal),
-				s.Sync())
+			return errors.Join(s.Copy(p, hostPtr, stagedTotal), s.Sync())
 		}
 	}
 	row := Row{What: fmt.Sprintf("%s, slices of %d MiB, scattered %d KiB, %s", name, slice>>20,

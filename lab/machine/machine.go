@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package machine says of which build and on what a benchmark's figures are: they are worth nothing
 // without. kvspray/machine.py says the same of those in Python. No goroutines.
 package machine

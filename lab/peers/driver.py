@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """One end of another engine, driven by `kvspray-bench peers` over its standard input and output, a JSON object in each line.
 
     driver.py ENGINE target|initiator --ip IP --block BYTES --total BYTES [--region BYTES]

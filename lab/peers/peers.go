@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package peers is `kvspray-bench peers`: it compares kvspray with other transfer engines, NIXL
 // over UCX and Mooncake's transfer engine, as their wheels are published. All move the same
 // scattered blocks over the same rails of the kernel, healthy and with one rail that fails in each

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """kvspray's store beside Mooncake's and LMCache's on one trace of conversations: rate and time of gets and puts, and CPU time. `make bench-store`.
 
 The trace: TALKS conversations take turns. A turn looks up all pages of its conversation, gets those that are there, and puts the others

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package placebench is `kvspray-bench place`: policies of a router beside each other, in virtual
 // time, on clusters of simulated engines, with generated requests. Package trace names the source
 // of the conversations' shape; all other parameters are this project's.

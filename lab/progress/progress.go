@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package progress shows what a command is doing, so that nothing is silent
 // for long. It writes to one place, standard error as a rule: results go elsewhere and stay clean.
 //

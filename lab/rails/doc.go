@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package rails holds the tests that move KV blocks between two sidecar processes over rails that
 // the kernel shapes and breaks (bench/railsbench). What a sidecar claims about rails is judged here
 // on real sockets, beside plain streams of the same run.

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package railsbench is `kvspray-bench rails`: two production sidecars, each a process of its own
 // in a network namespace of its own, and rails between them that are shaped and broken by the
 // kernel (netrig). Engines are played by this process: the unix sockets of the sidecars are files,

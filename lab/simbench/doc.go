@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package simbench is `kvspray-bench sim`: what `kvspray-bench rails` does with sockets, in virtual
 // time over a simulated network, with the same flags, between as many nodes as one likes. The
 // production executors and schedulers decide everything; test/sim is their driver, and looks at its

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Command soak does for soak.py what needs the kernel's network and a plotting library:
 //
 //	soak rails RATE,RATE...    makes rails and does faults to them

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Real engines under load and faults for hours, and what is left of memory, descriptors, goroutines
 and leases.
 

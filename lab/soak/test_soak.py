@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What the soak takes for a problem, without engines."""
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package index stores which holders have which blocks of prompts, and counts how much of a prompt
 // each holder has. A holder is one tier of one engine or store, as a number.
 //

@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * What was taken, what passed by and why, by entry point.
- */
+/* What was taken, what passed by and why, by entry point. */
 #include <fcntl.h>
 #include <inttypes.h>
 #include <stdarg.h>

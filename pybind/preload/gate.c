@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * A copy in its stream. The caller's thread puts two stream memory operations there: a write to the slot's `start`, behind the stream's earlier
+/* A copy in its stream. The caller's thread puts two stream memory operations there: a write to the slot's `start`, behind the stream's earlier
  * work, and a wait for its `end`, ahead of the later. One thread sees the start, has the sidecar copy, and writes the end. Neither needs a
  * multiprocessor, and the caller waits for nothing. That thread never calls the driver, whose calls can block behind one of the program's that waits
  * for the stream.

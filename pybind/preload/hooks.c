@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * The driver's entry points, under the names that it exports, and the ways in which a process looks them up: linked, by dlsym, by
+/* The driver's entry points, under the names that it exports, and the ways in which a process looks them up: linked, by dlsym, by
  * cuGetProcAddress. The runtime library takes the last two.
  */
 #include <dlfcn.h>

@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * The memory that the sidecar has. Pinned host memory that the driver allocates cannot be mapped by another process, so large allocations come from
+/* The memory that the sidecar has. Pinned host memory that the driver allocates cannot be mapped by another process, so large allocations come from
  * memory files here, which the driver pins. An allocation of a GPU is shared at its first copy.
  *
  * The sidecar's mapping outlives the allocation, and the next one may have the same address. So an entry holds the driver's id of its allocation,

@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * preload.h: libkvspray_preload.so, for LD_PRELOAD. It takes large copies between pinned host memory and a GPU out of a process that has no
+/* preload.h: libkvspray_preload.so, for LD_PRELOAD. It takes large copies between pinned host memory and a GPU out of a process that has no
  * plug-in, and has the sidecar make them.
  *
  *   hooks.c   the driver's entry points under their own names, and the look-ups that lead to them

@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * Admission queries of a scheduler (AWAIT) with their answers, and its cancellations before a lease (DECLINE).
- */
+/* Admission queries of a scheduler (AWAIT) with their answers, and its cancellations before a lease (DECLINE). */
 #include <errno.h>
 #include <stdlib.h>
 

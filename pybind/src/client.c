@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * The client's life and its status.
- */
+/* The client's life and its status. */
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdio.h>

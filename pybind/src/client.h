@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * client.h: the client, as its files see it.
+/* client.h: the client, as its files see it.
  *
  * Its files; each calls only those above it in this list (and ring.c, msgpack.c, system.c):
  *

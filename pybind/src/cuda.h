@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * cuda.h: the CUDA driver, opened at run time. Nothing here makes or enters a context.
- */
+/* cuda.h: the CUDA driver, opened at run time. Nothing here makes or enters a context. */
 #ifndef KVSPRAY_CUDA_H
 #define KVSPRAY_CUDA_H
 

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-//
 // The shim's kernels for flags of captured graphs. internal/sys/cuda/kernels/generate.py makes flag_ptx.h of it.
 
 typedef unsigned long long u64;

@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * The flags memory of the board: layer flags, which the engine writes, and load flags, which the sidecar writes.
- */
+/* The flags memory of the board: layer flags, which the engine writes, and load flags, which the sidecar writes. */
 #include <stdlib.h>
 #include <unistd.h>
 

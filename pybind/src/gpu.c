@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * Signals by the GPU itself: layer flags that a stream or a captured graph sets, load flags that a stream waits for.
+/* Signals by the GPU itself: layer flags that a stream or a captured graph sets, load flags that a stream waits for.
  *
  * libcuda is opened at run time and used in the engine's own context; without it the rest of the library works.
  *

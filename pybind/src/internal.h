@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * internal.h: what files without a client use: msgpack.c and system.c. Nothing here is exported.
- */
+/* internal.h: what files without a client use: msgpack.c and system.c. Nothing here is exported. */
 #ifndef KVSPRAY_INTERNAL_H
 #define KVSPRAY_INTERNAL_H
 

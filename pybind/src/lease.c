@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * The release rule, and the engine's calls on leases. client.h describes what holds a lease.
- */
+/* The release rule, and the engine's calls on leases. client.h describes what holds a lease. */
 #include <stdlib.h>
 
 #include "client.h"

@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * The background thread: it connects, watches deadlines and the sidecar processes, and sends what waits for the socket.
- */
+/* The background thread: it connects, watches deadlines and the sidecar processes, and sends what waits for the socket. */
 #include <limits.h>
 #include <poll.h>
 #include <sys/prctl.h>

@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * The regions that a client lends to the sidecar, and the packets that pass them. Regions of kvs_start stay as long as the client and have the
+/* The regions that a client lends to the sidecar, and the packets that pass them. Regions of kvs_start stay as long as the client and have the
  * numbers from 0 on; others come and go, and no number is used twice. Each session gets all of them, with the same numbers.
  */
 #include <errno.h>

@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * Messages on the socket (docs/protocol.md section 1): their bodies, and the packets that carry them.
- */
+/* Messages on the socket (docs/protocol.md section 1): their bodies, and the packets that carry them. */
 #include <errno.h>
 #include <sys/socket.h>
 

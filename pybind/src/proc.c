@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * Sidecar processes that may still access blocks of open leases. A pidfd proves that one has exited; an end of file does not.
- */
+/* Sidecar processes that may still access blocks of open leases. A pidfd proves that one has exited; an end of file does not. */
 #include <errno.h>
 
 #include "client.h"

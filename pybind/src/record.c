@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * Records of leases in the submission ring and in the completion ring. The sidecar writes the latter: a record is copied and
+/* Records of leases in the submission ring and in the completion ring. The sidecar writes the latter: a record is copied and
  * checked before it is used.
  */
 #include <stdlib.h>

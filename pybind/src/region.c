@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * The memory of an engine that the sidecar may reach: regions.
- */
+/* The memory of an engine that the sidecar may reach: regions. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>

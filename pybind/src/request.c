@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * Requests and their answers: about the pages of the store (OPEN, EXISTS, REMOVE), whose bodies are the caller's, and DROP_REGIONS. The end of
+/* Requests and their answers: about the pages of the store (OPEN, EXISTS, REMOVE), whose bodies are the caller's, and DROP_REGIONS. The end of
  * pins (UNPIN) and of namespaces (CLOSE).
  */
 #include <errno.h>

@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * The rings of board.h. The other side's words are read once with acquire and checked against private copies of
+/* The rings of board.h. The other side's words are read once with acquire and checked against private copies of
  * this side's words. A record is copied before it is checked and used.
  */
 #include <string.h>

@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * One connection to a sidecar: HELLO, REGISTER and their answers, and its end. Leases outlive connections.
- */
+/* One connection to a sidecar: HELLO, REGISTER and their answers, and its end. Leases outlive connections. */
 #include <errno.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>

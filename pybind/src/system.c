@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * Time, threads, shared memory, and the proof that a process has ended.
- */
+/* Time, threads, shared memory, and the proof that a process has ended. */
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>

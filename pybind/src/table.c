@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * The table of leases: open ones, and those whose end the engine has not fetched.
- */
+/* The table of leases: open ones, and those whose end the engine has not fetched. */
 #include <stdlib.h>
 
 #include "client.h"

@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * What every file of the client uses: its log, its errors, its wake-ups, and the generation of forks.
- */
+/* What every file of the client uses: its log, its errors, its wake-ups, and the generation of forks. */
 #include <stdarg.h>
 #include <stdio.h>
 

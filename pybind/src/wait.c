@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * Waits for completions.
- */
+/* Waits for completions. */
 #include <limits.h>
 #include <poll.h>
 #include <sched.h>

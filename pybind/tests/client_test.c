@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * client_test: one client used by several threads at once, against a sidecar that dies after every few thousand records and
+/* client_test: one client used by several threads at once, against a sidecar that dies after every few thousand records and
  * is started again by a supervisor. Each lease completes exactly once. Meant for the thread and the address sanitizer (leaks).
  *
  *   client_test SOCKET LEASES

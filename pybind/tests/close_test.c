@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * close_test: a client and the users of its flags on a GPU, closed in any order. Meant for the
+/* close_test: a client and the users of its flags on a GPU, closed in any order. Meant for the
  * sanitizers.
  *
  *   close_test ROUNDS      KVSPRAY_LIBCUDA names the fake driver

@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * A CUDA driver without a GPU: it keeps what was enqueued on which stream, knows captures and their branches, and fails a call on
+/* A CUDA driver without a GPU: it keeps what was enqueued on which stream, knows captures and their branches, and fails a call on
  * demand. KVSPRAY_LIBCUDA names it to the library, ctypes loads it too and reads the record.
  *
  * A capture holds what real ones hold us to: a stream joins it by waiting for an event that was recorded inside it, and the end fails

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A sidecar's engine side in plain Python, for the shim's tests: a second, independent reading of docs/protocol.md and board.h.
 
 Run as `fake_sidecar.py OPTIONS_JSON`. Commands come as JSON lines on stdin, events go as JSON lines to stdout.

@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * A gate before each call in which the library could wait or take its time, linked in by --wrap. A thread that is armed says at the gate that
+/* A gate before each call in which the library could wait or take its time, linked in by --wrap. A thread that is armed says at the gate that
  * it is there and goes on when somebody lets it. In a test that is another Python thread: an armed call that holds the interpreter's lock is
  * stuck, however fast or busy the machine is.
  */

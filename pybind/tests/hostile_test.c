@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * Bytes of a sidecar that is broken or hostile: messages with changed bytes and lengths, and rings whose shared words and data change at any time.
+/* Bytes of a sidecar that is broken or hostile: messages with changed bytes and lengths, and rings whose shared words and data change at any time.
  * The sanitizers see an access outside of a message or a ring.
  */
 #include <stdio.h>

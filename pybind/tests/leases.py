@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What tests of the clients share: records of leases."""
 
 from __future__ import annotations

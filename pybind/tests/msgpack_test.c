@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * msgpack_test: the bounded reader against every prefix and random damage of a body that has all types in it, and the writer
+/* msgpack_test: the bounded reader against every prefix and random damage of a body that has all types in it, and the writer
  * against the reader. Inputs are heap copies of their exact size, so that a sanitizer sees a read behind them.
  */
 #include <stdio.h>

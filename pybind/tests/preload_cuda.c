@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * A libcuda.so.1 whose streams really run: each is a thread that executes copies, host functions, stream memory operations and waits, in order, while
+/* A libcuda.so.1 whose streams really run: each is a thread that executes copies, host functions, stream memory operations and waits, in order, while
  * the others go on. A call that frees memory waits for all of them, and the calls of other threads wait for it. The legacy default stream waits for the blocking streams and they for it. A capture records, and runs when its graph is launched.
  *
  * Memory of the GPU is a memory file. A new allocation gets the address of an old one where it can: what still has the old file, reads or writes

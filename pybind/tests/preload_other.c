@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * Another library for LD_PRELOAD that defines a function of the driver, and passes the call on to the next library.
- */
+/* Another library for LD_PRELOAD that defines a function of the driver, and passes the call on to the next library. */
 #include <dlfcn.h>
 #include <stddef.h>
 

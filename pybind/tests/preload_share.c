@@ -1,7 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * Linked in by --wrap: memory of the fake GPU goes to a sidecar without one as what it is, a memory file.
- */
+/* Linked in by --wrap: memory of the fake GPU goes to a sidecar without one as what it is, a memory file. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>

@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * A program that uses the driver, for runs with the preload and without.
+/* A program that uses the driver, for runs with the preload and without.
  *
  *   preload_test random SEED OPS    copies, kernels, events, captures, errors on eight streams; every byte is computed here as well
  *   preload_test threads SEED OPS   the same in four threads at once, without captures

@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * Regions where the kernel does not do as it is asked: the answers of madvise and clone are given by a seccomp filter.
+/* Regions where the kernel does not do as it is asked: the answers of madvise and clone are given by a seccomp filter.
  *
  *   region_test old      no MADV_POPULATE_WRITE: the memory is there all the same
  *   region_test full     no memory: an error, and nothing is left behind

@@ -1,4 +1,3 @@
-/* SPDX-License-Identifier: Apache-2.0 */
 /* A check of a test in C: one that fails names its line, its text and errno, and ends the process. */
 #ifndef KVS_REQUIRE_H
 #define KVS_REQUIRE_H

@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * ring_litmus: the rings under load, between threads (heap memory, so that a thread sanitizer sees it), between processes
+/* ring_litmus: the rings under load, between threads (heap memory, so that a thread sanitizer sees it), between processes
  * (memfd), and one end of either for a test in another language.
  *
  *   ring_litmus threads N BYTES    N records through a ring of BYTES on the heap, producer and consumer in two threads

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Digests of checkpoints: what differs has another, what is the same has the same, and damaged files are named."""
 
 from __future__ import annotations

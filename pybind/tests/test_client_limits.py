@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Clients at their limits: full and broken rings, malformed packets, logs, arguments, schedulers."""
 
 from __future__ import annotations

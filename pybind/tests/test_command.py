@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The command kvspray of the package, and the versions of its wheels."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Copies between regions: what the client says of them to a fake sidecar, and what a real one does."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The end of a client, and of programs that have one, while other threads use it."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """No call of the library holds the interpreter's lock where it could wait or take its time. Each is tried with a library that stops before every
 lock, sleep and larger system call until another Python thread lets it go on: one that holds the lock stays there, on any machine. What a
 GPU's driver does is in test_gpu.py."""

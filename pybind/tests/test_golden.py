@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The vectors that the Go and the Python side share: both decode each one, and encode its value to the same bytes."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Signals by the GPU on a driver that only keeps the record: what is enqueued, on which stream, inside and outside captures."""
 
 from __future__ import annotations

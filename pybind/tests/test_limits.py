@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Limits on memory, from files of other machines. internal/sys/limits has the same cases."""
 
 from __future__ import annotations

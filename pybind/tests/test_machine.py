@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What benchmark results say of where they come from."""
 
 import os

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Headers of safetensors files that are wrong are refused by name, and pieces cover each byte of each tensor once."""
 
 from __future__ import annotations

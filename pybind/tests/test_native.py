@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The C tests, each under the sanitizers that see something in it, and the whole client suite's core under AddressSanitizer."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The identity that engines of several kinds share: what makes it another one, and what has none."""
 
 from __future__ import annotations

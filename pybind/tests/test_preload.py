@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The preload beside a real sidecar, in programs on a driver whose streams are threads (preload_cuda.c)."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Regions: parts of one file, more of them than a packet has descriptors, and those that come and go."""
 
 from __future__ import annotations

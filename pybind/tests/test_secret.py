@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Tenants' secrets: where they come from, and the keys of pages under them."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A traceparent that an engine passes on leads to spans of both sidecars; without one there are none."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Pages of the store: a real sidecar, and sessions that end."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The C client hears sidecars of an invented older and a newer version: the very bytes of the shared vectors.
 
 What is missing has its default, what is new is passed over, and the session works.

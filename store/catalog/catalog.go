@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package catalog is what one tier holds: its index, its policy and the pins of its pages. The tier
 // decides what an entry's Loc means, and locks: no method locks, and all of them need the tier's
 // lock.

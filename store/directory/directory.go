@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package directory has the interface between a store and what remembers which nodes hold which
 // pages. Packages embedded and redis implement it.
 //

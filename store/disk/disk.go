@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package disk is the store's tier on files and block devices: pages in a log of segments.
 //
 // Each device has its own log. Pages are appended in groups: one block that describes up to 52
@@ -176,8 +174,7 @@ func Open(c Config) (*Tier, error) {
 		switch {
 		case !o.fresh:
 		case d.Size < segmentsAt+minSegments*int64(minSegmentBlocks)*block:
-			return fail(d.Path, fmt.Errorf("size %d: less than the smallest store; raise it",
-				d.Size))
+			return fail(d.Path, fmt.Errorf("size %d: less than the smallest store; raise it", d.Size))
 		default:
 			if o.have, err = f.grow(d.Size, size); err != nil {
 				return fail(d.Path, err)

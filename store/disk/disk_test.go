@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package disk
 
 import (
@@ -280,8 +278,7 @@ func TestDiskErrors(t *testing.T) {
 			}
 		}
 		if got, err := load(tier, 0, 20, 30); len(got) != 10 {
-			t.Errorf("%s: the disk is well, and %d of 10 pages are durable: %v", c.name, len(got),
-				err)
+			t.Errorf("%s: the disk is well, and %d of 10 pages are durable: %v", c.name, len(got), err)
 		}
 		had := listed(tier, 0, 30)
 		_ = tier.Close()

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package disk
 
 import (
@@ -135,8 +133,7 @@ func (o *osFile) WriteAt(bufs [][]byte, off int64) error {
 }
 
 func (o *osFile) Sync() error {
-	return os.NewSyscallError("fdatasync",
-		unix.Fdatasync(int(o.f.Fd())))
+	return os.NewSyscallError("fdatasync", unix.Fdatasync(int(o.f.Fd())))
 }
 
 func (o *osFile) Close() error { return o.f.Close() }

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package disk
 
 import (
@@ -44,8 +42,7 @@ func TestTableRoundTrip(t *testing.T) {
 			func() (*table, error) { return parse(b, fuzzStore, 3-tab.kind, tab.seq, 1024) },
 			func() (*table, error) { return parse(b, fuzzStore, tab.kind, tab.seq+1, 1024) },
 			func() (*table, error) {
-				return parse(b[:len(b)-101], fuzzStore, tab.kind, tab.seq,
-					1024)
+				return parse(b[:len(b)-101], fuzzStore, tab.kind, tab.seq, 1024)
 			},
 		} {
 			if _, err := other(); err == nil {

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package disk
 
 import (
@@ -118,8 +116,7 @@ func (t *Tier) Write(id uint16, records []Record, wanted func() bool) []error {
 		}
 		// A bit may have flipped in memory, too.
 		if mem.CRC32C(0, records[i].Data[:o.pageBytes]) != records[i].CRC {
-			errs[i] = fmt.Errorf("store.disk: page %s changed in memory: %w", records[i].Key,
-				ErrDamaged)
+			errs[i] = fmt.Errorf("store.disk: page %s changed in memory: %w", records[i].Key, ErrDamaged)
 		}
 	}
 	l.mu.Lock()

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package evict decides which page a tier gives up. It is pure: nodes are numbers, time is an
 // argument, and the memory for its links is lent by the tier.
 //

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package index is the table of the pages that one tier holds: key to node, off Go's heap.
 //
 // Invariants: a key has at most one node; a node's number is reused only after Delete; node 0 is

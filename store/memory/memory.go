@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package memory is the store's first tier: pages in slabs of one sealed memfd, which can be passed
 // to engines of this host and pinned once for all transports.
 //

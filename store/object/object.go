@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package object is the store's tier on an object store, such as S3: pages packed into immutable
 // objects of DefaultObjectBytes or so.
 //

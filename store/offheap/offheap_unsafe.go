@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package offheap owns arrays outside Go's heap: those that are too large for the garbage collector
 // to count, and buffers that O_DIRECT reads into.
 //

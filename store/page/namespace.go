@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package page
 
 import (
@@ -79,8 +77,7 @@ func Algorithms() []string { return slices.Sorted(maps.Keys(algorithms)) }
 type FieldError struct{ Field, Value, Problem, Remedy string }
 
 func (e *FieldError) Error() string {
-	return fmt.Sprintf("store: namespace field %s = %q: %s; %s", e.Field, e.Value, e.Problem,
-		e.Remedy)
+	return fmt.Sprintf("store: namespace field %s = %q: %s; %s", e.Field, e.Value, e.Problem, e.Remedy)
 }
 
 // ErrHashes marks an engine whose hashes cannot agree with those of another process.

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package page owns the names of what the store holds: pages, their namespaces and their keys.
 //
 // A page is the KV cache of a fixed number of tokens on one rank of an engine. Its key is a hash of

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package removal is what a node knows of the removals of namespaces in the whole cluster.
 //
 // A removal has a stamp, and of two removals of one namespace the one with the higher stamp is the

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package trace makes conversations as a store sees them: requests, each a list of pages of which
 // the first ones have been seen before. It is pure; one seed gives one trace.
 //

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Runs the shell blocks of the getting-started pages, in their order, as a reader of the page would.
 
 A comment before a block, which no reader sees, says how it runs:

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Fixtures of the end-to-end tests: one import of vLLM, then forked engines and real sidecars."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Real vLLM engines as forked children of one process that has imported vLLM once.
 
 Each child runs one engine in its own process, without vLLM's extra processes, and steps it as long as it has work: requests

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Prompts of many shapes, for a model with 1,024 token ids and blocks of 32 tokens."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Layers of linear attention as vLLM has them, without a model: their states' shapes and the views of them, which channels and heads a
 rank has, the kernels that write a state and read it, and where vLLM looks for the one of a request.
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Requests that a decode engine gives up before it has loaded them: the prefill engine hears of it at once, and does not keep its blocks until it has
 waited long enough for a partner."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """No sidecar when the engines start: they serve as if alone, and transfers work once it is there, without a restart."""
 
 from __future__ import annotations

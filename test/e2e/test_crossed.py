@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode at once, in opposite orders, by engines whose pools hold two of the prompts: each side would hold blocks for what the other
 has not begun, and wait for its deadline. They do not: decode takes blocks only for what prefill has admitted."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What the demonstration and its set-up do when they are not let through to their end; no engine starts."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """SIGTERM while transfers are under way: those that can end do, and those that cannot are failed and fenced in bounded time."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The router's index of vLLM's KV events: real API servers with small caches behind `kvspray proxy`. What the router predicts is compared with
 what the engines found in their prefix caches, while blocks are evicted; the index is whole again after a restart of the router, and empty
 after one of an engine."""

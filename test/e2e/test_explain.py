@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """`kvspray layout explain` reads a config.json that has no layer_types as the transformers library does, whose own configs are the reference."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Whatever dies, stops or is cut: no wrong token, no request past its deadline and grace, the surviving engine serves on, its
 blocks come back, and once the part is back transfers work again without a restart of the engine."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A model whose layers do not all see the whole prompt: vLLM keeps several cache groups with block tables of their own over the same
 memory, and takes back blocks that a sliding window has left. Tokens equal a plain engine's, and of each window only the end moves.
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """`kvspray load`: other weights for an engine that sleeps. Its tokens are then those of an engine that was started with them, and what fails serves nothing."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A KV cache that vLLM allocated itself: the sidecar reaches it through the process, and the tokens are the same."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """kvspray under vLLM's MultiConnector, beside vLLM's OffloadingConnector, whose copies run on a
 medium of the rig's own here: vLLM's own run on CUDA streams alone."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Weights that come from another node's sidecar: every byte, or a clear error."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A real engine whose blocks go to host memory and come back by copies of the sidecar: tokens equal to a plain engine's, also while the
 sidecar is killed and stopped."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The offloading worker beside a real sidecar, without an engine: more jobs than the sidecar takes at a time, and a sidecar that hangs."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A policy of the router beside failures: the holder of a prompt's cache is killed (kill -9) while requests are placed there. No client sees an
 error, and every answer is that of a plain engine. KVSPRAY_HOLDER_KILLS: how often the holder's sidecar is killed with requests under way; from
 100 on the holder itself is killed five times."""

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Prefill and decode engines that are not alike: other block sizes, other tensor parallelism. Their tokens equal a plain engine's, and
 nothing that should have moved was computed again. (Pipeline stages are in test_hybrid.py.)
 

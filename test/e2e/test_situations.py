@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Situations in which other connectors have failed: aborts while a load waits, also below MultiConnector, and a prefill engine that restarts between
 its answer and the decode. Each time the engines serve on, with the tokens of an engine alone, and hold no block."""
 

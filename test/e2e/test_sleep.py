@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Sleep and wake-up by a real sidecar, which is killed and stopped meanwhile. Memory of this process stands for the GPU's: it is
 unmapped and mapped again at the same addresses, so that a late copy would be seen."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Speculative decoding on both engines: tokens are those of a plain engine, and the layers of a
 draft move with the model's.
 

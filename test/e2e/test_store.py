@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Real engines that use the store of their node: tokens equal to a plain engine's, hits of what another engine has computed, and nothing held
 afterwards; also with preemption, aborts, a sidecar that restarts, a store that is too small, and beside transfers."""
 

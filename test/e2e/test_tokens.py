@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Greedy tokens of a prefill/decode pair equal those of a plain engine, and nothing that should have moved was recomputed."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Real tensors, made and filled by vLLM's own code, moved by real sidecars, and read back by vLLM's own indexing.
 
 Nothing here computes an offset: views come from create_kv_cache_views, the CPU backend's pages from its own kernel, and what is

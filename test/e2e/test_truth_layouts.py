@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Caches of GPU engines, grouped, allocated and shaped by vLLM's own code, described by the
 connector's, moved by real sidecars, and compared to the last byte with what the engine would have
 written there.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The quantised and compressed caches of vLLM, in views that its own specs and create_kv_cache_views make, moved by real sidecars, and
 compared to the last byte with what the engine would have written there.
 

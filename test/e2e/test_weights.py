@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Weights that are replaced while engines live: KV of the old ones is never taken for KV of the new ones."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Copies between an engine's host memory and its GPU by a real sidecar; the engines are processes of their own. About a minute.
 
     copies.py [--kvspray F] [--gpus 0,1,...] [--gib N] [--set KEY=VALUE] [--json F]

@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# SPDX-License-Identifier: Apache-2.0
-#
 # The part of run.sh that is about copies and the table of GPUs, in two minutes: the table measured under load, copies by a real sidecar that
 # uses it (TABLE=off: what is built in), and the ceilings. Needs what run.sh needs; results go to $OUT.
 set -euo pipefail

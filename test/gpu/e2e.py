@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Two engines with their caches on GPUs, two real sidecars between them; the engines are processes of their own.
 
     e2e.py [--gpus 0,1] [--rounds N] [--part content|kill|rate|layers|slow|first] [--json F]

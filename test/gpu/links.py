@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Transfers between an engine whose cache lies in host memory and one whose cache lies on a GPU, by two real sidecars over shm, with one PCIe
 link and with those of every GPU named. About a minute.
 

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Copies of torch between pinned memory and a GPU, taken by the preload for a real sidecar, beside the same program without it. Two minutes.
 
     preload.py [--kvspray F] [--set KEY=VALUE] [--json F]

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What the scripts of this folder share: real sidecars, and engines in processes of their own."""
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# SPDX-License-Identifier: Apache-2.0
-#
 # What needs a GPU, on a host that has a driver, python3 with torch, and nothing else. `make gpu-bin` builds what it runs, ahead and
 # elsewhere, into .build/gpu. Results go to the folder $OUT (default .build/gpu/out).
 set -euo pipefail

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Signals by the GPU, on a GPU: needs an NVIDIA driver, torch and the package kvspray, and nothing else.
 
 A model of 32 layers writes a page of each layer's cache per step. It runs eagerly and as full CUDA graphs of several batch sizes

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The tests run in a network namespace of their own, in which a rail can lose its link."""
 
 from __future__ import annotations

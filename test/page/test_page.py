@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The sidecar's page in a real browser, beside real transfers: what it shows, and that anyone can use it."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Two sidecars with two rails each, and engines without a model that exchange blocks through them."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The processes of a pod, each a program of its own that test/pods/kubelet.py starts.
 
     container.py pause NAME       holds a pod's namespaces and collects its orphans

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """One node without Kubernetes: it runs pods from their specs, in namespaces of their own, with what a kubelet does for them.
 
 Done as Kubernetes does it: the pod's network, its IPC and, with shareProcessNamespace, its processes are shared; each container has a

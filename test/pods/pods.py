@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Runs the pods of the Helm chart on this host, without Kubernetes, and rolls, kills and drains them under load.
 
 The chart is rendered with test/pods/values.yaml: one prefill engine, two decode engines, a sidecar in the pod of each, two routers. The

@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# SPDX-License-Identifier: Apache-2.0
-#
 # abi.sh DIR: compares what internal/sys/verbs/abi.h restates with rdma-core's own header, at compile time.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# SPDX-License-Identifier: Apache-2.0
-#
 # exec.sh BINARY ARGUMENT...: for `go test -exec`: runs a test binary in a guest of its own. RDMA_DIR is where fetch.sh put the
 # guest, RAILS how many rails it has. Variables KVSPRAY_* are passed on.
 set -euo pipefail

@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# SPDX-License-Identifier: Apache-2.0
-#
 # fetch.sh DIR: what a guest with soft-RoCE is made of, from the distribution's own archive, unpacked below DIR and never
 # installed. QEMU alone is installed, where it is missing and the user may.
 #

@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# SPDX-License-Identifier: Apache-2.0
-#
 # initramfs.sh DIR: packs DIR/initrd.cpio from what fetch.sh unpacked and from this machine's iproute2 and C library, and unpacks
 # the kernel. Neither is compressed: emulated processors take seconds to unpack what this one unpacks once.
 set -euo pipefail

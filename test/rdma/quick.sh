@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# SPDX-License-Identifier: Apache-2.0
-#
 # quick.sh [prepare]: the part of `make test` that needs real queue pairs, in two guests one after the other. The backend: the contract
 # suite with each layout once, a key of another peer's, and late writes that the wire holds back, once after a cancel and once after a success,
 # with their control run. Two sidecars: 64 MiB over four rails, once for each way in which a rail can fail. prepare only fetches the guest, which

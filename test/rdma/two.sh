@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# SPDX-License-Identifier: Apache-2.0
-#
 # two.sh BINARY ARGUMENT...: runs a test binary in two guests at once, as two hosts that RAILS network cards join. Each sees its
 # number in KVSPRAY_RDMA_NODE (1 or 2), and a folder that both share in KVSPRAY_RDMA_SHARE. Ends with success if both do; where one
 # ends without a status, as by a crash of its kernel, the other one is ended.

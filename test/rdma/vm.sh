@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# SPDX-License-Identifier: Apache-2.0
-#
 # vm.sh DIR SHARE SCRIPT [KERNEL-ARGUMENT...]: boots a guest that sees the folder SHARE as /mnt and runs SCRIPT there. Shows
 # its console, and ends with the script's status; 124: it was not through in time; 125: it ended by itself, and where its kernel
 # crashed the last line says so. GUEST_NET adds devices, GUEST_MEM (MiB), GUEST_CPUS and GUEST_TIMEOUT (s) bound it,

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """How fast `kvspray load` reads weights, beside plain reads of the same files and vLLM's own reload: python test/rig/bench_load.py --engine --peer
 
 The ways take turns, so that a busy machine is equally busy for all. "cold": the files are not in the page cache.

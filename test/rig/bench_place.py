@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Placement policies with real engines: three vLLM servers that prefill and decode, a sidecar each, and the router.
 
 Each engine's sidecar has a rail of its own, on which the kernel (tc) shapes what arrives, in a network namespace of the benchmark. For each rate,

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """SGLang's own CPU servers with kvspray beside its other backends, in turns. `make bench-sglang`, or: bench_sglang.py hicache|pd [options]
 
 hicache: conversations of several turns, as in SGLang's bench_multiturn, on one server for each storage backend. The caches of the server hold a

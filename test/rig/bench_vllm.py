@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """D's latency with kvspray and with vLLM's own NixlConnector: the same engines, prompts and router, alternated.
 
 Two prefill/decode pairs of real vLLM engines run side by side, one with each connector. A prompt goes to P, P's

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Clients of a router that send random prompts, and of which some go away before their answer."""
 
 from __future__ import annotations

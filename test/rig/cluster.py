@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Processes of a small cluster on loopback: sidecars with their configuration, ports, signals and what they report."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Makes empty CUDA libraries beside torch's own, so that a CUDA build of torch loads where only a CPU is used.
 
 Each has the name that torch asks for, and every symbol that torch's libraries leave undefined for it, under the symbol

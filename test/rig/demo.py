@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """The demonstration: prefill on one vLLM, decode on another, two sidecars move the KV cache between them.
 
 It starts two sidecars, a prefill engine, a decode engine, a plain engine and the proxy (once per dispatch mode) as separate

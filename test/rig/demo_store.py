@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """The demonstration of the store: conversations of several turns on nodes of one sidecar and one real vLLM engine each.
 
 Every turn sends the whole conversation so far. An engine's cache holds little more than one conversation, so the turns of

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Makes the environment with a real vLLM on a CPU: one virtual environment, pinned, without GPU packages, with kvspray's Python
 packages from this checkout and a tiny random model. A second run finds everything and does nothing.
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What an engine needs of the host that it runs on: CPU engines of `make env`, or CUDA engines that test/gpu/engines/unpack.py unpacked."""
 
 from __future__ import annotations

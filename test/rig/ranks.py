@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Workers without engines: memory that sidecars can reach, what is registered of it, and prompts that move between two sets of them.
 
 For tests that fill an engine's own tensors and look what became of them elsewhere.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Keeps the files that processes have mapped in memory.
 
 An engine maps over a gigabyte of libraries and touches little of it between two requests. A kernel that reclaims what is cold

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """vLLM's own API server, and kvspray's proxy, as processes of their own; and a client that streams."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Starts SGLang servers as forks of one process that has imported SGLang once: an import takes each of a server's three processes 20
 processor seconds otherwise. Reads {"args", "env", "log"} as a line of JSON, and writes the server's pid. A server is in a group of its own.
 """

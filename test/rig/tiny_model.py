@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Writes a tiny random model and a tokenizer of its own: nothing is downloaded. usage: tiny_model.py DIR [llama|gemma3]
 
 The weights are scaled so that greedy outputs vary with every token of the prompt: equal outputs then mean equal caches.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Finds the functions of an engine's sources that write parameters of a model in place."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Rates of SGLang's storage backend beside those of the C library's own calls: puts and gets of
 whole batches, as SGLang's controller asks for them, between SGLang's host pool and a sidecar's
 store. Both take turns on the same pages and the same session. `make bench-sglang` runs it.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Before any test module: Triton looks at this when it is imported, and SGLang imports it."""
 
 import os

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A vLLM and an SGLang on a CPU, a sidecar beside each, and the bridge that makes a pair of them:
 one prefills, the other decodes."""
 

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """The demonstration with SGLang: a prefill and a decode server behind SGLang's own router; their sidecars move the KV cache.
 Prefill's HiCache keeps pages in its sidecar's store, which has memory and a disk.
 

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """The demonstration of one pair of two kinds of engines: vLLM prefills and SGLang decodes, then the reverse.
 
 Each prompt goes to vLLM alone first, then to the pair. The exit status is 0 only if all tokens are equal, each prompt has moved

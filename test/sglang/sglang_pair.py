@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """SGLang's prefill and decode servers, a sidecar beside each, and SGLang's own router."""
 
 from __future__ import annotations

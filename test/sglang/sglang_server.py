@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """SGLang's own server, as a process of its own, on a CPU or a GPU."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """SGLang for an hour: prefill with HiCache on the sidecar's store, decode, and random aborts.
 
 Clients send prompts, a fifth of them repeated, to the pair and to a plain server. They give up a

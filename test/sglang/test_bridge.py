@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The bridge between engines of the test: what it sends to each, and what it does when one fails."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Requests between SGLang and another kind of engine: the transfer is named by SGLang's own prompt,
 decode's metadata rows are made of one token, and what another engine does not have is refused.
 SGLang's own classes, with a session of the test.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """vLLM's and SGLang's own servers on a CPU as one pair, in both directions: tokens equal those of
 one plain engine, both sidecars see equal pages, and what differs is refused by name. A sidecar that
 dies costs an error, or a prompt that is computed again, and never a wrong answer.

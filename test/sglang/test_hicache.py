@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The storage backend with SGLang's own classes, its host pools and its HiCache controller, and a
 real sidecar. make test-sglang runs it on a CPU.
 """

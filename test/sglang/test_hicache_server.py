@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """SGLang's own server on a CPU with HiCache on our store: a conversation whose prompts come back
 from the store has the tokens of a server without it, also while the sidecar dies. The sidecar
 makes the loads, too.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Loads from SGLang's host pools by a real sidecar, with SGLang's own controller and
 transfer engine. On a CPU a layer is waited for by the thread; test/gpu/engines/sglang_loads.py has
 the same on a GPU.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Missing parts are copied, and nothing else: by PyTorch, and by the kernel in Triton's
 interpreter."""
 

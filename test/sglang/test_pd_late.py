@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Attacks with late writes: decode gives a request up while a real sidecar writes to its pages,
 and uses the pages again as soon as the backend allows it. No byte may change after that.
 """

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The rooms of the transfer backend: what each side does with messages that are late, damaged or
 of another request, and when pages are given back. SGLang's own classes, with a session of the test.
 """

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """SGLang's own prefill and decode servers on a CPU behind its own router, with kvspray as the
 transfer backend: tokens equal those of one plain server, while prompts are given up and pages are
 used again, and while sidecars and servers die, stop and fail.

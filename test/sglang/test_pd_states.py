@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Requests with more than pages: sliding windows, DSA's indexer, recurrent states. The pools are
 SGLang's own, both sides of the backend exchange messages, and real sidecars move the bytes. Every
 byte of decode's pools is compared afterwards.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """SGLang's own memory pools, made and filled by its own code on a CPU, moved by real sidecars, and compared with what its code would
 have written there. Device pools (K and V apart, in bf16 and fp8, MLA, the indexer of DSA, the state slots of linear attention) and
 the layouts of its host pools, each against others, with other page sizes and other tensor parallelism.

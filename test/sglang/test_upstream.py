@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """SGLang's own tests, fetched at fixed commits and not changed. Its end-to-end test of storage
 backends runs with our backend, by the two methods that its base class names for that. Its unit tests
 of host pools, of HiCache and of prefill/decode run with our plug-in loaded. The fixtures of its

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Every method of SGLang that writes parameters ends the name of the weights. Its sources have no
 other."""
 

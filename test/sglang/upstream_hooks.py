@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A plug-in of pytest, for the process in which test_upstream.py runs SGLang's own tests. They start
 no engine, so nothing there loads SGLang's plug-ins: this loads ours, and gives the host pools the
 memory that they have with our storage backend. With KVSPRAY_UPSTREAM=plain it does neither.

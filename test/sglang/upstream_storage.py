@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """SGLang's own fixtures for its tests of storage backends: they are in its package, so they are those
 of the installed release. Their caches, with SGLang's tree, controller and host pools, store pages and
 fetch them, and they assert what is there. test_upstream.py runs this with KVSPRAY_UPSTREAM_SOCKET for

@@ -41,8 +41,7 @@ type pipe struct {
 
 func bootsInOrder(m map[transfer.Boot]*pipe) []transfer.Boot {
 	return slices.SortedFunc(maps.Keys(m), func(a, b transfer.Boot) int {
-		return bytes.Compare(a[:],
-			b[:])
+		return bytes.Compare(a[:], b[:])
 	})
 }
 

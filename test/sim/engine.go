@@ -81,8 +81,7 @@ func (t *Transfer) word(layer int, i, epoch uint32) uint64 {
 
 func inOrder(all iter.Seq[*lease]) []*lease {
 	return slices.SortedFunc(all, func(a, b *lease) int {
-		return cmp.Or(cmp.Compare(a.t.ID, b.t.ID),
-			cmp.Compare(a.id.ID, b.id.ID))
+		return cmp.Or(cmp.Compare(a.t.ID, b.t.ID), cmp.Compare(a.id.ID, b.id.ID))
 	})
 }
 

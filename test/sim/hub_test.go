@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 //go:build !race
 
 package sim
@@ -90,8 +88,7 @@ func TestMeasureHubLosesAll(t *testing.T) {
 	const quiet = 10 * time.Second
 	h := measured("nothing flows", quiet)
 	if share := float64(h.Sum) / float64(quiet); share > hubIdle {
-		t.Errorf("%.1f%% of a core while nothing flows, want %.0f%% at most", 100*share,
-			100*hubIdle)
+		t.Errorf("%.1f%% of a core while nothing flows, want %.0f%% at most", 100*share, 100*hubIdle)
 	}
 	for _, n := range peers {
 		n.Kill()

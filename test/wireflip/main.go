@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Command wireflip sits on the tcp rails of sidecars and turns one bit of one payload.
 //
 // It copies connections from each -listen to the -target in the same place and follows the frames

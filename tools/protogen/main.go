@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Command protogen compiles protobuf files without protoc: it parses them in process and runs the
 // pinned Go plugins.
 //

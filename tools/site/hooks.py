@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Hooks of MkDocs: README and CHANGELOG are pages of the site, and links from documents to other files of the repository lead there."""
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ var bases = []struct {
 }{
 	{"tcp", func(tb testing.TB) transport.Backend { return newTCP(tb, tcp.Config{}) }},
 	{"tcp crc32c", func(tb testing.TB) transport.Backend {
-		return newTCP(tb,
-			tcp.Config{CRC32C: true})
+		return newTCP(tb, tcp.Config{CRC32C: true})
 	}},
 	{"shm", func(tb testing.TB) transport.Backend {
 		return shm.New(shm.Config{Dir: testutil.ShortDir(tb), Workers: 2})
@@ -195,8 +194,7 @@ func TestContractLate(t *testing.T) {
 				Prob: 0.1, After: time.Millisecond},
 				Rule{Kind: Stuck, Prob: 0.01, After: 3 * time.Millisecond})
 			transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
-				return Wrap(base.make(tb),
-					plan)
+				return Wrap(base.make(tb), plan)
 			})
 			for _, k := range []Kind{Delay, DelayResult, Stuck} {
 				if plan.Injected(k) == 0 {

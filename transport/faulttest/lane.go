@@ -134,8 +134,7 @@ func (l *lane) Move(batch []transport.Slice) error {
 			e.pending = false
 			if l.ended && !e.left {
 				l.b.pump.after(0, func() {
-					l.endAs(id, transfer.NotLanded, transfer.ReasonLaneLost,
-						net.ErrClosed)
+					l.endAs(id, transfer.NotLanded, transfer.ReasonLaneLost, net.ErrClosed)
 				})
 			}
 		}
@@ -328,8 +327,7 @@ func (l *lane) done(res []transport.Result) {
 				l.b.pump.after(e.rule.After, func() { l.pass(id, r) })
 			case e.rule.After > 0:
 				l.b.pump.after(e.rule.After, func() {
-					l.endAs(id, transfer.InDoubt, transfer.ReasonTimeout,
-						ErrInjected)
+					l.endAs(id, transfer.InDoubt, transfer.ReasonTimeout, ErrInjected)
 				})
 			}
 			continue

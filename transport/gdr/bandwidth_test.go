@@ -96,8 +96,7 @@ func TestDeviceBandwidth(t *testing.T) {
 				var again, lost int
 				for range pairs {
 					ib, repeats, err := untilFigure(func() (float64, error) {
-						return writeBW(c.rails, lanes,
-							c.message, bytesEach)
+						return writeBW(c.rails, lanes, c.message, bytesEach)
 					})
 					if err != nil {
 						t.Fatal(err)

@@ -63,8 +63,7 @@ func appendHead(b []byte, h *head) []byte {
 
 // setCells sets the number of cells after the head of frame b.
 func setCells(b []byte) {
-	binary.LittleEndian.PutUint32(b[24:],
-		uint32((len(b)-headBytes)/cellBytes))
+	binary.LittleEndian.PutUint32(b[24:], uint32((len(b)-headBytes)/cellBytes))
 }
 
 // parseHead reads a head from a peer.

@@ -285,8 +285,7 @@ func (b *Backend) Grant(g *transport.Grant) ([]byte, error) {
 // written.
 func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
 	fail := func(err error) error {
-		return fmt.Errorf("gdr: fence of slot %d.%d: %w", g.Slot,
-			g.Gen, err)
+		return fmt.Errorf("gdr: fence of slot %d.%d: %w", g.Slot, g.Gen, err)
 	}
 	// Slices are armed under the guard, so no further one can be armed after this.
 	if err := g.Wait(ctx); err != nil {
@@ -326,8 +325,7 @@ func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
 // CloseOrigin implements transport.Backend.
 func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 	fail := func(err error) error {
-		return fmt.Errorf("gdr: close of origin %d.%d: %w", o.Slot,
-			o.Gen, err)
+		return fmt.Errorf("gdr: close of origin %d.%d: %w", o.Slot, o.Gen, err)
 	}
 	if err := o.Wait(ctx); err != nil {
 		return fail(err)

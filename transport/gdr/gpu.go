@@ -38,8 +38,7 @@ func (e *key) registerGPU(g GPU, remote bool) (err error) {
 	fd, off, err := g.ExportDMABuf(r.Base(), r.Size())
 	if err == nil {
 		err = e.inParts(func(at, n uint64) (verbs.Memory, error) {
-			return e.domain.RegisterDMABuf(fd,
-				off+at, n, remote)
+			return e.domain.RegisterDMABuf(fd, off+at, n, remote)
 		})
 		_ = unix.Close(fd) // the registration keeps the memory
 		if err == nil {

@@ -301,8 +301,7 @@ func testRefusals(t *testing.T, n, each uint64) {
 			o.Source = &m
 		}, transfer.NotLanded, transfer.ReasonDisowned, true},
 		"other length": {func(_ *transport.Origin, g *transport.Grant) {
-			g.Sink = newMemory(t, n-each,
-				each, 3)
+			g.Sink = newMemory(t, n-each, each, 3)
 		}, transfer.Rejected, transfer.ReasonLength, false},
 		"a later attempt holds it": {func(_ *transport.Origin, g *transport.Grant) {
 			var c transport.Claim

@@ -37,8 +37,7 @@ func (e *end) Stop() bool {
 	if !e.stopped {
 		e.stopped = true
 		e.local.host.After(0, func() {
-			e.die(fmt.Errorf("simfabric: lane %d was stopped: %w", e.id,
-				net.ErrClosed))
+			e.die(fmt.Errorf("simfabric: lane %d was stopped: %w", e.id, net.ErrClosed))
 		})
 	}
 	return true
@@ -49,8 +48,7 @@ func (e *end) arrive(fl *flight, idx uint32) {
 	if e.dead || e.stopped {
 		if d, ok := e.signal(); ok {
 			e.remote.host.After(d, func() {
-				fl.e.die(fmt.Errorf("simfabric: the peer's end is gone: %w",
-					net.ErrClosed))
+				fl.e.die(fmt.Errorf("simfabric: the peer's end is gone: %w", net.ErrClosed))
 			})
 		}
 		return

@@ -555,8 +555,7 @@ func TestTrace(t *testing.T) {
 			a := newStation(t, f, byte(i+1), RailSpec{"r", link, nil, nil})
 			newStream(a, b, 0, 8)
 			f.After(f.Jitter(100*time.Millisecond), func() {
-				a.h.Rails()[0].Flap(20*time.Millisecond,
-					150*time.Millisecond)
+				a.h.Rails()[0].Flap(20*time.Millisecond, 150*time.Millisecond)
 			})
 		}
 		f.Run(200*time.Millisecond, nil)

@@ -304,8 +304,7 @@ func unsent(t *testing.T, c *net.TCPConn) uint32 {
 	}
 	var info *unix.TCPInfo
 	cerr := raw.Control(func(fd uintptr) {
-		info, err = unix.GetsockoptTCPInfo(int(fd),
-			unix.IPPROTO_TCP, unix.TCP_INFO)
+		info, err = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
 	})
 	if err := errors.Join(cerr, err); err != nil {
 		t.Fatal(err)

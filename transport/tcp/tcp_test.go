@@ -24,8 +24,7 @@ func factory(cfg Config) transporttest.Factory {
 func TestConformance(t *testing.T) { transporttest.Conformance(t, factory(Config{})) }
 
 func TestConformanceCRC32C(t *testing.T) {
-	transporttest.Conformance(t,
-		factory(Config{CRC32C: true}))
+	transporttest.Conformance(t, factory(Config{CRC32C: true}))
 }
 
 func TestConformanceAEAD(t *testing.T) { transporttest.Conformance(t, factory(Config{AEAD: true})) }

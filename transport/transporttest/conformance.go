@@ -35,8 +35,7 @@ func Conformance(t *testing.T, f Factory) {
 		{"Fence honours its context", testFenceContext},
 		{"Source rewritten after close", func(t *testing.T, f Factory) { testSourceAttack(t, f, true) }},
 		{"Source rewritten after preemption", func(t *testing.T, f Factory) {
-			testSourceAttack(t,
-				f, false)
+			testSourceAttack(t, f, false)
 		}},
 		{"Lanes killed", testKill},
 		{"Close", testClose},

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package delivery has the reliable channel of control frames to one peer process: it numbers,
 // resends, orders and acknowledges frames over the lanes that exist at a time.
 //

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package frame encodes control frames: each is a ControlFrame behind its length. A message longer
 // than a frame is sent as several frames, each with one Fragment of the message.
 //

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package hello has the content of Hello, with which two sidecars identify themselves: the limits
 // of what a peer may announce, the choice of a protocol version, the reasons of a refusal, and the
 // key that both derive from it.

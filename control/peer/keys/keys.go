@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package keys makes, writes, loads and uses the secrets with which sidecars authenticate each
 // other: the cluster key, and certificates.
 //

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package keys
 
 import (
@@ -218,18 +216,15 @@ func TestFiles(t *testing.T) {
 	}
 	for want, f := range map[string]func() error{
 		"keygen node": func() error {
-			_, err := FromFiles(p("a"), p("a-key"), p("ca"),
-				now.Add(year))
+			_, err := FromFiles(p("a"), p("a-key"), p("ca"), now.Add(year))
 			return err
 		},
 		"made together": func() error {
-			_, err := FromFiles(p("a"), p("b-key"), p("ca"),
-				now)
+			_, err := FromFiles(p("a"), p("b-key"), p("ca"), now)
 			return err
 		},
 		"against authority": func() error {
-			_, err := FromFiles(p("a"), p("a-key"), p("other"),
-				now)
+			_, err := FromFiles(p("a"), p("a-key"), p("other"), now)
 			return err
 		},
 		"outlive": func() error {

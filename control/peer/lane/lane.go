@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package lane has one control lane: a proved connection that carries control frames.
 //
 // Invariants: Write never blocks, and frames leave in the order of the calls. The caller's

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package opening has connections between sidecars until both ends have proved themselves: the
 // acceptor of calls and control lanes, and the dialing end of control lanes.
 //

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package rpc has the gRPC connections between sidecars: a server for connections that package
 // opening has accepted and proved, and short-lived connections for calls to peers.
 //

@@ -1,4 +1,3 @@
-{{/* SPDX-License-Identifier: Apache-2.0 */}}
 {{/* The pod of an engine: root, role, and part: "leader" or "worker" of a LeaderWorkerSet, else "". */}}
 {{- define "kvspray.engine" -}}
 {{- $ := .root }}

@@ -1,4 +1,3 @@
-{{/* SPDX-License-Identifier: Apache-2.0 */}}
 {{- define "kvspray.name" -}}
 {{- default .Release.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end }}

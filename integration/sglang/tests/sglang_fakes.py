@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The parts of SGLang that the backend touches, as far as it does, for tests without SGLang.
 test/sglang runs the backend with the real ones.
 """

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A session's reports, with a client that records them."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The storage backend with fakes of SGLang's classes and real sidecars."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Both sides of the connector over a shim that records its calls. No engine, no sidecar."""
 
 from __future__ import annotations

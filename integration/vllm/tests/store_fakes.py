@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A block pool, a store and as much of vLLM's scheduler as the store can see, with blocks that have content: what was computed, from
 which tokens and with which weights."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """LoRA adapters are told apart by what their files hold, as the engine has loaded them."""
 
 from __future__ import annotations

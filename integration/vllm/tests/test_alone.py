@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Hosts on which the memory of a GPU cannot be lent: one line in the engine's log with what is
 wrong and what to do, and an engine that prefills locally if its policy is to recompute."""
 

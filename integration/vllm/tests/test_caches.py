@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What each kind of vLLM's cache is registered as: the strategy by specification and backend,
 the order by the strides of tensors that vLLM's own code makes."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Which vLLM this plug-in was tested with, and what a newer one asks."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A request that no worker will expect KV for is declined, once, by the scheduler's own session; one that a worker has a lease for is not."""
 
 from __future__ import annotations

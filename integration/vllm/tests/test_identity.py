@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What tells two engines' caches apart: each field of the identity changes the fingerprint and is named by `kvspray layout check`, and what a plan
 bridges (tensor and pipeline parallelism, block size) does neither."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """KVSprayConnector under vLLM's own MultiConnector, beside another connector. No engine."""
 
 from __future__ import annotations

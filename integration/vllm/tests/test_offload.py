@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The offloading worker: its pieces of memory, and what becomes of a job whatever the sidecar does."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Each method of vLLM's that ours replaces takes what vLLM's takes."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The portable identity: what vLLM and SGLang both have for one cache, and which engines have none."""
 
 from __future__ import annotations

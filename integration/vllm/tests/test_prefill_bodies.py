@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The router's body for a prefill engine, for each field of vLLM's request classes: what vLLM accepts
 from a client it must accept from the router, or each such request is computed twice."""
 

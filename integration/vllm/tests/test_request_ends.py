@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A request that ends ends all that it has here: a destination, a load, a source. Each by its own name."""
 
 from __future__ import annotations

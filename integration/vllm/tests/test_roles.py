@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """kv_role is kept: a producer receives nothing and a consumer sends nothing, whatever a router asks of them.
 
 vLLM defers the freeing of blocks that a step in flight may still write where kv_role is a consumer's; in those of a producer a load could land under

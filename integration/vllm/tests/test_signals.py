@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The worker's side of a GPU engine, over flags that keep a record: what is enqueued on which stream, and in which order with the
 records that the sidecar reads. No GPU."""
 

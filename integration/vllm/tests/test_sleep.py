@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Sleep and wake-up: what is kept has its bytes again, whatever the sidecar and the GPU do. The GPU's memory is memory of this process."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Pipeline stages of a hybrid that have other kinds of layers: what each registers, of the groups that vLLM gives it."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: F811 (fixtures are imported)
 """Steps and the prefill side of the connector."""
 

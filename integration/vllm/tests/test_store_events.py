@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """KV events about the store, as an index of prefixes reads them."""
 
 from __future__ import annotations

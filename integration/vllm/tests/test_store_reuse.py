@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Attacks on what the store must never have: a page with other content than its hash names. Requests share prefixes, are
 preempted, aborted and aborted while they load, pages go missing, weights change; PUTs read their blocks at any time before they end."""
 

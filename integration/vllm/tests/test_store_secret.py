@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The tenant's secret of the store: where it comes from, and that only the sidecar gets it."""
 
 from __future__ import annotations

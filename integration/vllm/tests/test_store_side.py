@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Loads from the node's store and saves to it, without an engine and without a sidecar."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: F811 (fixtures are imported)
 """The traceparent of a request, from the router or from vLLM, reaches the sidecar; a malformed one does no harm."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """vLLM may take fewer tokens from a connector than it was offered: none, without the end of the prompt, down to a block's boundary. Whatever it takes,
 what it believes loaded holds the prompt's KV afterwards, or is reported as lacking, and no block of anybody else was written.
 

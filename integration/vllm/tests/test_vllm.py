@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What the installed vLLM must have for the connector to be right: names, signatures and shapes."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: F811 (fixtures are imported)
 """How long the two sides wait for each other: holds of a prefill engine, silent loads of a decode engine."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Which name an engine's weights have: of its checkpoint, of a setting, of nobody else once they were replaced."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Weights that change while requests are under way: what was computed with others is not offered."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Every method of vLLM that writes parameters ends the name of the weights. The sources of the installed vLLM have no other."""
 
 from __future__ import annotations

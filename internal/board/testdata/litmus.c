@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * The C half of the litmus test: takes records from the submission ring with the shim's own ring code, checks each against
+/* The C half of the litmus test: takes records from the submission ring with the shim's own ring code, checks each against
  * the pattern, and sends it back on the completion ring. Descriptors: 3 rings memfd, 4 doorbell (wakes us), 5 bell (wakes
  * Go). argv[1]: how many records.
  */

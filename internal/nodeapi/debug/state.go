@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package debug has a sidecar's /debug/state: the sidecar writes it, and kvspray status reads it.
 // It contains views of the sidecar's parts as they are. Plain values, no goroutine.
 package debug

@@ -1,4 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
 // What the pages of sidecar and router share. All text goes in as text, never as HTML.
 
 export const kept = 60; // snapshots in a curve

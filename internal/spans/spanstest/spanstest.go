@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package spanstest is a collector of spans for tests: OTLP over HTTP with protobuf, read with the
 // protocol's own types.
 package spanstest

@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * The part of the CUDA driver API that kvspray calls, opened at run time. Types and values restate the API reference of
+/* The part of the CUDA driver API that kvspray calls, opened at run time. Types and values restate the API reference of
  * CUDA 12; no CUDA header and no CUDA library is needed to build or to start.
  */
 #ifndef KVSPRAY_CUDA_DRIVER_H

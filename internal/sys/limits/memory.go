@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package limits reads how much of the host this process may take, where the kernel enforces it:
 // memory in the process's own cgroup and in all of its parents, of cgroups v1 and v2; descriptors;
 // memory that may be locked. It also has the remedy for each error of the kernel that such a limit

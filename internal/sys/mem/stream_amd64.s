@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 #include "textflag.h"
 
 // func streamAVX2(dst, src *byte, n uintptr)

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 #include <sys/prctl.h>
 
 static void __attribute__((constructor)) kvs_slack(void) {

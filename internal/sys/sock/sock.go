@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package sock has unix sockets that are made again: cleaners of /tmp and administrators remove
 // their paths, and a listener whose path is gone accepts nothing more.
 //

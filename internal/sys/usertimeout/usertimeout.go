@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package usertimeout makes TCP connections that end when the other end's host is lost: its power
 // failed, or no way leads to it any more. Without that a connection waits for a quarter of an hour,
 // or, where nothing is under way on it, for as long as it is asked.

@@ -202,8 +202,7 @@ func TestDefault(t *testing.T) {
 		}
 		get := func(option int) (v int) {
 			cerr := raw.Control(func(fd uintptr) {
-				v, err = unix.GetsockoptInt(int(fd),
-					unix.IPPROTO_TCP, option)
+				v, err = unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, option)
 			})
 			if err := errors.Join(cerr, err); err != nil {
 				t.Fatal(err)

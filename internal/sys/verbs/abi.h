@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * The part of libibverbs' binary interface that kvspray uses, restated: no RDMA header and no RDMA library is needed to build
+/* The part of libibverbs' binary interface that kvspray uses, restated: no RDMA header and no RDMA library is needed to build
  * or to start. The library promises this interface to every program linked against libibverbs.so.1. test/rdma/abi.sh compares
  * each size and offset below with the header of rdma-core.
  */

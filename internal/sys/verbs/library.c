@@ -1,5 +1,3 @@
-/* SPDX-License-Identifier: Apache-2.0 */
-
 #define _GNU_SOURCE
 #include "library.h"
 #include "abi.h"

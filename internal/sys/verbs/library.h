@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * Trampolines into libibverbs, opened at run time. Every call returns 0 or an errno. Nothing here keeps a pointer of its
+/* Trampolines into libibverbs, opened at run time. Every call returns 0 or an errno. Nothing here keeps a pointer of its
  * caller's after it has returned, but for the memory that kvv_register covers.
  */
 #ifndef KVSPRAY_VERBS_LIBRARY_H

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package ask sends requests to a running sidecar: to its HTTP port (http.listen) for commands that
 // show its state, and to its admin socket for those that change it; and to engines. No proxy of the
 // environment gets them. Answers are bounded, and errors name the address and the remedy. No

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package bugreport is `kvspray bugreport`: one archive with what a maintainer asks for first. It
 // has the versions, the configuration, doctor's checks, the answers of the local sidecar's HTTP
 // port, facts of the host, and the end of a log file. redact.go replaces what identifies people and

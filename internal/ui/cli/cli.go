@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package cli holds the commands of the kvspray binary. Each converts flags to the configuration of
 // one package and runs it; no command does work of its own.
 //

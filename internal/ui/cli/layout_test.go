@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package cli
 
 import (
@@ -21,10 +19,9 @@ import (
 
 func TestLayoutExplain(t *testing.T) {
 	config := filepath.Join(t.TempDir(), "config.json")
-	if err := os.WriteFile(config,
-		[]byte(
-			`{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, `+
-				`"hidden_size": 64}`), 0o600); err != nil {
+	if err := os.WriteFile(config, []byte(
+		`{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, `+
+			`"hidden_size": 64}`), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	for name, c := range map[string]struct {

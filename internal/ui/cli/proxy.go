@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package cli
 
 import (
@@ -103,8 +101,7 @@ A policy guesses which engine has which prompts by what it sent there. With --de
 				return err
 			}
 			if !(share > 0 && share <= 1) { // NaN, too
-				return usage.Errorf("--trace-share %v: want more than 0 and at most 1, for instance 0.1",
-					share)
+				return usage.Errorf("--trace-share %v: want more than 0 and at most 1, for instance 0.1", share)
 			}
 			cfg.OTLP, cfg.TraceShare, cfg.Version = otlp, share, version.String()
 			if cfg.PrefillEvents, err = kvEvents("prefill", prefillEvents, prefillReplay); err != nil {

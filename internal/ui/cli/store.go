@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package cli
 
 import (
@@ -30,8 +28,7 @@ or checks the files of a store that no sidecar has open. stat, and ls without --
 HTTP address (http.listen). The others use a socket beside that of its engines (engine.socket), and
 work for root, for the sidecar's user and for those in engine.admin_uids.`,
 		Args: cobra.NoArgs, RunE: command.Help}
-	cmd.AddCommand(storeStat(), storeList(), storeGet(), storeDrain(), storeRemove(),
-		storeCheck())
+	cmd.AddCommand(storeStat(), storeList(), storeGet(), storeDrain(), storeRemove(), storeCheck())
 	return cmd
 }
 

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package command runs the command line of a program: signals, exit codes, the form of errors, the
 // command version. Every program of this module uses it, so that all report errors alike.
 //

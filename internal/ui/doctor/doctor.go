@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package doctor checks what works on this host, one line per check: ok, warn or fail with the
 // reason and the remedy, or skip. It tries features rather than guess from versions, changes
 // nothing, and bounds each check in time.

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package drain is `kvspray drain`: it takes an engine out of service before the engine ends. It
 // marks the engine as leaving at the sidecar, from which routers read the mark; they send no new
 // requests there. The mark expires, so the command renews it while the engine still has requests.

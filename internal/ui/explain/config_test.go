@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package explain
 
 import (
@@ -297,8 +295,7 @@ func FuzzParseEngine(f *testing.F) {
 		var err error
 		testutil.AllocatesAtMost(t, uint64(mostReading+mostPerByte*len(b)),
 			fmt.Sprintf("reading %d bytes", len(b)), func() {
-				e, err = ParseEngine("fuzz", "",
-					bytes.NewReader(b))
+				e, err = ParseEngine("fuzz", "", bytes.NewReader(b))
 			})
 		if err != nil {
 			return

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package explain describes a model's KV cache and the cost of its transfer: bytes per token, a
 // drawing of the page byte by byte, and the plan from every rank of a prefill engine to every rank
 // of a decode engine.

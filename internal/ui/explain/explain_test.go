@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package explain
 
 import (
@@ -222,38 +220,31 @@ func TestRefusals(t *testing.T) {
 	good := side(16, 1, parseblock.PackedNHD, "bf16")
 	for want, f := range map[string]func() error{
 		"--block 0: ": func() error {
-			_, err := Explain(m,
-				side(0, 1, good.Order, "bf16"), good, 10)
+			_, err := Explain(m, side(0, 1, good.Order, "bf16"), good, 10)
 			return err
 		},
 		"--to-tp 300: ": func() error {
-			_, err := Explain(m, good,
-				side(16, 300, good.Order, "bf16"), 10)
+			_, err := Explain(m, good, side(16, 300, good.Order, "bf16"), 10)
 			return err
 		},
 		`order "zigzag"`: func() error {
-			_, err := Explain(m,
-				side(16, 1, "zigzag", "bf16"), good, 10)
+			_, err := Explain(m, side(16, 1, "zigzag", "bf16"), good, 10)
 			return err
 		},
 		`dtype "int3"`: func() error {
-			_, err := Explain(m,
-				side(16, 1, good.Order, "int3"), good, 10)
+			_, err := Explain(m, side(16, 1, good.Order, "int3"), good, 10)
 			return err
 		},
 		"--dtype bf16: the pages of DeepSeek-V4": func() error {
-			_, err := Explain(v4, good, good,
-				10)
+			_, err := Explain(v4, good, good, 10)
 			return err
 		},
 		"0 tokens": func() error {
-			_, err := Explain(m, good, good,
-				0)
+			_, err := Explain(m, good, good, 0)
 			return err
 		},
 		`dtype = "bf16" and "f`: func() error {
-			_, err := Explain(m, good,
-				side(16, 1, good.Order, "fp8"), 10)
+			_, err := Explain(m, good, side(16, 1, good.Order, "fp8"), 10)
 			return err
 		},
 	} {

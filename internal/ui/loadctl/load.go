@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package loadctl is `kvspray load`: it puts an engine of vLLM to sleep, has kvspray's plug-in load
 // other weights on all ranks, and wakes the engine when all of them have everything. It moves no
 // bytes itself. From arming to release the plug-in keeps the weights from serving, even if the

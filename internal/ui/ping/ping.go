@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package ping is `kvspray ping`: does a sidecar at an address answer, does it accept this node's
 // key, how long does it take, and over which rails does the sidecar of this host reach it? It makes
 // one connection as sidecars do, and asks the local sidecar for what it has learned of the peer.

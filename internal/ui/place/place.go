@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package place writes the tables of `kvspray place`: choices with their parts, calibrated lines,
 // and the model of query rows. No goroutines.
 package place

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package status is `kvspray status`: a running sidecar on one screen, once or again and again. It
 // reads what the sidecar's HTTP port has about itself and the rails to its peers.
 //

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package storectl is `kvspray store`: it asks a running sidecar about its page store over HTTP,
 // operates it over the sidecar's admin socket, and checks the files of a store that no sidecar has
 // open. Answers are printed as text, or as the sidecar's own JSON. No goroutines.

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package usage marks usage errors: those in arguments, flags or configuration, which are detected
 // before anything runs. Failures at run time are not marked. A program has an exit code for each,
 // so that a script can decide whether to retry. A usage error keeps its text and the error that it

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Command kvspray-bench measures kvspray: copies, rails, simulated rails, GPUs, other engines.
 package main
 

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package netrig builds rails out of the kernel: two network namespaces joined by veth pairs, each
 // shaped by tbf in both directions, and does to them what happens to real ones (timeline.Fault).
 // With several receivers each has a namespace of its own, and the veth pairs of one rail end in a

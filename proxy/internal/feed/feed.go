@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package feed follows the KV events of one engine: it subscribes to vLLM's publisher, and asks
 // the publisher's replay endpoint for what it missed.
 //

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package kvevents reads the KV events that vLLM publishes about its prefix cache: which blocks it
 // stored, removed, or that it removed all.
 //
@@ -123,8 +121,7 @@ func Decode(payload []byte) (*Batch, error) {
 	d := decoder{m, r, &budget{MaxBlocks, MaxTokens}}
 	b, err := d.batch()
 	if err != nil {
-		return nil, fmt.Errorf("kv events: %w at byte %d of %d", err, len(payload)-r.Len(),
-			len(payload))
+		return nil, fmt.Errorf("kv events: %w at byte %d of %d", err, len(payload)-r.Len(), len(payload))
 	}
 	return b, nil
 }

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package place is the router's policy: it has what package placement needs for a decision, and
 // learns from outcomes.
 //

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package zmtp is one ZeroMQ connection: ZMTP 3.0 without security, for the sockets that vLLM's
 // publisher of KV events has. libzmq speaks it with every later version.
 //

@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * board.h: the shared memory between an engine worker and its sidecar, to the byte.
+/* board.h: the shared memory between an engine worker and its sidecar, to the byte.
  *
  * This header is the source of truth. The Go mirror (internal/board/zz_generated_board.go) is generated from it, and both
  * sides assert the same sizes and offsets.

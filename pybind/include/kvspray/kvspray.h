@@ -1,6 +1,4 @@
-/* SPDX-License-Identifier: Apache-2.0
- *
- * kvspray.h: the engine side of kvspray, as one small C library (libkvspray.so, libc and pthread only).
+/* kvspray.h: the engine side of kvspray, as one small C library (libkvspray.so, libc and pthread only).
  *
  * A client is one session holder: a worker (one engine rank, with a board) or a scheduler (admission only). It owns
  *   - the unix SOCK_SEQPACKET connection to the sidecar and its reconnection,

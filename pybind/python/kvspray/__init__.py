@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """kvspray: the engine side of the KV cache mover.
 
 ``WorkerClient`` belongs to one engine rank: regions, layout, flags, leases. ``SchedulerClient`` belongs to the engine's

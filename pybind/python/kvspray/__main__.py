@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """``python -m kvspray`` and the command ``kvspray``: become the sidecar binary that the wheel contains.
 
 The process is replaced, so that signals, exit status and process id are those of the binary.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """libkvspray.so through ctypes: the structs and prototypes of kvspray.h, and nothing else.
 
 ``lib`` releases the interpreter lock around each call. ``fast`` holds it: only for calls that take no lock and make no

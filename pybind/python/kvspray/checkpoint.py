@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The tensors of a checkpoint in safetensors files, and the order in which their bytes are read.
 
 Headers come from outside. What safetensors' own library refuses is refused here, too: tensors that overlap, holes, a size that does not

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What the clients of both roles share: the handle of libkvspray, the values that calls return, the log.
 
 Threads: any thread may use a client; its lock covers the snapshots of source leases. All waits are in C, without the

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Signals by the GPU itself: layer flags that streams and captured graphs set, and load flags that streams wait for.
 
     gpu = GpuSignals(client)                  # in the engine's worker, once its GPU is chosen

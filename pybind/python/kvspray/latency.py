@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """One small block between two sidecars: from the engine's request to the engine's completion.
 
     python -m kvspray.latency --kvspray ./bin/kvspray            # starts two sidecars on loopback, and stops them

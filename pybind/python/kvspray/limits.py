@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """How much memory this process can still take, where the kernel limits it: in its own cgroup and all parents, of cgroups v1 and v2.
 internal/sys/limits does the same in Go; testdata/limits.json has the cases of both."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The build and the machine of a benchmark's figures; lab/machine does the same in Go."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """``python -m kvspray.offer DIRECTORY``: offers a checkpoint's bytes to engines on other nodes.
 
 Requests come by HTTP: what the checkpoint holds, and which piece is wanted next. The bytes go from this host's sidecar to that of the engine, over

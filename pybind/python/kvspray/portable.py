@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The identity of a cache that engines of several kinds share: what it was computed from, and no engine's name or version.
 
 Such caches hold equal numbers only as far as that was shown, so a model, or a setting, that was not compared is refused by name.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """``python -m kvspray.preload COMMAND``: runs a program whose large copies between host memory and a GPU the sidecar makes (docs/preload.md).
 
 Without a command it prints the path of the library, for LD_PRELOAD.

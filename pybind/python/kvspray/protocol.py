@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The words of docs/protocol.md: message and record bodies, the prefix hash, and ``kv_transfer_params["kvspray"]``.
 
 Canonical encoding: keys in the order of docs/protocol.md, absent optional keys left out, the smallest integer form, `bin`

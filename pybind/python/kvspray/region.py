@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Memory that the sidecar may reach."""
 
 from __future__ import annotations

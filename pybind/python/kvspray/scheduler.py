@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """SchedulerClient: the session of an engine's scheduler."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A tenant's secret: whoever lacks it can name none of the tenant's pages. It is in a file or an environment variable, so that it
 is in no command line, configuration or log; nothing here shows it."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Snapshots of source leases."""
 
 from __future__ import annotations

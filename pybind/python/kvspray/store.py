@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Pages of the store of this node's sidecar: which are there, get, put. docs/protocol.md, section 5, describes the messages.
 
 A page is the KV cache of some tokens on one rank. The engine names it by its own hash of these tokens and of all before

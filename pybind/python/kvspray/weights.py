@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Names the weights of a checkpoint by their content: KV of one checkpoint must never be used as KV of another.
 
 A digest covers the configuration, and of every tensor its name, shape, type and samples of its bytes. It is of the files and not of loaded parameters: so

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The bytes of a checkpoint, piece after piece, in a bounded range of shared memory that the sidecar can map.
 
 A source reads pieces ahead: from open files by threads, or from another node by EXPECT over all rails. Whoever takes a piece gives its

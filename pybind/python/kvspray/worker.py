@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """WorkerClient: the session of one engine rank."""
 
 from __future__ import annotations

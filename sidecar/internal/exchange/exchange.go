@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package exchange moves pages between the stores of nodes, and tells the directory what this store
 // holds.
 //

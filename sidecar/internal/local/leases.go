@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package local keeps the leases that a sidecar serves without the executor, because no other
 // sidecar takes part: copies between an engine's regions, and pages of the node's store.
 //

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package pages serves the node's store to engines: pools of memory that pages lie in, leases that
 // get and put pages, and questions about what is there.
 //

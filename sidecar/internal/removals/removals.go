@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package removals removes the pages of a namespace from all nodes of a cluster.
 //
 // A removal has a stamp (package store/removal). The node that makes one sends it to all peers and

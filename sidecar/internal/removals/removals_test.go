@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package removals
 
 import (
@@ -279,8 +277,7 @@ func TestAMemberThatRestarts(t *testing.T) {
 		c.join(a, again)
 		time.Sleep(time.Second)
 		if !again.Ready(space) || again.has() != 5 || again.times != 0 {
-			t.Fatalf("%d pages after %d removals: the removal was applied before", again.has(),
-				again.times)
+			t.Fatalf("%d pages after %d removals: the removal was applied before", again.has(), again.times)
 		}
 		again.stop()
 		a.PeerDown(again.boot)

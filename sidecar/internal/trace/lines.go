@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package trace writes the sidecar's trace files: a line for each transfer and copy, and the hashes
 // of moved pages.
 package trace

@@ -1,4 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
 // The page of a sidecar: draws each snapshot of /v1/live.
 
 import { $, count, el, kept, keys, rate, size, state, sum, table, tile, time } from "/page/common.js";

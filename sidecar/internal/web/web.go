@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package web serves a sidecar's HTTP port: health, metrics, state, and a page that shows it. It
 // reads the parts of a node. It also serves the admin socket, where processes of permitted users
 // drain the store, remove namespaces and mark the node as one that leaves. No goroutines.
@@ -147,20 +145,16 @@ func (w *Server) handler() http.Handler {
 	mux.Handle("GET /metrics", promhttp.HandlerFor(w.o.Gather,
 		promhttp.HandlerOpts{MaxRequestsInFlight: maxScrapes, Timeout: scrapeTimeout}))
 	mux.HandleFunc("GET /v1/node", func(rw http.ResponseWriter, _ *http.Request) {
-		replyJSON(rw,
-			w.describe())
+		replyJSON(rw, w.describe())
 	})
 	mux.HandleFunc("GET /v1/reach", func(rw http.ResponseWriter, _ *http.Request) {
-		replyJSON(rw,
-			w.Reach())
+		replyJSON(rw, w.Reach())
 	})
 	mux.HandleFunc("GET /v1/links", func(rw http.ResponseWriter, _ *http.Request) {
-		replyJSON(rw,
-			w.links())
+		replyJSON(rw, w.links())
 	})
 	mux.HandleFunc("GET /v1/layouts", func(rw http.ResponseWriter, _ *http.Request) {
-		replyJSON(rw,
-			w.layouts())
+		replyJSON(rw, w.layouts())
 	})
 	mux.HandleFunc("GET /v1/store", func(rw http.ResponseWriter, _ *http.Request) {
 		st := w.o.Store()
@@ -173,8 +167,7 @@ func (w *Server) handler() http.Handler {
 	mux.HandleFunc("GET /v1/live", w.stream)
 	page.Handle(mux, pageHTML, pageScript)
 	mux.HandleFunc("GET /debug/state", func(rw http.ResponseWriter, _ *http.Request) {
-		replyJSON(rw,
-			w.State())
+		replyJSON(rw, w.State())
 	})
 	return mux
 }

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package embedded is a directory that needs no service: the members of the cluster keep the hints
 // of each other's pages, each those of the keys that rendezvous hashing gives to it.
 //

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package redis is a directory in a Redis or Valkey service, or a cluster of either.
 //
 // A page has a sorted set of its holders, by the end of their hints. The set has the longest of

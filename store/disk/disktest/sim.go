@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package disktest is a disk for tests of the store: in memory, with power losses at any operation,
 // torn writes, errors and flipped bits. Its owner is the test; it starts no goroutine.
 package disktest

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package objecttest is an object store for tests of the store: in memory, with requests that fail,
 // answers that are lost or cut, flipped bits, and processes that end in the middle. Its owner is
 // the test; it starts no goroutine.

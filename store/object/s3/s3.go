@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package s3 is store/object's Bucket on an S3 API, over minio-go. Each call sends one request and
 // returns its error in the terms of store/object: what only a person mends names the field and the
 // remedy. It keeps no state but connections.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What loads from host memory cost an engine that decodes, and how soon a prompt that is loaded is
 answered meanwhile.
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Pages and tokens of many prompts: what P computed, what D read, what a plain engine computed."""
 
 from __future__ import annotations

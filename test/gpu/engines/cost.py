@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What transfers cost the engines: P's prefill tokens per second while pages leave, and the time
 between D's tokens while pages come.
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Pages and answers over a pairwise cover of cache shapes, graph modes, model runners and
 attention backends.
 

@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# SPDX-License-Identifier: Apache-2.0
-#
 # The demonstration on a GPU: prefill on one CUDA vLLM, decode on another, both on this host's GPU, two sidecars between them, a
 # plain engine beside them. Answers and page hashes are compared, the time to the first token is shown beside the plain engine's,
 # how much was there before the prefill ended, and what the transfers cost the prefill. `make gpu-bin` packs what it needs, ahead

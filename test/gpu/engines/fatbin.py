@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Removes from an ELF file the GPU code that one architecture does not load, as nvprune does.
 
 A section .nv_fatbin is a row of containers: a header (magic, version, header size, size of what

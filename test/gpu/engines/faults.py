@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """kill -9 and SIGSTOP of sidecars and engines while prompts move: no wrong page, live engines,
 canary blocks as they were, and transfers again afterwards. A victim falls at a random time of a
 request's life, so that all phases are met."""

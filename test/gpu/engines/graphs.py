@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """First tokens of engines without transfers, under load, in several graph modes, model runners and
 attention backends, beside those of an eager engine that computes one prompt at a time.
 

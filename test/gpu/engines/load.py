@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Random load for minutes, with clients that go away and pools too small for all, and then: what
 is left of memory, descriptors, leases."""
 

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Measures real vLLM engines with kvspray on one host. All PARTs of one command share their
 engines. Each prints a short summary, writes one JSON file to $OUT, and makes the status other
 than 0 where something differs. --device cpu runs them with the CPU engines of make env. On a GPU

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """GPU memory with one engine at its greatest share: an engine that sends and receives, its
 sidecar, and a peer without an engine on the same GPU, under a load that fills the cache. Nothing
 may run out of memory, no transfer may fail."""

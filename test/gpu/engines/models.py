@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Writes models with random weights, in the shapes that the measurements use; nothing is
 downloaded. usage: models.py DIR NAME ...
 

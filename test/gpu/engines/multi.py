@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """vLLM's MultiConnector: kvspray's connector and, beside it, vLLM's OffloadingConnector."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The part of NVIDIA's management library that the measurements use."""
 
 from __future__ import annotations

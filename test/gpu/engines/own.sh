@@ -1,6 +1,4 @@
 #!/usr/bin/env bash
-# SPDX-License-Identifier: Apache-2.0
-#
 # Runs a program of test/gpu, such as copies.py or e2e.py, with the kvspray that unpack.py has unpacked: own.sh copies.py OPTIONS.
 # Its report is $OUT/REPORT.json (REPORT is the program's name without .py if it is not set).
 set -euo pipefail

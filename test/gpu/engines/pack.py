@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Packs a CUDA vLLM for a GPU host without a network, and kvspray with it:
 .build/gpu/pk/*.tar.xz, which unpack.py unpacks there.
 

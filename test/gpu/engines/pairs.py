@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A prefill and a decode engine on one host, with sidecars and router, or with another
 connector; a plain engine beside them."""
 

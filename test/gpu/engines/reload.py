@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Other weights in a running engine: `kvspray load` beside PyTorch's copies and vLLM's own reload,
 in turns. The digest of the weights and answers are compared with those of an engine that was
 started with them, also where a sidecar is killed or stopped meanwhile."""

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What the node's store saves: time to the first token of a prompt whose pages it has, beside
 computing the prompt and beside vLLM's OffloadingConnector, with its own worker and with kvspray's,
 and SimpleCPUOffloadConnector, in turns.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A short run of both engines under compute-sanitizer, eager and with FULL graphs: nothing that
 it reports may be ours."""
 

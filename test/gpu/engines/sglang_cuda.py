@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """SGLang's servers on a GPU with kvspray: HiCache on the store of a sidecar, and prefill and decode
 through two. On a GPU host: unpack.py with the folder of pack.py's parts sgl and sgl-data, then
 models.py /opt/rig/models granite-1b.

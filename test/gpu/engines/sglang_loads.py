@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Pages from SGLang's host pool to the GPU: SGLang's own "kernel" and "direct" beside the sidecar's
 copies, with SGLang's pools and its transfer engine. On a GPU host: unpack.py with pack.py's parts
 own, deps and sgl.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Sleep and wake-up of engines: vLLM's own copies beside the sidecar's, in turns. The digest of the
 weights and the answer to a prompt are compared after each, also where the sidecar is killed or
 stopped meanwhile."""

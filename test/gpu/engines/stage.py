@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The engines that the measurements of one command share: starting them takes longer than most
 measurements."""
 

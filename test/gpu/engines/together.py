@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Runs several measurements at once on a host with several GPUs, each on GPUs and processors of its
 own. A plan is a file with one measurement a line:
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What a layer's signal costs in a FULL graph, by the profiler's trace: replays of P with its
 signals beside those of a plain engine.
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What a transfer adds to D's first token: D's latency for one token with the transfer, less
 that of the same prompt at D again.
 

@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Unpacks what pack.py has packed, on the GPU host, into a folder that later commands find
 again. A pack that is there already is left alone; one that changed replaces what it made before.
 

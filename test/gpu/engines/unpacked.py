@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Where this host has kvspray and the rig's modules. Imported before anything that looks for them."""
 
 from __future__ import annotations

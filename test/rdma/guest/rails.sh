@@ -1,5 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
-#
 # Makes the rails of a guest; sourced by init.
 #
 # One guest: rail i is a veth pair, r<i>a and r<i>b, with a soft-RoCE device on each end and addresses 10.9.<i>.1 and .2. All

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """KVSPRAY_PACE: tokens per second. Each layer of an engine then takes so much longer, as those of a larger model on a device of its own do: engines
 that share a few cores do not wait for each other. Nothing else is changed."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A plug-in of SGLang for servers without a GPU: page copies in torch, and no pinned memory."""
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package agreement has the plans of transfers, and the check that receiver and source made the
 // same one.
 //
@@ -124,8 +122,7 @@ func Source(planner Planner, w *engines.Worker, tokens uint32, m *peerv1.Grant, 
 	sp, digest := plan.Space(), plan.Digest()
 	switch {
 	case sp.NumChunks() != part.Chunks:
-		return nil, differs(RefusedPlanChunks, of("chunks"), part.Chunks, sp.NumChunks(),
-			SameRelease)
+		return nil, differs(RefusedPlanChunks, of("chunks"), part.Chunks, sp.NumChunks(), SameRelease)
 	case sp.TotalBytes() != part.Bytes:
 		return nil, differs(RefusedPlanBytes, of("bytes"), part.Bytes, sp.TotalBytes(), SameRelease)
 	case !bytes.Equal(digest[:], part.Digest):

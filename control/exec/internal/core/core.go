@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package core has what the parts of an executor share: configuration, timers and the slice
 // scheduler.
 package core

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package dest has the destination side of an executor: destination leases with their grants, and
 // the admission queries of our engines.
 //

@@ -227,8 +227,7 @@ func (qs *Queries) OnAdmitted(p *lanes.Peer, m *peerv1.Admitted) error {
 		return nil // it is late
 	}
 	if w.sent != p.Boot {
-		return frame.Wrong(frame.BadAnswer,
-			"admitted: query %d was put to another peer, or to none yet",
+		return frame.Wrong(frame.BadAnswer, "admitted: query %d was put to another peer, or to none yet",
 			m.Token)
 	}
 	ad := engines.Admission{Tokens: m.Tokens, Message: m.Message, State: "gone"}

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package endpoint has the addresses of sidecars that engines name, the peers behind them, and the
 // circuit breaker of each. It decides when the driver connects.
 package endpoint

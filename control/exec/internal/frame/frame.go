@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package frame converts fields of control frames to values and back, and checks them: no correct
 // peer sends an invalid field. The log has each kind of protocol violation once for each peer;
 // metrics count all.
@@ -72,8 +70,7 @@ func CheckGrant(m *peerv1.Grant) error {
 	ranks, slots := make(map[string]bool, len(m.Parts)), make(map[uint32]bool, len(m.Parts))
 	for i, p := range m.Parts {
 		bad := func(what Violation, v string) error {
-			return Wrong(what, "parts[%d].%s = %s",
-				i, what, v)
+			return Wrong(what, "parts[%d].%s = %s", i, what, v)
 		}
 		switch {
 		case p.GetRank() == "" || len(p.Rank) > MaxRankBytes || ranks[p.Rank]:

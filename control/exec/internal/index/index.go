@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package index has the small tables that the parts of an executor keep beside their own.
 //
 // Go walks maps in random order. An event that concerns many leases takes them in the order of

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package lanes gives slices to the lanes of peers. It has the other sidecars with their lanes and
 // rails, how far rails are from memory, and the credits of both directions. The slice scheduler
 // (package spray) decides; this package moves its decisions into actions.

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package layouts has the questions for layouts of peers. A peer that does not answer is asked
 // again until the match timeout; the leases and grants that wait for an answer are listed at their
 // tables.

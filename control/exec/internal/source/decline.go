@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package source
 
 import (
@@ -80,8 +78,7 @@ func (mt *Matcher) settleWhole(now Instant, q *pending) {
 		for _, s := range slices.Clone(mt.sources.byKey[k]) {
 			if !s.Over(d.id) && s.Bind(d.id, d.team, d.size) == nil {
 				s.trouble = d.why
-				mt.sources.served(now, s, s.End(d.id, false), engines.StatusCancelled,
-					d.why)
+				mt.sources.served(now, s, s.End(d.id, false), engines.StatusCancelled, d.why)
 			}
 		}
 	}
@@ -106,8 +103,7 @@ func (mt *Matcher) settleDecline(now Instant, q *pending) bool {
 		default:
 			mt.sources.placed(now, s)
 			s.trouble = d.why
-			mt.sources.served(now, s, s.End(d.id, false), engines.StatusCancelled,
-				d.why)
+			mt.sources.served(now, s, s.End(d.id, false), engines.StatusCancelled, d.why)
 		}
 		d.engine, d.world = at.Engine, at.World()
 		d.freed[at.Rank()] = true

@@ -149,8 +149,7 @@ func (mt *Matcher) grantsFrom(p *lanes.Peer) (all []*inboundGrant) {
 		}
 	}
 	slices.SortFunc(all, func(a, b *inboundGrant) int {
-		return index.CompareLeases(a.id.Dest,
-			b.id.Dest)
+		return index.CompareLeases(a.id.Dest, b.id.Dest)
 	})
 	return all
 }

@@ -223,8 +223,7 @@ func (ss *Table) invalidated(now Instant, snd *Part) {
 	}
 	snd.stop()
 	snd.revokeTimer = timer.New(func(now Instant) {
-		ss.lose(now, snd, false,
-			"the source blocks changed")
+		ss.lose(now, snd, false, "the source blocks changed")
 	})
 	ss.Agenda.Arm(snd.revokeTimer, now+revokeWait)
 }

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package source has the source side of an executor: source leases, the grants of peers that they
 // serve, and what is sent from them.
 //

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package timer has the timers of an executor, in the order of their times. It reads no clock: the
 // executor takes those that are due.
 package timer

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package workers has the engine workers of a sidecar and the ids of their open leases.
 package workers
 

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package chunks has the chunks of one transfer: which may be sent, are in flight, wait for a
 // retransmission, and have landed. It counts copies and failures of each, and chooses no lane.
 //

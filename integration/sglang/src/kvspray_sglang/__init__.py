@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """kvspray's side inside SGLang: a storage backend of HiCache on the store of the node's sidecar.
 
 ``hicache`` has the backend, which SGLang loads by ``--hicache-storage-backend dynamic``. ``plugin``

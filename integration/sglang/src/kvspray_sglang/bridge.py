@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A pair of a prefill and a decode engine of two kinds: vLLM and SGLang, or SGLang and vLLM.
 
     python -m kvspray_sglang.bridge --listen 10.0.0.1:8000 --prefill-vllm http://10.0.0.1:8001

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """KvsprayHiCache: the storage backend of SGLang's HiCache, selected by
 ``--hicache-storage-backend dynamic``.
 

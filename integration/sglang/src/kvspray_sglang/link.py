@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The session with the sidecar. The only module that uses the client of ``kvspray``.
 
 SGLang calls a backend from several threads and frees the pages of a call when it returns. So no

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Pages that the sidecar copies from a host pool into the GPU, layer by layer.
 
 A load flag counts the parts of all loads that have arrived: K or V of a layer, or its latent.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Memory of SGLang's host pools that the sidecar can map.
 
 SGLang's own shared memory has no seals, so a sidecar, which a truncation would kill, does not map

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What a load's waiter itself copies, if the sidecar did not.
 
 libkvspray writes how many parts of a load have arrived, and raises the load flag that ends the

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Missing parts, copied by a kernel on SGLang's load stream. Triton is where SGLang has a GPU."""
 
 from __future__ import annotations

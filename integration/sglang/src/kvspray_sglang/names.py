@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What the bytes of a page depend on besides its tokens: weights, ranks, versions.
 
 SGLang's storage keys hold tokens; those of 0.5.23 also a cache_salt. Everything else goes into the

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """``--disaggregation-transfer-backend kvspray``: prefill and decode of SGLang through sidecars.
 
 SGLang's own classes do all that is not the transfer: bootstrap server, ranks, timeouts, status of

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A device pool of SGLang, as its ``KVArgs`` describe it, in the terms of a kvspray layout.
 
 The pool keeps K and V of each layer in tensors of their own, and MLA's latent in one. A page of

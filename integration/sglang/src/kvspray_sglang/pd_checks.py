@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Checks of a server's options, and what a cache's bytes depend on that no pool shows."""
 
 from __future__ import annotations

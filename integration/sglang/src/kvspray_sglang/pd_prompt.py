@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What a transfer between SGLang and another kind of engine needs of SGLang's request.
 
 Its name is the hash of the prompt (docs/protocol.md, section 4), which each engine takes from its

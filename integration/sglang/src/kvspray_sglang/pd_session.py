@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A session of one rank with its sidecar for transfers: leases, and a thread that takes their ends.
 
 A lease is open from the call that made it until its callback has been called. Only then does no

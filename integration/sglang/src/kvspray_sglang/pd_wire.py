@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Messages between the ranks of prefill and decode, as frames on the sockets that SGLang's own
 transfer backends use. They name a transfer and carry a request's metadata rows; its pages move
 between the sidecars.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The entry point ``sglang.srt.plugins``, which SGLang calls in each of its processes.
 
 For HiCache it wraps the function with which host pools choose their allocator, because a backend

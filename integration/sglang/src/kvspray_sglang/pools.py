@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Where the pages of one of SGLang's host pools are.
 
 A pool reports the addresses of a page (``get_page_buffer_meta``). They are probed at a few pages:

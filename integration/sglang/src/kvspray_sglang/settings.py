@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """``--hicache-storage-backend-extra-config``: the keys of kvspray, strictly checked."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """kvspray's connector for vLLM.
 
 Load it with ``kv_connector="KVSprayConnector"``: vLLM finds it by this package's entry point. With ``VLLM_PLUGINS`` set to other

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Which LoRA adapter a prompt's KV is computed with: by the content of its files, not by its name.
 
 Engines name adapters as they like, and may load other files under the same name. The digest of an

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Where the tensors of vLLM's KV cache lie, in kvspray's terms: per layer a region, a base, a block
 stride and the bytes of a page.
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """KVSprayConnector: vLLM's KV connector interface on top of kvspray's shim. Only glue: the logic is in scheduler.py and
 worker.py."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """KV events about the node's store: what this engine has put into it, and what it found gone.
 
 vLLM's publisher sends them along with its own (`--kv-events-config`), so that an index of prefixes, such as llm-d's or

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What follows from vLLM's configuration for its KV cache: which engines are supported, and the identity that prefill and decode compare. What
 pages hold is in strategies.py, and where they lie in caches.py.
 """

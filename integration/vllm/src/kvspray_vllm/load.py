@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """``kvspray load``: other weights of the same shape for an engine that sleeps, from a directory or from another node's offer.
 
 The plug-in gives each worker of vLLM the methods kvspray_load_*, which the command calls on all ranks by ``/collective_rpc``. A thread passes the

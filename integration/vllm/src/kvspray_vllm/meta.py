@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """What the scheduler's side sends to the worker's side in one engine step. Plain data: it is pickled to every worker."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """``KVSprayOffloadingSpec`` for vLLM's OffloadingConnector: blocks go to host memory and come back as copies of the sidecar.
 
     --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config":

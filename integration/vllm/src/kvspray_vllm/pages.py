@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Pages of the node's store, seen from vLLM's configuration: which engines can use the store, what identifies their pages,
 and where the parts of a page lie in the engine's memory.
 

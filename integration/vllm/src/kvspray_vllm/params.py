@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """``kv_transfer_params``: NIXL's keys as they are, and one versioned ``kvspray`` key beside them (docs/protocol.md, section 4).
 
 Everything here comes from a router, so from outside: it is checked, and whatever is not understood means local prefill.

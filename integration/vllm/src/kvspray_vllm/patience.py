@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """How long this engine's own prefills take, measured from its last ones. A load without progress for
 that time is cancelled, and the engine computes the rest itself."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Whether vLLM's prefix cache may hold blocks of weights that the engine had before."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The worker's side of the node's store: its namespace, which changes with the weights, and the leases of PUTs.
 
 Loads from the store are loads of worker.py. Everything runs on the worker's one thread.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The scheduler's side: which requests offer KV, which wait for KV, and what the worker reports in each step.
 
 It owns no blocks. A *source* is a request whose prompt KV another engine requests; it exists from the first step that schedules

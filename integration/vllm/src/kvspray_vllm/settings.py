@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """``kv_connector_extra_config`` of KVSprayConnector, strictly checked: an unknown key is an error that names the known ones."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The only module that uses the clients of the Python package ``kvspray``. The rest of the connector uses what is here."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Signals to the sidecar that a layer of a step is complete: a CPU engine stores the flag when the layer has returned, the
 stream of a GPU engine writes it when the layer's kernels have ended.
 

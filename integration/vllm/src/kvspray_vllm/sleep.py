@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """vLLM's sleep mode with copies of the sidecar: the weights go to host memory and come back over every PCIe link that it may use.
 
     KVSPRAY_SLEEP=1 vllm serve MODEL --enable-sleep-mode

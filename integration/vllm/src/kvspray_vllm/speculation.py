@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Speculative decoding: which drafts are supported, and what their layers have in the cache."""
 
 from __future__ import annotations

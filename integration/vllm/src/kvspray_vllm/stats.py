@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Transfer statistics, in vLLM's form: collected per step, aggregated over workers, shown on vLLM's own /metrics."""
 
 from __future__ import annotations

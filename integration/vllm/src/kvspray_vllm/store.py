@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The scheduler's side of the node's store: which blocks of a prompt are loaded from it, and which blocks are saved to it.
 
 A block is saved once a later step of its request is scheduled. The steps that computed it have then ended, or come before

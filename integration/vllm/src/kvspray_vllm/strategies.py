@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The strategy of a layer (the sidecar's parseblock) from vLLM's specification of its cache and its
 attention backend.
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Requests of one scheduler that take part in a transfer."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Versions of vLLM. Differences are detected by feature; the version is only
 logged."""
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Which weights a KV cache was computed with. Two engines exchange KV only if they have the same name for them.
 
 The name is the setting `weights`, or else a digest of the checkpoint that was loaded (kvspray.weights). Weights that replace

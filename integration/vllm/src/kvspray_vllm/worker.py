@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The worker's side: turns a step's metadata into records, in an order that is safe, and completions into results.
 
 Everything runs on the worker's one thread. The leases themselves are owned by the shim, which outlives sidecars.

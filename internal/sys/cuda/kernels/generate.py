@@ -1,5 +1,4 @@
 #!/usr/bin/env python3
-# SPDX-License-Identifier: Apache-2.0
 """Compiles kernels.cu with a pinned NVRTC to the images beside it, and the shim's flag.cu to a C header. Needs no
 GPU and no CUDA installation.
 
@@ -47,7 +46,7 @@ def toolchain() -> ctypes.CDLL:
 def header(ptx: bytes, name: str, source: str) -> bytes:
     lines = ptx.decode("ascii").rstrip("\n").split("\n")
     body = "\n".join('\t"' + line.replace("\\", "\\\\").replace('"', '\\"').replace("\t", "\\t") + '\\n"' for line in lines)
-    text = "/* SPDX-License-Identifier: Apache-2.0\n *\n * Made from " + source + " by internal/sys/cuda/kernels/generate.py. DO NOT EDIT. */\n"
+    text = "/* Made from " + source + " by internal/sys/cuda/kernels/generate.py. DO NOT EDIT. */\n"
     return (text + f"static const char {name}[] =\n{body};\n").encode()
 
 

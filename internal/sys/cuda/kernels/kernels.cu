@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-//
 // The kernels of the sidecar: they rearrange bytes, packing and unpacking inside one GPU's memory while copy engines cross links. Scattered
 // pages of the host they read and write themselves where nobody else computes on the GPU, and nowhere else (gpu/knock.go).
 //

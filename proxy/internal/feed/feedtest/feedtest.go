@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 // Package feedtest is a publisher of KV events for tests: a PUB and a ROUTER socket that behave as
 // those of vLLM, and that lose, forget and forge on request.
 //

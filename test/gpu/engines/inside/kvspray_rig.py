@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Connectors that look at the engine's pages from inside, for tests only: KVSprayConnector and a
 connector that moves nothing.
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """KVSprayConnector with a clock on each of vLLM's calls, for tests only. At the engine's end, and
 every EVERY_S, the process writes hooks-PID.json to $KVSPRAY_RIG_PAGES: calls, seconds and the
 slowest call of each method."""

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A worker extension that tells whether an engine's weights are what they were, for tests only."""
 
 from __future__ import annotations

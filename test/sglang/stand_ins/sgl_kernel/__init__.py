@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Stands in for SGLang's compiled kernels on a machine without a GPU: anything can be imported from
 it, and what is called fails with its name, except the page copies of ``kvcacheio``.
 """

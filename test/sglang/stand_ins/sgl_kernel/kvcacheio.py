@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The page copies of SGLang's "direct" I/O between device and host pools, in torch."""
 
 from __future__ import annotations

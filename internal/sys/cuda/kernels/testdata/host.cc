@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-//
 // The kernels as a host's compiler understands them, one thread after the other: none of them waits for another, so that the order makes
 // no difference. Random strided runs of one axis and of two, each forwards or backwards, are packed and unpacked and compared with copies one by one.
 
