@@ -275,7 +275,8 @@ var (
 		append(engineLabels[:2:2], "outcome"))
 	descVoids = eventDesc("kv_event_voids_total",
 		"Times that all blocks of an engine were forgotten, by reason.", reasonLabels)
-	descUp     = eventDesc("kv_events_up", "1 while an engine's KV events are up to date.", engineLabels)
+	descUp = eventDesc("kv_events_up", "1 while an engine's KV events are up to date.",
+		engineLabels)
 	descBlocks = eventDesc("kv_blocks", "Blocks that an engine reported and has.", engineLabels)
 	descLeft   = eventDesc("kv_blocks_left_out_total",
 		"Reported blocks that are not in the index, by reason.", reasonLabels)

@@ -502,12 +502,13 @@ func dearFrames() map[string][]byte {
 	return map[string][]byte{
 		"parts":              body("grant", most(field(&peerv1.Grant{}, "parts", nil))),
 		"parts with budgets": body("grant", most(field(&peerv1.Grant{}, "parts", budget))),
-		"budgets":            body("grant", field(&peerv1.Grant{}, "parts", bytes.Repeat(budget, 30<<10))),
-		"skip":               body("grant", field(&peerv1.Grant{}, "skip", make([]byte, 60<<10))),
-		"tiers":              body("grant", most(field(&peerv1.Grant{}, "tiers", nil))),
-		"ranks":              body("grant_reply", most(field(&peerv1.GrantReply{}, "ranks", nil))),
-		"rails":              body("rails", most(field(&peerv1.Rails{}, "rails", nil))),
-		"addresses":          body("rails", most(field(&peerv1.Rails{}, "control_addresses", nil))),
+		"budgets": body("grant",
+			field(&peerv1.Grant{}, "parts", bytes.Repeat(budget, 30<<10))),
+		"skip":      body("grant", field(&peerv1.Grant{}, "skip", make([]byte, 60<<10))),
+		"tiers":     body("grant", most(field(&peerv1.Grant{}, "tiers", nil))),
+		"ranks":     body("grant_reply", most(field(&peerv1.GrantReply{}, "ranks", nil))),
+		"rails":     body("rails", most(field(&peerv1.Rails{}, "rails", nil))),
+		"addresses": body("rails", most(field(&peerv1.Rails{}, "control_addresses", nil))),
 	}
 }
 

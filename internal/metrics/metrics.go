@@ -141,7 +141,8 @@ func New(reg prometheus.Registerer) *Set {
 			Subsystem: "control", Name: "hellos_refused_total",
 			Help: "Refused hellos of sidecars with an incompatible release. " +
 				"The log names the sidecar to upgrade."}),
-		peers:    prometheus.NewGauge(gaugeOpts("control", "peers", "Peers with an open control session.")),
+		peers: prometheus.NewGauge(gaugeOpts("control", "peers",
+			"Peers with an open control session.")),
 		sessions: gauges("engine", "sessions", "Engine sessions.", "role"),
 		records:  counters("engine", "records_total", "Records taken from engines.", "type"),
 		copies: counters("copy", "copies_total",

@@ -90,8 +90,8 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// TestPredictsMeasuredRails: what was measured on real rails is predicted to within Tolerance, faults
-// and healing included.
+// The simulation predicts what was measured on real rails to within Tolerance, faults and healing
+// included.
 func TestPredictsMeasuredRails(t *testing.T) {
 	if testutil.Race {
 		testutil.Skip(t, "norace", "ten times slower with -race; make test-go runs it without")

@@ -1,7 +1,6 @@
 package arch
 
 import (
-	"bytes"
 	"go/ast"
 	"go/build/constraint"
 	"go/parser"
