@@ -260,8 +260,8 @@ func (v *checker) otlp(key, raw string) {
 	}
 	const example = "write for instance http://127.0.0.1:4318"
 	shown := redact.URL(raw)
-	v.check(!strings.Contains(raw, "@"), key, shown, "contains a user or a password", "leave them out, and "+
-		"set OTEL_EXPORTER_OTLP_HEADERS=authorization=... for the sidecar")
+	v.check(!strings.Contains(raw, "@"), key, shown, "contains a user or a password",
+		"leave them out, and set OTEL_EXPORTER_OTLP_HEADERS=authorization=... for the sidecar")
 	u, err := url.Parse(raw)
 	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" {
 		v.check(false, key, shown, "not a URL of HTTP", example)
