@@ -195,8 +195,8 @@ type answerer func(*http.Request) *http.Response
 
 func (f answerer) RoundTrip(r *http.Request) (*http.Response, error) { return f(r), nil }
 
-// At the bound of the releases that wait, a further one is dropped and counted, with one line of the
-// log for all of a second. At the end of the router those that wait are sent.
+// At the bound of the releases that wait, a further one is dropped and counted, with one line of
+// the log for all of a second. At the end of the router those that wait are sent.
 func TestReleasesAreBounded(t *testing.T) {
 	kvtest.Bubble(t, func(t *testing.T) {
 		var log kvtest.Log
