@@ -285,8 +285,8 @@ func TestCanceledWhileTheSourceRestarts(t *testing.T) {
 	}
 }
 
-// A query may wait for its prefill for longer than the match timeout, and so does the decline of its
-// request.
+// A query may wait for its prefill for longer than the match timeout, and so does the decline of
+// its request.
 func TestDeclineOutlastsItsQuery(t *testing.T) {
 	s, p, d, pw, _ := pair(t, 21, 0)
 	d.event(func() {
@@ -328,8 +328,8 @@ func TestOneSampleOfTwoIsCanceled(t *testing.T) {
 	wantStatus(t, dst, engines.StatusOK)
 }
 
-// Of equal prompts, the decode engine fetches one and finds the others in its prefix cache: what was
-// computed for those is held for the match timeout, whether the engine lives or not.
+// Of equal prompts, the decode engine fetches one and finds the others in its prefix cache: what
+// was computed for those is held for the match timeout, whether the engine lives or not.
 func TestEqualPromptsThatNobodyFetches(t *testing.T) {
 	s, p, d, pw, dw, first := waiting(t)
 	d.ask(2, decodeSession, testKey(1, 1), "p:1")

@@ -32,7 +32,8 @@ type PairReach struct {
 }
 
 // Links is /v1/links: the sidecar's learned speeds, as a sender, of each rail pair to each peer.
-// Programs estimate a transfer by it before they request one. docs/protocol.md, section 8 has the units.
+// Programs estimate a transfer by it before they request one. docs/protocol.md, section 8 has the
+// units.
 type Links struct {
 	Node  string      `json:"node"`
 	Boot  string      `json:"boot"`
