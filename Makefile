@@ -1,5 +1,5 @@
-# Everything below sets up what it needs by itself, in .build and bin. Needed on the machine: Go, CPython 3.10 to 3.13 with
-# venv, gcc with binutils, make.
+# The targets install their tools and environments in .build and bin. The machine must have Go,
+# CPython 3.10 to 3.13 with venv, gcc with binutils, and make.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,22 +13,23 @@ TOOLS := $(B)/bin
 VENV := $(B)/venv
 LINTENV := $(B)/lint-venv
 SITEENV := $(B)/site-venv
-# PYTHON names the interpreter that environments are made with; test/rig/env.py finds one otherwise.
+# PYTHON names the interpreter for new environments. If it is empty, test/rig/env.py finds one.
 PYTHON ?=
 HOSTPY := $(if $(PYTHON),$(PYTHON),python3)
-# An older one says no more than SyntaxError, and one that is not there no more than Error 127. $(1): the least version, 3.$(1).
+# Without this check, an older Python fails with only SyntaxError, and a missing one with Error 127.
+# The lowest permitted version is 3.$(1).
 need-python = @"$(HOSTPY)" -c 'import sys; sys.exit(sys.version_info < (3, $(1)))' 2>/dev/null || { \
   echo "make $@: $(HOSTPY) is no Python of version 3.$(1) or newer: install one, or name it, for instance make $@ PYTHON=python3.12" >&2; exit 1; }
 need-go = @command -v go >/dev/null || { echo "make $@: go is not on the PATH: install Go 1.26 or newer" >&2; exit 1; }
 VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
 LDFLAGS := -X github.com/kvspray/kvspray/internal/version.version=$(VERSION)
 export KVSPRAY_BINARY := $(ROOT)/bin/kvspray
-# For all that runs Go, as a package that is compiled with it and without it is compiled twice.
+# All targets use -trimpath: a package that is built with and without it is compiled twice.
 export GOFLAGS := $(strip $(filter-out -trimpath,$(shell go env GOFLAGS 2>/dev/null)) -trimpath)
 
 ##@ Use
 
-# A target with ## is one of those that most people need, and one with #: is in help-all only.
+# make help lists the targets with ##. make help-all lists those with #:, too.
 list = awk 'BEGIN {FS = ":.*$(1) "} /^\#\#@/ {title = substr($$0, 5)} /^[a-z0-9-]+:.*$(1) / {if (title) {printf "\n%s\n", title; title = ""} printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 .PHONY: help help-all
 help: ## Show this list; make help-all shows all targets
@@ -46,7 +47,7 @@ build: ## Build bin/kvspray and bin/kvspray-bench
 
 SIZE_LIMIT := 45000000
 .PHONY: build-size
-build-size: #: Size of the static kvspray as images have it, without symbols; fails above 45 MB
+build-size: #: Build the static kvspray of the images, without symbols; fail if it is larger than 45 MB
 	@mkdir -p $(B)/size
 	CGO_ENABLED=0 go build -ldflags '$(LDFLAGS) -s -w' -o $(B)/size/ ./cmd/kvspray
 	@size=$$(stat -c %s $(B)/size/kvspray); echo "kvspray: $$size bytes of at most $(SIZE_LIMIT)"; \
@@ -60,7 +61,7 @@ wireflip:
 DISTENV := $(B)/dist-venv
 DIST := deploy/dist.py --version $(VERSION)
 .PHONY: wheels
-wheels: $(DISTENV)/.stamp ## Build the Python wheels for this machine into dist/, the sidecar in one of them
+wheels: $(DISTENV)/.stamp ## Build the Python wheels for this machine into dist/; one of them contains the sidecar
 	$(need-go)
 	$(call need-python,10)
 	@$(HOSTPY) $(DIST) wheels
@@ -72,14 +73,14 @@ image: $(TOOLS)/.deploy-stamp ## Build an image with the sidecar into dist/, as 
 	@$(HOSTPY) $(DIST) image
 
 .PHONY: dist
-dist: $(DISTENV)/.stamp $(TOOLS)/.deploy-stamp #: All that people install, for x86-64 and arm64, into dist/VERSION: wheels, archives, deb, rpm, image
+dist: $(DISTENV)/.stamp $(TOOLS)/.deploy-stamp #: Build all packages for x86-64 and arm64 into dist/VERSION: wheels, archives, deb, rpm, image
 	$(need-go)
 	$(call need-python,10)
 	@$(HOSTPY) $(DIST) all
 	@ls -l dist/$(VERSION)
 
 .PHONY: test-dist
-test-dist: dist #: Install each of these into an empty root, and move blocks between two sidecars there (root)
+test-dist: dist #: Install each package of make dist into an empty root, and move blocks between two sidecars there (root)
 	unshare --mount $(HOSTPY) deploy/test_dist.py --version $(VERSION) dist/$(VERSION)
 
 .PHONY: demo
@@ -98,46 +99,47 @@ demo-sglang: build ## SGLang's prefill and decode servers and its router, HiCach
 	$(B)/venv-sglang/bin/python test/sglang/demo.py
 
 .PHONY: demo-cross
-demo-cross: build #: vLLM prefills for SGLang, and SGLang for vLLM: tokens and pages equal? (both environments, made once)
+demo-cross: build #: vLLM prefills for SGLang, and SGLang for vLLM: tokens and pages equal? (makes both environments once)
 	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py
 	$(HOSTPY) test/rig/env.py --sglang
 	$(B)/venv-sglang/bin/python test/sglang/demo_cross.py
 
 .PHONY: demo-gpu
-demo-gpu: #: The same with CUDA engines, on a host with a GPU and what make gpu-bin has packed
+demo-gpu: #: make demo with CUDA engines, on a host with a GPU and the files of make gpu-bin
 	test/gpu/engines/demo.sh
 
 ##@ Check
 
-# Each run of tests leaves a report in $(B)/test, and all of them one page: make test-report.
+# Each test run writes a report to $(B)/test. make test-report makes one page of all reports.
 XML := $(B)/test
 gotest = @mkdir -p $(XML); cd ./$(2) && $(TOOLS)/gotestsum --format pkgname --junitfile $(XML)/$(1).xml --
 pytest = @mkdir -p $(XML); $(2) -m pytest -q -rfEs --no-fold-skipped --junitxml $(XML)/$(1).xml
 # The features whose tests must not skip.
 export KVSPRAY_MUST_RUN ?= vllm,shm,tcp,gcc,s3server
 
-# make -k goes on with the others after one has failed.
+# With -k, make continues with the other targets after one has failed.
 .PHONY: test
-test: ## What a change must pass: Go with -race, Python, real engines with one fault of each kind
+test: ## Required for each change: Go with -race, Python, real engines with one fault of each kind
 	@$(MAKE) -k -j2 -Oline build wireflip s3server gotestsum env
 	@rc=0; $(MAKE) -k -j2 -Oline test-go test-py || rc=1; $(MAKE) test-smoke || rc=1; exit $$rc
 
 .PHONY: test-all
-test-all: ## All else that needs no special hardware or right: more cases, RDMA guests, engines, pods, SGLang (90 minutes)
+test-all: ## All other tests that need no special hardware or privilege: more cases, RDMA guests, engines, pods, SGLang (90 minutes)
 	@$(MAKE) -k generate-check build-size site test-chart test-long test-rdma-quick test-engines test-page test-docs test-pods test-sglang
 
 .PHONY: test-nightly
-test-nightly: ## Hours: measurements, attacks, laws, truth, schedules, mutants, releases, fuzzing, soaks; .build/test/report.html
+test-nightly: ## Hours of tests: measurements, attacks, laws, truth, schedules, mutants, fuzzing, soaks; .build/test/report.html
 	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-laws test-truth test-pods-group test-mesh \
 	  soak-sglang soak-store test-fuzz bench || rc=1; $(MAKE) test-pods PODS_STEPS=all || rc=1; $(MAKE) soak SOAK=2h || rc=1; \
 	$(MAKE) test-report || rc=1; exit $$rc
 
 .PHONY: watch
-watch: $(TOOLS)/gotestsum ## Test a package of Go each time one of its files is saved
+watch: $(TOOLS)/gotestsum ## Test a Go package each time you save one of its files
 	$(TOOLS)/gotestsum --watch --format testname -- -short
 
-# Packages without goroutines, whose tests compute for long: the race detector would find nothing, and take ten times as long.
+# These packages have no goroutines, so the race detector finds nothing in them. Their tests run
+# for minutes, and ten times as long with the detector.
 PURE := ./parseblock ./test/sim
 RACED = $(or $(PKG),$(filter-out $(patsubst ./%,github.com/kvspray/kvspray/%,$(PURE)),$(shell go list ./...)))
 .PHONY: test-go
@@ -155,10 +157,10 @@ test-py: build env #: Python tests, without those with engines
 test-smoke: build wireflip env #: Real engines, one fault of each kind
 	$(call pytest,smoke,$(VENV)/bin/python) test/e2e --part smoke
 
-test-engines: build wireflip s3server env #: Real engines: all that test-smoke leaves out
+test-engines: build wireflip s3server env #: Real engines: all tests that test-smoke does not run
 	$(call pytest,engines,$(VENV)/bin/python) test/e2e --part rest
 
-# The tests that make fewer cases under -short.
+# Tests that run fewer cases with -short.
 .PHONY: test-long
 test-long: build s3server $(TOOLS)/gotestsum #: All pairs of layouts over each transport, more schedules and orders
 	$(call gotest,long) -race -timeout 30m -skip '^TestMeasure' ./transport/... ./control/exec ./control/spray ./internal/board ./store/object
@@ -172,7 +174,7 @@ test-measure: build $(TOOLS)/gotestsum #: The tests that measure time, CPU and m
 test-measure: export KVSPRAY_MEASURE = 1
 
 .PHONY: test-rails
-test-rails: build $(TOOLS)/gotestsum #: The goals of rails on an idle machine, in minutes (root)
+test-rails: build $(TOOLS)/gotestsum #: Performance goals of transfers over several rails, on an idle machine, in minutes (root)
 	$(call gotest,rails,lab) -count=1 -v -timeout 90m ./rails
 
 test-rails: export KVSPRAY_RAILS = minute
@@ -189,11 +191,11 @@ test-attack: build wireflip env $(TOOLS)/gotestsum #: The late-write attacks and
 test-attack: export KVSPRAY_ATTACK_RUNS ?= 1000
 
 .PHONY: test-report
-test-report: $(LINTENV)/.stamp #: One page of all test runs since make clean: .build/test/report.html
+test-report: $(LINTENV)/.stamp #: Make one page of all test runs since make clean: .build/test/report.html
 	$(LINTENV)/bin/junit2html --merge $(XML)/all.xml $(XML)/*.xml && $(LINTENV)/bin/junit2html $(XML)/all.xml $(XML)/report.html
 
 .PHONY: test-rails-long
-test-rails-long: build #: The goals of rails in full, on real sockets: hours, and a machine that does nothing else (root)
+test-rails-long: build #: All goals of test-rails, on real sockets: hours on a machine that does nothing else (root)
 	cd lab && KVSPRAY_RAILS=long go test -timeout 6h -count=1 -v ./rails
 
 SOAK ?= 10m
@@ -210,7 +212,7 @@ soak-store: #: A store for SOAK_STORE (1h) while its process is killed and disk 
 
 SOAK_SGLANG ?= 60
 .PHONY: soak-sglang
-soak-sglang: build #: SGLang's servers with HiCache and prefill/decode for SOAK_SGLANG minutes (60), a quarter of the requests given up: nothing left?
+soak-sglang: build #: SGLang's servers with HiCache and prefill/decode for SOAK_SGLANG minutes (60), a quarter of the requests cancelled: is anything left?
 	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py --sglang
 	$(B)/venv-sglang/bin/python test/sglang/soak.py --minutes $(SOAK_SGLANG)
@@ -221,14 +223,15 @@ test-laws: #: The laws of parseblock with 100,000 random cases each, and 4 GiB o
 	KVSPRAY_LARGE=1 go test -count=1 -v ./sidecar -run '^TestMoreThan4GiB$$' | grep -v '^=== '
 
 .PHONY: test-truth
-test-truth: build env #: vLLM's own tensors, moved and read back, and a real hybrid model that goes on from moved states (nightly)
+test-truth: build env #: vLLM's own tensors, moved and read back, and a real hybrid model that continues from moved states (nightly)
 	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py test/e2e/test_truth_layouts.py
 
 .PHONY: test-placement
 test-placement: build env #: The holder's sidecar is killed 100 times while requests are placed there, and the holder five times: answers equal?
 	KVSPRAY_HOLDER_KILLS=$${KVSPRAY_HOLDER_KILLS:-100} KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q -rP test/e2e/test_placement.py
 
-# Each target has FUZZTIME, and those of what others send, on lanes and sockets, FUZZTIME_FOREIGN.
+# Each fuzz target runs for FUZZTIME. Parsers of bytes from lanes and sockets run for
+# FUZZTIME_FOREIGN.
 FUZZTIME ?= 5m
 FUZZTIME_FOREIGN ?= 1h
 FUZZ_FOREIGN := internal/wire connector/msg control/peer/frame transport/shm transport/gdr store/directory/embedded control/exec parseblock sidecar/internal/exchange sidecar/internal/removals proxy/internal/kvevents proxy/internal/zmtp
@@ -245,11 +248,11 @@ test-sim: #: 10,000 random fault schedules, a million slices between 1,000 nodes
 	KVSPRAY_SIM_RUNS=$${KVSPRAY_SIM_RUNS:-10000} go test -timeout 60m -v ./test/sim | grep -v '^=== '
 
 .PHONY: test-mutants
-test-mutants: #: Take lines out of the production code, one at a time: the simulated clusters must notice each
+test-mutants: #: Change the production code, one line at a time: a test must detect each change
 	go run ./test/sim/mutants
 
 .PHONY: test-mesh
-test-mesh: #: 200 sidecars as processes of their own on loopback, ten restarts a second for five minutes (8 GiB of memory, 4 cores)
+test-mesh: #: 200 sidecars as separate processes on loopback, ten restarts a second for five minutes (8 GiB of memory, 4 cores)
 	KVSPRAY_MESH=$${KVSPRAY_MESH:-200} KVSPRAY_MESH_SECONDS=$${KVSPRAY_MESH_SECONDS:-300} KVSPRAY_MESH_RATE=$${KVSPRAY_MESH_RATE:-10} \
 	  nice go test -count=1 -timeout 90m -v -run '^TestMeshOfProcesses$$' ./sidecar | grep -v '^=== '
 
@@ -270,11 +273,11 @@ test-rdma: rdma-guest #: Real verbs over soft-RoCE in a QEMU guest: contract sui
 	GUEST_MEM=2560 go test -count=1 -v -timeout 30m -run TestRDMAFaults -exec $(ROOT)/test/rdma/exec.sh ./sidecar
 
 .PHONY: test-rdma-quick
-test-rdma-quick: #: The shortest of it, about a minute: contract suite, a late write and each fault on real queue pairs; says why where it cannot
+test-rdma-quick: #: A part of test-rdma, about a minute: contract suite, a late write and each fault on real queue pairs; if it cannot run, it prints the reason
 	@test/rdma/quick.sh
 
 .PHONY: test-rdma-two
-test-rdma-two: rdma-guest #: The same over two guests, as two hosts
+test-rdma-two: rdma-guest #: The tests of test-rdma between two guests, as between two hosts
 	go test -race -c -o $(RDMA)/gdr.race.test ./transport/gdr
 	RAILS=1 GUEST_MEM=2048 test/rdma/two.sh $(RDMA)/gdr.race.test -test.v -test.timeout 30m -test.run TestDeviceConformanceTwo
 	go test -c -o $(RDMA)/sidecar.test ./sidecar
@@ -291,13 +294,13 @@ test-chart: #: The Helm chart, rendered and checked against the Kubernetes API; 
 	cd deploy && go test -count=1 ./...
 
 .PHONY: test-page
-test-page: build #: The pages of sidecar and router in Chromium, beside transfers; a rail dies (KVSPRAY_SHOTS: a folder for screenshots)
+test-page: build #: The pages of sidecar and router in Chromium, during transfers; a rail fails (KVSPRAY_SHOTS: a directory for screenshots)
 	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py --page
 	$(B)/venv-page/bin/python -m pytest -q -rfEs --no-fold-skipped test/page
 
 .PHONY: test-docs
-test-docs: build env $(DISTENV)/.stamp #: The shell blocks of the getting-started pages, run as their readers would
+test-docs: build env $(DISTENV)/.stamp #: Run the shell blocks of the getting-started pages, as a reader would
 	$(VENV)/bin/python test/docs/blocks.py
 
 PODS_STEPS ?=
@@ -305,11 +308,11 @@ PODS_STEPS ?=
 test-pods: build env $(TOOLS)/chartrender #: The chart's pods, run here without Kubernetes: updates, kills and drains under load (8 minutes; PODS_STEPS=all)
 	$(VENV)/bin/python test/pods/pods.py $(if $(PODS_STEPS),--steps $(PODS_STEPS))
 
-test-pods-group: build env $(TOOLS)/chartrender #: The same for decode engines of two pods each, as a LeaderWorkerSet: blocks reach all, an update, a worker's eviction
+test-pods-group: build env $(TOOLS)/chartrender #: test-pods for decode engines of two pods each, as a LeaderWorkerSet: blocks reach all pods, an update, a worker's eviction
 	$(VENV)/bin/python test/pods/pods.py --values test/pods/group.yaml --steps decode,worker
 
 .PHONY: test-sglang
-test-sglang: build #: SGLang's pools, HiCache on our store, prefill and decode on its servers and beside vLLM's (environments of 2.7 and 3 GB, made once)
+test-sglang: build #: SGLang's pools, HiCache on the page store, prefill and decode on its servers and beside vLLM's (environments of 2.7 and 3 GB, made once)
 	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py
 	$(HOSTPY) test/rig/env.py --sglang
@@ -328,20 +331,21 @@ lint-tools:
 	cd tools && go vet ./...
 	cd deploy && go vet ./...
 
-# Without cgo, too; build-size does that for x86-64.
+# The build without cgo. build-size checks the same for x86-64.
 lint-arm64:
 	CGO_ENABLED=0 GOARCH=arm64 go build ./...
 	cd lab && CGO_ENABLED=0 GOARCH=arm64 go build ./...
 
 DOCS := $(wildcard *.md docs/*.md docs/*/*.md pybind/*.md integration/*/*.md)
 DOCS := $(filter-out docs/config.md,$(DOCS))
-# The words and sentences of documents, then their width, length, links and paths. docs/config.md is generated.
-lint-docs: $(TOOLS)/.stamp #: Words, sentences, width, length and links of the documents
+# vale checks words and sentences, the Go test checks width, links and paths. docs/config.md is
+# generated.
+lint-docs: $(TOOLS)/.stamp #: Words, sentences, width and links of the documents
 	$(TOOLS)/vale --config tools/vale/vale.ini $(DOCS)
 	go test -count=1 -run Document ./test/arch
 
 .PHONY: site
-site: $(SITEENV)/.stamp ## The site of the documents, with its links checked, into .build/site
+site: $(SITEENV)/.stamp ## Build the site of the documents into .build/site, and check its links
 	$(SITEENV)/bin/mkdocs build --strict -f tools/site/mkdocs.yml
 	@echo "site: $$(find $(B)/site -name '*.html' | wc -l) pages, begin with $(B)/site/index.html"
 
@@ -353,7 +357,7 @@ lint-py: $(LINTENV)/.stamp
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini integration/sglang/src/kvspray_sglang
 
 .PHONY: generate
-generate: $(TOOLS)/.stamp $(LINTENV)/.stamp ## Make all generated code, kernels and documents again
+generate: $(TOOLS)/.stamp $(LINTENV)/.stamp ## Regenerate all generated code, kernels and documents
 	$(TOOLS)/protogen -root . -plugins $(TOOLS) api/peer/v1/peer.proto
 	go generate ./internal/board/... ./internal/metrics ./api/engine/...
 	$(LINTENV)/bin/python internal/sys/cuda/kernels/generate.py
@@ -362,7 +366,7 @@ generate: $(TOOLS)/.stamp $(LINTENV)/.stamp ## Make all generated code, kernels 
 GENERATED := api/peer/v1/*.pb.go internal/board/zz_generated*.go connector/msg/zz_generated*.go pybind/python/kvspray/_messages.py internal/sys/cuda/kernels/kernels.ptx internal/sys/cuda/kernels/kernels.sm_*.cubin \
   pybind/src/flag_ptx.h docs/config.md deploy/monitoring/alerts.yaml deploy/monitoring/dashboard.json
 .PHONY: generate-check
-generate-check: #: Fail if generated files are not what their sources say
+generate-check: #: Fail if generated files differ from their sources
 	@before=$$(sha256sum $(GENERATED)); $(MAKE) -s generate; after=$$(sha256sum $(GENERATED)); \
 	if [ "$$before" != "$$after" ]; then echo "generated files were stale; commit what 'make generate' made:"; \
 	diff <(echo "$$before") <(echo "$$after") || exit 1; fi
@@ -382,15 +386,16 @@ bench-copy: build bin/kvspray-memcpy #: kvspray-bench copy, both transports and 
 	  bin/kvspray-bench copy --transport $$t --integrity $$i --conns $$c --json | tee $(B)/bench/copy-$$t-$$i-$$c.json; done; done; done
 
 .PHONY: bench-sim-check
-bench-sim-check: build #: Is the simulation's word true? Real rails (root), then the same run simulated; fails where they are 7% apart
+bench-sim-check: build #: Compare real rails (root) with a simulation of the same run; fail if the results differ by more than 7%
 	@mkdir -p $(B)/bench
 	for f in "" "--fault 3s:rail0:down --fault 5s:rail0:up" "--fault 3s:rail0:drop --fault 5s:rail0:heal" "--fault 3s:rail0:rate=1/20 --fault 5s:rail0:heal" \
 	  "--fault 3s:rail0:ackdrop --fault 5s:rail0:heal" "--fault 3s:rail0:flap=300ms --fault 5s:rail0:heal" "--fault 3s:rail0:blackhole --fault 5s:rail0:heal"; do \
 	  bin/kvspray-bench rails --duration 8s $$f --json $(B)/bench/rails.json && bin/kvspray-bench sim --against $(B)/bench/rails.json || exit 1; done
 
-# Raw results stay out of the tree: this archive is attached to the release whose figures docs/bench has.
+# Raw results are not in the tree. Attach this archive to the release whose figures are in
+# docs/bench.
 .PHONY: bench-archive
-bench-archive: #: Pack the raw results of .build/bench into one archive in dist/, to be attached to a release
+bench-archive: #: Pack the raw results of .build/bench into one archive in dist/, for a release
 	@[ -n "$$(find $(B)/bench -type f 2>/dev/null | head -n 1)" ] || { \
 	  echo "make $@: $(B)/bench is empty: run the benchmarks first (make bench-copy, bench-rails, bench-peers)" >&2; exit 1; }
 	@mkdir -p dist
@@ -407,7 +412,7 @@ bench: #: Go benchmarks (ParseBlock, frames, rings ...), compared with those of 
 	@mv $(B)/bench/go.new $(B)/bench/go.txt
 
 .PHONY: bench-rails
-bench-rails: build #: kvspray-bench rails, a rail dying and coming back; JSON and HTML in .build/bench (root)
+bench-rails: build #: kvspray-bench rails: a rail fails and returns; JSON and HTML in .build/bench (root)
 	@mkdir -p $(B)/bench
 	bin/kvspray-bench rails --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up --json $(B)/bench/rails.json --html $(B)/bench/rails.html
 
@@ -428,7 +433,7 @@ $(B)/venv-peers/.stamp: lab/peers/requirements.txt
 	@touch $@
 
 .PHONY: bench-latency
-bench-latency: build env #: One 4 KiB block between two sidecars, from the engine's word to the engine's ear
+bench-latency: build env #: Latency of one 4 KiB block between two sidecars, from one engine's request to the other's completion
 	$(VENV)/bin/python -m kvspray.latency --kvspray bin/kvspray
 
 .PHONY: bench-place
@@ -436,7 +441,7 @@ bench-place: build env #: The router's policies with three real engines, rails o
 	$(VENV)/bin/python test/rig/bench_place.py $(BENCH_ARGS)
 
 .PHONY: gpu-bin
-gpu-bin: build env #: What test/gpu needs on a host with GPUs and no network: .build/gpu, to be carried there with the sources
+gpu-bin: build env #: Pack the requirements of test/gpu into .build/gpu; copy it with the sources to a host with GPUs and no network
 	@mkdir -p $(B)/gpu
 	go build -ldflags '$(LDFLAGS) -s -w' -o $(B)/gpu/ ./cmd/kvspray
 	cd lab && go build -ldflags '$(LDFLAGS) -s -w' -o $(B)/gpu/ ./cmd/kvspray-bench
@@ -445,19 +450,19 @@ gpu-bin: build env #: What test/gpu needs on a host with GPUs and no network: .b
 	@du -sh $(B)/gpu/kvspray $(B)/gpu/kvspray-bench $(B)/gpu/py $(B)/gpu/pk
 
 .PHONY: gpu-engines
-gpu-engines: env #: A CUDA vLLM and kvspray as packs for such a host: .build/gpu/pk (1 GB to fetch, 10 minutes, once)
+gpu-engines: env #: Pack a CUDA vLLM and kvspray for a host with GPUs and no network: .build/gpu/pk (1 GB to fetch, 10 minutes, once)
 	KVSPRAY_LDFLAGS='$(LDFLAGS)' nice $(HOSTPY) test/gpu/engines/pack.py
 
 .PHONY: gpu-own
-gpu-own: env #: Of these packs the one with kvspray alone, in seconds
+gpu-own: env #: Make only that pack of gpu-engines that has kvspray, in seconds
 	KVSPRAY_LDFLAGS='$(LDFLAGS)' nice $(HOSTPY) test/gpu/engines/pack.py --fast own
 
 .PHONY: gpu-nixl
-gpu-nixl: #: NIXL for such a host, to compare with: .build/gpu/pk-more
+gpu-nixl: #: Pack NIXL for the same host, for comparisons: .build/gpu/pk-more
 	nice $(HOSTPY) test/gpu/engines/pack.py nixl
 
 .PHONY: bench-vllm
-bench-vllm: build env #: D's latency with kvspray against NIXL, same engines and prompts
+bench-vllm: build env #: Latency of the decode engine with kvspray and with NIXL, same engines and prompts
 	$(HOSTPY) test/rig/env.py --nixl
 	$(VENV)/bin/python test/rig/bench_vllm.py $(BENCH_ARGS)
 
@@ -477,7 +482,7 @@ env: #: Make the environment with the pinned vLLM (1 GB to fetch, once)
 	@$(HOSTPY) test/rig/env.py
 
 .PHONY: clean
-clean: ## Remove everything that was built, the environments too
+clean: ## Remove all build results and environments
 	rm -rf $(B) bin dist run
 
 $(TOOLS)/gotestsum: tools/go.mod tools/go.sum
@@ -495,7 +500,7 @@ $(TOOLS)/.stamp: tools/go.mod tools/go.sum $(wildcard tools/protogen/*.go)
 	  github.com/golangci/golangci-lint/v2/cmd/golangci-lint github.com/vale-cli/vale/v3/cmd/vale
 	@touch $@
 
-# What makes packages and images, and checks the chart: a module of its own.
+# The tools that make packages and images, from the Go module deploy.
 $(TOOLS)/.deploy-stamp: deploy/go.mod deploy/go.sum $(wildcard deploy/ociimage/*.go)
 	@mkdir -p $(TOOLS)
 	@echo "building the tools of packages and images ..."
@@ -513,14 +518,14 @@ $(DISTENV)/.stamp: deploy/requirements.txt
 	$(DISTENV)/bin/python -m pip install -q --disable-pip-version-check -r $<
 	@touch $@
 
-# The S3 server of tests. It is built apart from the linters: it takes minutes, once.
+# The S3 server of the tests. It has a target of its own, because its first build takes minutes.
 $(TOOLS)/versitygw: tools/go.mod tools/go.sum
 	@mkdir -p $(TOOLS)
 	@echo "building the S3 server of tests ..."
 	cd tools && go build -o $@ github.com/versity/versitygw/cmd/versitygw
 
 .PHONY: s3server
-s3server: $(TOOLS)/versitygw #: The S3 server that tests of store/object start
+s3server: $(TOOLS)/versitygw #: Build the S3 server that tests of store/object start
 
 $(SITEENV)/.stamp: tools/site/requirements.txt
 	@echo "making the Python environment of the site ..."

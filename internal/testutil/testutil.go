@@ -1,4 +1,4 @@
-// Package testutil owns the one way in which a test may skip.
+// Package testutil has the two functions that skip a test, Skip and Measures, and helpers of tests.
 package testutil
 
 import (
@@ -8,12 +8,12 @@ import (
 	"testing"
 )
 
-// MustRunEnv lists features, separated by commas, whose tests must not skip, for machines that are
-// supposed to have them.
+// MustRunEnv is an environment variable. It lists, separated by commas, the features that this
+// machine must have: their tests fail instead of skipping.
 const MustRunEnv = "KVSPRAY_MUST_RUN"
 
-// Skip ends the test because this machine lacks feature ("rdma", "vllm", "shm" ...), for the stated
-// reason. If KVSPRAY_MUST_RUN names the feature, or "all", the test fails instead.
+// Skip skips the test because this machine lacks a feature ("rdma", "vllm", "shm" ...). If
+// KVSPRAY_MUST_RUN names the feature, or "all", the test fails instead.
 func Skip(tb testing.TB, feature, reason string) {
 	tb.Helper()
 	if mustRun(os.Getenv(MustRunEnv), feature) {
@@ -22,12 +22,13 @@ func Skip(tb testing.TB, feature, reason string) {
 	tb.Skipf("%s: %s", feature, reason)
 }
 
-// MeasureEnv makes tests run that measure; any value does.
+// MeasureEnv is an environment variable. If it has a value, tests that call Measures run.
 const MeasureEnv = "KVSPRAY_MEASURE"
 
-// Measures begins a test with a bound that a busy machine can miss: of time, of processor time, or
-// of the memory of a whole process. Its name begins with TestMeasure. It runs in make test-measure
-// only, where nothing runs beside it, without the race detector.
+// Measures must be the first call of a test that can fail because the machine is busy: a test with
+// a bound of time, of CPU time, or of the memory of a whole process. The name of the test must
+// begin with TestMeasure. The test runs only in make test-measure, without the race detector and
+// without other tests at the same time.
 func Measures(tb testing.TB) {
 	tb.Helper()
 	if Race || os.Getenv(MeasureEnv) == "" {

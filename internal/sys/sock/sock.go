@@ -1,9 +1,10 @@
-// Package sock has unix sockets that are made again: cleaners of /tmp and administrators remove
-// their paths, and a listener whose path is gone accepts nothing more.
+// Package sock has listeners on unix sockets. If the path of a socket is removed, for example by a
+// program that cleans /tmp, no client can connect to the socket any more. A Listener then makes the
+// socket again.
 //
-// A Listener replaces the stale socket of a dead process, which refuses connections, and neither
-// any other socket nor another file. It has one goroutine, which looks at the path each second and
-// which Close joins.
+// A Listener replaces only a stale socket: one that refuses connections, because its process has
+// ended. It never replaces another socket or another file. It has one goroutine, which checks the
+// path each second. Close waits for the end of the goroutine.
 package sock
 
 import (
@@ -18,7 +19,7 @@ import (
 	"time"
 )
 
-// DefaultLook is the time between two checks that the path leads to the socket.
+// DefaultLook is the time between two checks of the path.
 const DefaultLook = time.Second
 
 // Options of a Listener. Only Look, Prepare and Setting may be zero.
@@ -26,10 +27,11 @@ type Options struct {
 	Name    string // in the log, with its article
 	Network string // "unix" or "unixpacket"
 	Path    string
-	Setting string // chooses the path: for remedies
+	Setting string // the flag or key that sets the path; errors name it as the remedy
 	Mode    os.FileMode
 	Look    time.Duration // zero: DefaultLook
-	// Prepare precedes each making of the socket, one at a time: it makes the directory, say.
+	// Prepare runs before each attempt to make the socket, never twice at once. It can make the
+	// directory, for example.
 	Prepare func() error
 	Log     *slog.Logger
 }
@@ -43,8 +45,8 @@ type Listener struct {
 
 	mu   sync.Mutex // protects all below
 	ln   *net.UnixListener
-	made os.FileInfo // as the path led to it
-	lost string      // why it cannot be made again; empty: it can
+	made os.FileInfo // of the path when the socket was made
+	lost string      // why the last attempt to make it again failed; empty: none has failed
 }
 
 var _ net.Listener = (*Listener)(nil)
@@ -83,7 +85,7 @@ func (l *Listener) bind() (*net.UnixListener, os.FileInfo, error) {
 		case err == nil:
 			_ = c.Close()
 			return nil, nil, errors.New("another program listens there: stop it, or choose another socket")
-		case !errors.Is(err, syscall.ECONNREFUSED): // a full backlog, or another user's
+		case !errors.Is(err, syscall.ECONNREFUSED): // a full backlog, or a socket of another user
 			return nil, nil, fmt.Errorf("find out whether another program listens there: %w: stop it, "+
 				"remove the socket of one that has ended, or choose another socket", err)
 		}
@@ -95,7 +97,7 @@ func (l *Listener) bind() (*net.UnixListener, os.FileInfo, error) {
 	if err != nil {
 		return nil, nil, l.remedy(err) // it names operation and path
 	}
-	ln.SetUnlinkOnClose(false) // the path may lead to another socket then
+	ln.SetUnlinkOnClose(false) // at that time the path may lead to another socket
 	err = os.Chmod(path, l.o.Mode)
 	var made os.FileInfo
 	if err == nil {
@@ -108,7 +110,7 @@ func (l *Listener) bind() (*net.UnixListener, os.FileInfo, error) {
 	return ln, made, nil
 }
 
-// remedy adds to an error of the path's directory how to choose another one.
+// remedy adds to an error of the path's directory the setting that chooses another path.
 func (l *Listener) remedy(err error) error {
 	for _, e := range []error{syscall.EACCES, syscall.EPERM, syscall.EROFS, syscall.ENOENT,
 		syscall.ENOTDIR} {
@@ -131,7 +133,8 @@ func what(m os.FileMode) string {
 	return "a file that is not a socket (" + m.Type().String() + ")"
 }
 
-// Unreachable is why no client can connect, as when the socket was removed; empty: clients can.
+// Unreachable returns the reason why no client can connect, for example the removal of the socket.
+// If clients can connect, it returns an empty string.
 func (l *Listener) Unreachable() string {
 	l.mu.Lock()
 	made, lost := l.made, l.lost
@@ -164,7 +167,8 @@ func (l *Listener) keep(ctx context.Context) {
 	}
 }
 
-// look makes the socket again if the path does not lead to it. It alone changes what mu protects.
+// look makes the socket again if the path does not lead to it. After Listen, only look changes the
+// fields that mu protects.
 func (l *Listener) look() {
 	if leadsTo(l.o.Path, l.made) {
 		return
@@ -194,7 +198,8 @@ func (l *Listener) current() *net.UnixListener {
 	return l.ln
 }
 
-// AcceptUnix accepts a connection, of the socket that is the newest when it comes.
+// AcceptUnix accepts a connection. If look replaces the socket meanwhile, AcceptUnix continues with
+// the new one.
 func (l *Listener) AcceptUnix() (*net.UnixConn, error) {
 	for {
 		ln := l.current()
@@ -217,7 +222,8 @@ func (l *Listener) Accept() (net.Conn, error) {
 // Addr implements net.Listener.
 func (l *Listener) Addr() net.Addr { return l.current().Addr() }
 
-// Close removes the socket, unless the path leads to another one by now. Idempotent.
+// Close removes the socket, unless the path leads to another one by now. A second call only returns
+// net.ErrClosed.
 func (l *Listener) Close() error {
 	err := net.ErrClosed
 	l.once.Do(func() {

@@ -39,7 +39,8 @@ func listen(t *testing.T, o Options) (*Listener, error) {
 	return l, err
 }
 
-// A listener goes on accepting after its path was removed, or leads to a dead socket or to nothing.
+// A listener makes its socket again after the path or its directory was removed, or a dead socket
+// took its place.
 func TestMadeAgain(t *testing.T) {
 	dir := filepath.Join(testutil.ShortDir(t), "sub")
 	path := filepath.Join(dir, "s")
@@ -62,7 +63,7 @@ func TestMadeAgain(t *testing.T) {
 	for _, remove := range []func() error{
 		func() error { return nil },
 		func() error { return os.Remove(path) },
-		func() error { return os.Rename(dir, dir+"2") }, // RemoveAll fails if one is made meanwhile
+		func() error { return os.Rename(dir, dir+"2") }, // RemoveAll would race with the listener
 		func() error {
 			dead, err := net.ListenUnix("unix", &net.UnixAddr{Name: path + "2", Net: "unix"})
 			if err != nil {
@@ -93,8 +94,8 @@ func TestMadeAgain(t *testing.T) {
 	}
 }
 
-// Neither at the start nor later a listener replaces what is not a dead socket. Why it cannot be
-// made again is reported once, and what came in its place stays after its end.
+// A listener never replaces a live socket or a file, neither at its start nor later. It logs the
+// reason once. The file in the place of its socket stays after Close.
 func TestOthersStay(t *testing.T) {
 	dir := testutil.ShortDir(t)
 	path := filepath.Join(dir, "s")
@@ -128,7 +129,8 @@ func TestOthersStay(t *testing.T) {
 	}
 }
 
-// A live socket that accepts no connection now, or none of this type, is not replaced either.
+// Two kinds of live sockets fail a connection attempt: one with a full backlog, and one of another
+// type. A listener does not replace them either.
 func TestBusySocketStays(t *testing.T) {
 	for want, of := range map[syscall.Errno]int{
 		syscall.EAGAIN:     unix.SOCK_STREAM, // its backlog is full
@@ -156,8 +158,8 @@ func TestBusySocketStays(t *testing.T) {
 	}
 }
 
-// Errors of the directory have a remedy, at the start and later. Those that another directory does
-// not mend have none.
+// An error of the directory names the remedy, at the start and later: another path. An error that
+// would be the same in another directory names no remedy.
 func TestRemedies(t *testing.T) {
 	const remedy = "choose a path in a directory that this user may write to with --here"
 	dir := testutil.ShortDir(t)

@@ -15,19 +15,20 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// A decode engine asks for admission when a request comes, and for the bytes once its queue has a
-// place for it. In between the session of the query is the sign of life: the source is held while
-// the session lives, up to the hold timeout, and not when the source's engine needs the blocks.
+// A decode engine sends an admission query when a request arrives. It asks for the bytes only when
+// the request leaves its queue. In between, the source lease is held while the session that sent
+// the query lives. The hold ends earlier at the hold timeout, or if the source's engine needs the
+// blocks.
 
-// waiter is a scheduler's session that was admitted for a key.
+// waiter is the session of a decode engine's scheduler whose query for a key was admitted.
 type waiter struct {
 	peer    transfer.Boot
 	session uint64
 }
 
-// waits has the waiters of the keys of open leases.
+// waits stores the waiters for the keys of open leases.
 type waits struct {
-	byKey    index.Sets[transfer.Key, waiter] // at most lease.MaxFanout of a key
+	byKey    index.Sets[transfer.Key, waiter] // at most lease.MaxFanout for each key
 	keys     index.Sets[waiter, transfer.Key]
 	sessions index.Sets[transfer.Boot, uint64] // of waiters, by peer
 }
@@ -37,8 +38,8 @@ func newWaits() waits {
 		sessions: index.Sets[transfer.Boot, uint64]{}}
 }
 
-// add records a waiter. One more than a lease can serve is not recorded: the match timeout counts
-// for it.
+// add records a waiter, but not more waiters for a key than a lease can serve. Those that are not
+// recorded do not extend the hold: the match timeout applies to them.
 func (ws *waits) add(w waiter, k transfer.Key) {
 	if len(ws.byKey[k]) < lease.MaxFanout && ws.byKey.Add(k, w) {
 		ws.keys.Add(w, k)
@@ -59,7 +60,7 @@ func (ws *waits) dropKey(k transfer.Key) {
 	}
 }
 
-// of are the waiters of a peer, in order.
+// of returns the waiters of a peer, sorted by session.
 func (ws *waits) of(boot transfer.Boot) (all []waiter) {
 	for session := range ws.sessions[boot] {
 		all = append(all, waiter{boot, session})
@@ -74,7 +75,8 @@ func (ss *Table) hold(now Instant, s *Lease) {
 	s.holdEnd = max(s.MatchBy, now+ss.Cfg.HoldTimeout)
 }
 
-// waited reports whether a lease is still held, for an engine that lives.
+// waited reports whether the hold of a lease may continue: the peer of a waiter is up, and neither
+// the hold timeout nor the lease's own engine has ended the hold.
 func (ss *Table) waited(now Instant, s *Lease) bool {
 	if !s.Held || s.MatchBy == lease.Never || s.yielded != "" || now >= s.holdEnd {
 		return false
@@ -87,7 +89,7 @@ func (ss *Table) waited(now Instant, s *Lease) bool {
 	return false
 }
 
-// holdOn starts the match timeout anew. The engine, too, counts the deadline anew.
+// holdOn restarts the match timeout. HeldOn makes the engine restart its deadline, too.
 func (ss *Table) holdOn(now Instant, s *Lease) {
 	s.MatchBy = min(now+min(ss.Cfg.MatchTimeout, s.span), s.holdEnd)
 	s.Deadline = max(s.Deadline, s.MatchBy)
@@ -103,9 +105,10 @@ func (ss *Table) holdAllOn(now Instant, k transfer.Key) {
 	}
 }
 
-// placed ends the waits for a key once one lease of it has a receiver in every place: the requests
-// that its intent stands for have come. For other leases of the same prompt, whose requests find it
-// in their engine's prefix cache, the match timeout starts.
+// placed ends the waits for a key once one of its leases has no room for another receiver: all of
+// the receivers that its intent announced have come. For other leases with the same key the match
+// timeout restarts. Their requests may never come, because the decode engine then has the prompt in
+// its prefix cache.
 func (ss *Table) placed(now Instant, s *Lease) {
 	if !s.Room(lease.TeamID{}) && len(ss.waits.byKey[s.Key]) > 0 {
 		ss.waits.dropKey(s.Key)
@@ -113,8 +116,8 @@ func (ss *Table) placed(now Instant, s *Lease) {
 	}
 }
 
-// refusedAll ends the waits of a peer for a key: its engine was refused, and so will be all of its
-// requests.
+// refusedAll ends the waits of a peer for a key. The sidecar has refused a request of the peer's
+// engine, and will refuse the other requests of this engine for the same reason.
 func (ss *Table) refusedAll(now Instant, boot transfer.Boot, k transfer.Key) {
 	for w := range ss.waits.byKey[k] {
 		if w.peer == boot {
@@ -124,7 +127,7 @@ func (ss *Table) refusedAll(now Instant, boot transfer.Boot, k transfer.Key) {
 	ss.holdAllOn(now, k)
 }
 
-// unmatched is why a lease ends that served no receiver.
+// unmatched returns the reason why a lease ends without a receiver.
 func (ss *Table) unmatched(now Instant, s *Lease) string {
 	switch {
 	case s.yielded != "":
@@ -139,14 +142,14 @@ func (ss *Table) unmatched(now Instant, s *Lease) string {
 		ss.Cfg.MatchTimeout)
 }
 
-// Yield is Exec.Yield.
+// Yield implements Exec.Yield.
 func (ss *Table) Yield(now Instant, w *engines.Worker, id uint64) {
 	if s := ss.get(w, id); s != nil && s.Held {
 		ss.stopWaiting(now, s, "the engine needs the blocks: its pool is nearly full")
 	}
 }
 
-// stopWaiting takes no receiver any more; bound ones finish.
+// stopWaiting makes a lease refuse new receivers. Bound receivers finish.
 func (ss *Table) stopWaiting(now Instant, s *Lease, why string) {
 	if s.decided || s.yielded != "" {
 		return
@@ -158,7 +161,8 @@ func (ss *Table) stopWaiting(now Instant, s *Lease, why string) {
 	}
 }
 
-// waiterGone ends the wait of a session. A lease that nothing else waits for ends.
+// waiterGone ends the waits of a session. If a key has no other waiter, its leases refuse new
+// receivers from then on.
 func (ss *Table) waiterGone(now Instant, w waiter, why string) {
 	for _, k := range slices.SortedFunc(maps.Keys(ss.waits.keys[w]), compareKeys) {
 		ss.waits.remove(w, k)
@@ -171,7 +175,8 @@ func (ss *Table) waiterGone(now Instant, w waiter, why string) {
 	}
 }
 
-// peerDown ends the waits of a peer that is gone (over), or starts their match timeout.
+// peerDown ends the waits of a peer that has ended (over). For any other peer it restarts the match
+// timeout of the leases that its waiters hold.
 func (ss *Table) peerDown(now Instant, boot transfer.Boot, over bool) {
 	for _, w := range ss.waits.of(boot) {
 		if over {
@@ -191,7 +196,7 @@ func (mt *Matcher) OnSessionOver(now Instant, p *lanes.Peer, m *peerv1.SessionOv
 		if q.peer != p || q.in != nil || q.decline != nil || q.session != m.Session {
 			continue
 		}
-		// Its intent may come yet, and then nothing waits for it.
+		// The intent for this query may still arrive. This records that no engine waits for it.
 		id := lease.GrantID{Peer: p.Boot, Dest: transfer.LeaseID{Boot: p.Boot, ID: q.token}}
 		team := lease.TeamID(p.Boot)
 		binary.LittleEndian.PutUint64(team[8:], q.token)
