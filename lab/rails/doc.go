@@ -1,12 +1,11 @@
 // Package rails holds the tests that move KV blocks between two sidecar processes over rails that
-// the kernel shapes and breaks (bench/railsbench). What a sidecar claims about rails is judged here
-// on real sockets, beside plain streams of the same run.
+// the kernel shapes and breaks (lab/railsbench). Plain streams of the same run on real sockets are what the
+// sidecars are compared with.
 //
-// How much is run is said by KVSPRAY_RAILS, because figures are worth something only where nobody
-// else computes:
+// KVSPRAY_RAILS selects how much runs, because figures count only where nothing else computes:
 //
 //	(unset)  slow rails, each fault once, content and failures only: for go test ./...
-//	minute   the figures, a minute of each kind of fault (make test)
+//	minute   the figures, a minute of each kind of fault (make test-rails)
 //	long     the goals in full: 20 faults of each kind, 10 runs of each mix, ten minutes without a false exclusion (make test-rails-long)
 //
 // KVSPRAY_ATTACK_RUNS is how often the late write is attempted. A user other than root runs them
