@@ -147,7 +147,7 @@ test-go: s3server $(TOOLS)/gotestsum #: Go tests with -race, without measurement
 	$(if $(PKG),,$(call gotest,pure) -short -timeout 15m -skip '^TestMeasure' $(PURE))
 	$(call gotest,go) -race -short -timeout 15m -skip '^TestMeasure' $(RACED)
 	$(if $(PKG),,$(call gotest,simbench,lab) -short -timeout 15m -skip '^TestMeasure' ./simbench)
-	$(if $(PKG),,$(call gotest,lab,lab) -race -short -timeout 15m -skip '^TestMeasure' $$(cd lab && go list ./... | grep -v /simbench$$))
+	$(if $(PKG),,$(call gotest,lab,lab) -race -short -timeout 15m -skip '^TestMeasure' $$(go list ./... | grep -v /simbench$$))
 
 .PHONY: test-py
 test-py: build env #: Python tests, without those with engines
