@@ -143,7 +143,7 @@ watch: $(TOOLS)/gotestsum ## Test a Go package each time you save one of its fil
 PURE := ./parseblock ./test/sim
 RACED = $(or $(PKG),$(filter-out $(patsubst ./%,github.com/kvspray/kvspray/%,$(PURE)),$(shell go list ./...)))
 .PHONY: test-go
-test-go: s3server $(TOOLS)/gotestsum #: Go tests with -race, without measurements; PKG: packages (all)
+test-go: build s3server $(TOOLS)/gotestsum #: Go tests with -race, without measurements; PKG: packages (all)
 	$(if $(PKG),,$(call gotest,pure) -short -timeout 15m -skip '^TestMeasure' $(PURE))
 	$(call gotest,go) -race -short -timeout 15m -skip '^TestMeasure' $(RACED)
 	$(if $(PKG),,$(call gotest,simbench,lab) -short -timeout 15m -skip '^TestMeasure' ./simbench)
@@ -172,6 +172,8 @@ test-measure: build $(TOOLS)/gotestsum #: The tests that measure time, CPU and m
 	$(call gotest,measure-lab,lab) -count=1 -p 1 -v -timeout 30m -run '^TestMeasure' ./...
 
 test-measure: export KVSPRAY_MEASURE = 1
+# A machine that is too busy to measure fails.
+test-measure: export KVSPRAY_MUST_RUN := $(KVSPRAY_MUST_RUN),kvspray,quiet
 
 .PHONY: test-rails
 test-rails: build $(TOOLS)/gotestsum #: Performance goals of transfers over several rails, on an idle machine, in minutes (root)
@@ -182,8 +184,9 @@ test-rails: export KVSPRAY_RAILS = minute
 .PHONY: test-attack
 test-attack: build wireflip env $(TOOLS)/gotestsum #: The late-write attacks and fault tests in full
 	$(call gotest,attack) -race -timeout 60m -run 'Conformance/(Fence_attack|Source_rewritten|Late_garbage)|LateDMA|^TestLateWrites$$' ./transport/... ./sidecar
-	@passed=$$(grep -cE 'name="[^"]*(attack|garbage|rewritten|LateWrites/|TestLateDMA)' $(XML)/attack.xml); \
-	[ $$passed -ge 25 ] || { echo "make $@: $$passed attacks ran, at least 25 are expected" >&2; exit 1; }
+	@for least in 'transport.*(attack|garbage|rewritten|LateDMA) 21' 'sidecar.*LateWrites/ 4'; do \
+	  set -- $$least; passed=$$(grep -cE "<testcase .*$$1.*></testcase>" $(XML)/attack.xml || true); \
+	  [ $$passed -ge $$2 ] || { echo "make $@: $$passed attacks of $$1 passed, at least $$2 have to" >&2; exit 1; }; done
 	cd lab && KVSPRAY_RAILS=minute go test -count=1 -timeout 90m -v -run '^TestLateWrites$$' ./rails
 	$(call pytest,attack-preload,KVSPRAY_PRELOAD_SEEDS=100 KVSPRAY_PRELOAD_KILLS=100 $(VENV)/bin/python) pybind/tests/test_preload.py
 	$(call pytest,attack-engines,$(VENV)/bin/python) test/e2e/test_faults.py
@@ -192,6 +195,7 @@ test-attack: export KVSPRAY_ATTACK_RUNS ?= 1000
 
 .PHONY: test-report
 test-report: $(LINTENV)/.stamp #: Make one page of all test runs since make clean: .build/test/report.html
+	rm -f $(XML)/all.xml
 	$(LINTENV)/bin/junit2html --merge $(XML)/all.xml $(XML)/*.xml && $(LINTENV)/bin/junit2html $(XML)/all.xml $(XML)/report.html
 
 .PHONY: test-rails-long
@@ -237,11 +241,12 @@ FUZZTIME_FOREIGN ?= 1h
 FUZZ_FOREIGN := internal/wire connector/msg control/peer/frame transport/shm transport/gdr store/directory/embedded control/exec parseblock sidecar/internal/exchange sidecar/internal/removals proxy/internal/kvevents proxy/internal/zmtp
 .PHONY: test-fuzz
 test-fuzz: #: Every fuzz target for FUZZTIME (5m each), parsers of lanes and sockets for FUZZTIME_FOREIGN (1h)
-	@for dir in $$(git ls-files '*_test.go' | xargs grep -l '^func Fuzz' | xargs -n1 dirname | sort -u); do \
+	@rc=0; for dir in $$(git ls-files '*_test.go' | xargs grep -l '^func Fuzz' | xargs -n1 dirname | sort -u); do \
 	  case " $(FUZZ_FOREIGN) " in *" $$dir "*) time=$(FUZZTIME_FOREIGN);; *) time=$(FUZZTIME);; esac; \
+	  case $$dir in lab/*) mod=lab;; *) mod=.;; esac; \
 	  for name in $$(grep -ho '^func Fuzz[A-Za-z0-9]*' $$dir/*_test.go | cut -d' ' -f2); do \
 	    echo "== $$dir $$name, $$time"; \
-	    go test ./$$dir -run '^$$' -fuzz "^$$name\$$" -fuzztime $$time || exit 1; done; done
+	    (cd $$mod && go test ./$${dir#lab/} -run '^$$' -fuzz "^$$name\$$" -fuzztime $$time) || rc=1; done; done; exit $$rc
 
 .PHONY: test-sim
 test-sim: #: 10,000 random fault schedules, a million slices between 1,000 nodes, the late-write attacks 1,000 times

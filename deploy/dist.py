@@ -120,6 +120,7 @@ class Dist:
         copy = WORK / "src" / pathlib.Path(part).name
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(ROOT / part, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__", "*.so", "tests"))
+        shutil.copy(ROOT / "LICENSE", copy)
         version = python_version(self.version)
         for init in copy.rglob("__init__.py"):
             text = init.read_text()

@@ -17,8 +17,7 @@ import (
 )
 
 // propertyCases is the number of cases of each law. Nothing here is concurrent, so the race
-// detector finds little and takes ten times as long: "bounds" in make test runs all cases without
-// it.
+// detector finds little and takes ten times as long: make test-go runs all cases without it.
 const (
 	propertyCases = "5000"
 	racedCases    = "500"

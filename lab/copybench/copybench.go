@@ -10,7 +10,7 @@
 // Baselines. tcp: a plain Go stream, writev of contiguous 256 KiB pieces from one memfd, readv of
 // the same pieces into the other, over as many connections. shm: a C program that copies the same
 // scattered blocks between the same memfds by memcpy with as many threads
-// (bench/baseline/memcpy.c).
+// (lab/baseline/memcpy.c).
 //
 // Goroutines belong to one run and are joined before it ends.
 package copybench

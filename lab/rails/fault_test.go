@@ -35,8 +35,7 @@ var kinds = []struct {
 }
 
 // each is all of a list, or one of it under the race detector: it looks at what moves transfers and
-// lets faults happen here, not at the sidecars, and make test runs all of them without it in its
-// part rails.
+// lets faults happen here, not at the sidecars, and make test-rails runs all of them without it.
 func each[T any](all []T) []T {
 	if testutil.Race && how == smoke {
 		return all[1:2]
@@ -44,7 +43,7 @@ func each[T any](all []T) []T {
 	return all
 }
 
-// someFaults is how many make test makes of each kind.
+// someFaults is how many make test-rails makes of each kind.
 const someFaults = 4
 
 // A rail dies in mid transfer, each way. No transfer fails, content is right; the others go on as

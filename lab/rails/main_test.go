@@ -126,7 +126,7 @@ func quiet(tries int) bool {
 	return false
 }
 
-// Rounds that make test adds where a figure is missed: what disturbed a few seconds of it disturbs
+// Rounds that make test-rails adds where a figure is missed: what disturbed a few seconds of it disturbs
 // no median of three times as many, and what is slower than it should be stays so.
 const moreRounds = 6
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# quick.sh [prepare]: the part of `make test` that needs real queue pairs, in two guests one after the other. The backend: the contract
+# quick.sh: the part of `make test-all` that needs real queue pairs, in two guests one after the other. The backend: the contract
 # suite with each layout once, a key of another peer's, and late writes that the wire holds back, once after a cancel and once after a success,
-# with their control run. Two sidecars: 64 MiB over four rails, once for each way in which a rail can fail. prepare only fetches the guest, which
-# may go on beside other parts. RDMA_DIR is where it is kept, .build/rdma without it.
+# with their control run. Two sidecars: 64 MiB over four rails, once for each way in which a rail can fail. RDMA_DIR is where the guest
+# is kept, .build/rdma without it.
 #
 # Where there is no QEMU to be had, or what the guest is made of, nothing was shown: the last line says "rdma: skipped" and why, and
 # the status is 0, unless KVSPRAY_MUST_RUN names rdma. The same holds where a guest is not through in BUDGET, or its kernel crashes,
@@ -27,11 +27,6 @@ skip() { # what has failed before stays failed
 prepare() { # one at a time, and once: make knows what is there
   flock "$RDMA_DIR/.lock" timeout "$FETCH" nice -n 10 make -s rdma-guest >"$RDMA_DIR/prepare.log" 2>&1
 }
-if [ "${1:-}" = prepare ]; then
-  prepare || true # whoever needs the guest tries again, and says why there is none
-  exit 0
-fi
-
 guest() { # PACKAGE TEST...: runs them in a guest of their own, and each has to pass
   local package=$1 log=$RDMA_DIR/quick-${1##*/}.log binary=$RDMA_DIR/${1##*/}.test start rc=0 name
   shift

@@ -182,56 +182,17 @@ def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any
                 pool.set_kv_buffer(None, loc, latent(content, i), None, layer_id_override=i)
 
         return list(pool.kv_buffer), groups, fill
-    # Host pools.
-    if kind.pool in ("mha", "mha8"):
-        from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost as Host
+    # A host pool.
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-        extra: dict[str, Any] = {}
-        info = device_mha(kind, heads).get_device_pool_infos()[0].buffer_info
-    else:
-        from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost as Host
-
-        dev = device_mla(kind)
-        extra = {"override_kv_cache_dim": dev.kv_cache_dim, "target_layer_num": LAYERS}
-        info = dev.get_device_pool_infos()[0].buffer_info
-    host = Host(
-        info, 2.0, 0, kind.page, kind.layout, pin_memory=False, device="cpu", allocator_type="default", device_capacity_tokens=TOKENS,
-        start_layer=0, end_layer=LAYERS, **extra,
+    dev = device_mla(kind)
+    host = MLATokenToKVPoolHost(
+        dev.get_device_pool_infos()[0].buffer_info, 2.0, 0, kind.page, kind.layout, pin_memory=False, device="cpu", allocator_type="default",
+        device_capacity_tokens=TOKENS, start_layer=0, end_layer=LAYERS, override_kv_cache_dim=dev.kv_cache_dim, target_layer_num=LAYERS,
     )  # fmt: skip
     buf = host.kv_buffer
     size = host.size
     blocks = size // kind.page
-    if kind.pool in ("mha", "mha8"):
-        half = buf[0].numel() * kind.dtype.itemsize
-        # (base of a layer, bytes from page to page)
-        base, stride = {
-            "layer_first": (size * token, kind.page * token),
-            "page_first": (token, kind.page * LAYERS * token),
-            "page_first_direct": (kind.page * token, kind.page * LAYERS * token),
-            "page_head": (DIM * kind.dtype.itemsize, kind.page * LAYERS * token),
-        }[kind.layout]
-        page = 2 * kind.page * token
-        groups = [
-            group(kind.page, f"sglang_{kind.layout}", params | {"heads": heads, "layers": LAYERS, "v_offset": half}, blocks,
-                  [layer(i, "", 0, i * base, stride, page, i) for i in range(LAYERS)])
-        ]  # fmt: skip
-
-        def fill(r: Rank, loc: torch.Tensor, content: Content) -> None:
-            if kind.layout == "page_head":
-                # Only pages can be taken from it and put back: [K and V, 1, head, token, layer, dim].
-                for first in {int(n) // kind.page * kind.page for n in loc}:
-                    own = host.get_data_page(first, flat=False).clone()
-                    here = (loc >= first) & (loc < first + kind.page)
-                    for i in range(LAYERS):
-                        for x, values in enumerate(kv(content, i)):
-                            own[x, 0, :, loc[here] - first, i] = values[here].to(kind.dtype).view(buf.dtype).transpose(0, 1)
-                    host.set_from_flat_data_page(first, own.flatten())
-                return
-            for i in range(LAYERS):
-                for view, own in zip((host.k_data_refs[i], host.v_data_refs[i]), kv(content, i), strict=True):
-                    put(view, loc, kind.page, own.to(kind.dtype).view(buf.dtype))
-
-        return [buf], groups, fill
     row = (LATENT + ROPE) * 2
     base, stride, more = {
         "layer_first": (size * row, kind.page * row, {}),
@@ -314,9 +275,8 @@ def check(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) -> None
             r.close()
 
 
-HOST = ("layer_first", "page_first", "page_first_direct", "page_head")
-MHA = [Kind("mha", 16), Kind("mha", 64, 2), *(Kind("mha", 16, 1, x) for x in HOST)]
-MLA = [Kind("mla", 16), Kind("mla", 64, 2), *(Kind("mla", 16, 1, x) for x in HOST[:3])]
+MHA = [Kind("mha", 16), Kind("mha", 64, 2)]
+MLA = [Kind("mla", 16), Kind("mla", 64, 2), *(Kind("mla", 16, 1, x) for x in ("layer_first", "page_first", "page_first_direct"))]
 
 
 def pairs(kinds: list[Kind]) -> list[tuple[Kind, Kind]]:
@@ -334,7 +294,7 @@ def test_latents(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) 
     check(sidecars, pk, dk)
 
 
-MHA8 = [Kind("mha8", 16), Kind("mha8", 64, 2), Kind("mha8", 32, 4), *(Kind("mha8", 16, 1, x) for x in HOST)]
+MHA8 = [Kind("mha8", 16), Kind("mha8", 64, 2), Kind("mha8", 32, 4)]
 
 
 @pytest.mark.parametrize(("pk", "dk"), pairs(MHA8), ids=str)

@@ -82,7 +82,7 @@ func TestCellsRoundTrip(t *testing.T) {
 	}
 }
 
-// Golden vector: the cells of a GO of version 1.2, byte for byte: a span, one that is to skip, a
+// Golden vector: the cells of a GO, byte for byte: a span, one that is to skip, a
 // run and a run of rows.
 func TestCellsGolden(t *testing.T) {
 	got := hex.EncodeToString(appendCells(nil, []run{

@@ -264,6 +264,9 @@ func TestFit(t *testing.T) {
 	if got := fit(text, 500, 500); got != text {
 		t.Errorf("a large screen shows %q", got)
 	}
+	if got := fit("a\nb\nc\n! d\n! e\n  and 4 more\n", 70, 5); got != "a\nb\n! e\n  and 4 more\n" {
+		t.Errorf("a small screen shows %q", got)
+	}
 	if got := fit("a\n! b\n", 1, 1); got != "a\n" {
 		t.Errorf("a screen of one cell shows %q", got)
 	}

@@ -127,7 +127,7 @@ func (t *table) write(b *strings.Builder, name, none string) {
 
 func more(b *strings.Builder, n int) {
 	if n > 0 {
-		fmt.Fprintf(b, "  and %d more (--output json)\n", n)
+		fmt.Fprintf(b, moreTroubles+"%d more (--output json)\n", n)
 	}
 }
 

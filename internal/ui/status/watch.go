@@ -70,6 +70,13 @@ func screen(w io.Writer) (columns, rows int, ok bool) {
 	return int(size.Col), int(size.Row), true
 }
 
+const moreTroubles = "  and " // how many are not listed
+
+// isTrouble reports whether a line is of what needs attention, or counts the rest of it.
+func isTrouble(line string) bool {
+	return strings.HasPrefix(line, "! ") || strings.HasPrefix(line, moreTroubles)
+}
+
 // fit cuts a text to a screen: lines to its columns, and lines at the end. The last row stays free
 // for the cursor. What needs attention is the end of the text, and a screen that cuts the text
 // shows it instead of the tables' last lines.
@@ -77,7 +84,7 @@ func fit(text string, columns, rows int) string {
 	lines := strings.Split(strings.TrimRight(text, "\n"), "\n")
 	if room := max(rows-1, 1); len(lines) > room {
 		first := len(lines)
-		for first > 0 && len(lines)-first < room/2 && strings.HasPrefix(lines[first-1], "! ") {
+		for first > 0 && len(lines)-first < room/2 && isTrouble(lines[first-1]) {
 			first--
 		}
 		lines = append(lines[:room-(len(lines)-first):room-(len(lines)-first)], lines[first:]...)
