@@ -1,6 +1,6 @@
 // Package rails holds the tests that move KV blocks between two sidecar processes over rails that
-// the kernel shapes and breaks (lab/railsbench). It compares them with plain streams of the same run
-// on real sockets.
+// the kernel shapes and breaks (lab/railsbench). It compares them with plain streams of the same
+// run on real sockets.
 //
 // KVSPRAY_RAILS selects how much runs, because figures count only where nothing else computes:
 //

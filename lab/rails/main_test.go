@@ -126,8 +126,8 @@ func quiet(tries int) bool {
 	return false
 }
 
-// Rounds that make test-rails adds where a figure is missed: what disturbed a few seconds of it disturbs
-// no median of three times as many, and what is slower than it should be stays so.
+// Rounds that make test-rails adds where a figure is missed: what disturbed a few seconds of it
+// disturbs no median of three times as many, and what is slower than it should be stays so.
 const moreRounds = 6
 
 // patience is what is left of them.

@@ -224,14 +224,6 @@ class Layer:
     layer_id: int
 
 
-def put(view: torch.Tensor, loc: torch.Tensor, page: int, values: torch.Tensor) -> None:
-    """Writes tokens through a host pool's own view of a layer, which counts slots, or pages and slots in them."""
-    if view.dim() == values.dim():
-        view[loc] = values
-    else:
-        view[loc // page, loc % page] = values
-
-
 @dataclasses.dataclass
 class Engine:
     ranks: list[Rank]
