@@ -167,9 +167,10 @@ test-long: build s3server $(TOOLS)/gotestsum #: All pairs of layouts over each t
 	$(call gotest,mesh) -timeout 30m -run Mesh ./transport/gdr
 
 .PHONY: test-measure
-test-measure: build $(TOOLS)/gotestsum #: The tests that measure time, CPU and memory, one after the other on an idle machine
+test-measure: build env $(TOOLS)/gotestsum #: The tests that measure time, CPU and memory, one after the other on an idle machine
 	$(call gotest,measure) -count=1 -p 1 -v -timeout 30m -run '^TestMeasure' ./...
 	$(call gotest,measure-lab,lab) -count=1 -p 1 -v -timeout 30m -run '^TestMeasure' ./...
+	$(call pytest,measure-engines,$(VENV)/bin/python) test/e2e/test_events.py -k all_that_vllm_keeps
 
 test-measure: export KVSPRAY_MEASURE = 1
 # A machine that is too busy to measure fails.
