@@ -321,6 +321,19 @@ def test_kill_9_of_an_engine_between_prefill_and_decode(c: Faulty, name: str) ->
 @pytest.mark.parametrize("steps", WHEN[:2])
 @pytest.mark.parametrize("side", ["sp", "sd"])
 def test_a_stopped_sidecar(c: Faulty, side: str, steps: int) -> None:
+    """Where D's own prefills take longer than the deadline, as on a busy machine, the deadline ends the load: then all is done again, with
+    more time."""
+    for _ in range(TRIES):
+        why = stopped_sidecar(c, side, steps)
+        if side == "sd" or why and all("does not answer" in reason for reason in why):
+            return
+        assert why and all("does not answer" in reason or "deadline" in reason for reason in why), why
+        c.slow_down()
+    pytest.fail(f"D gave no load up for its silence, {TRIES} times")
+
+
+def stopped_sidecar(c: Faulty, side: str, steps: int) -> list[str]:
+    """Why D's loads ended."""
     sent = c.dispatch(("stop", side), steps)
     sidecar: rig.Sidecar = getattr(c, side)
     assert sidecar.proc is not None
@@ -331,9 +344,8 @@ def test_a_stopped_sidecar(c: Faulty, side: str, steps: int) -> None:
     try:
         c.serves_on((side, "stopped", steps), sent)
         c.hit(sent, known=side != "sd")
-        if side == "sp":  # D gave the load up for its silence, and not at its deadline
-            why = [t.get("reason", "") for t in c.sd.lines(c.sd.transfers)[ended:] if t["side"] == "destination"]
-            assert why and all("does not answer" in reason for reason in why), why
+        # A sidecar that is stopped writes none.
+        why = [t.get("reason", "") for t in c.sd.lines(c.sd.transfers)[ended:] if t["side"] == "destination"] if side == "sp" else []
         # Its own engine may not take a block back before it is dead: the shim kills it after deadline and grace.
         assert sidecar.proc.wait(2 * c.limit) == -signal.SIGKILL
         assert time.monotonic() - stopped >= GRACE, "killed before its grace was over"
@@ -342,6 +354,7 @@ def test_a_stopped_sidecar(c: Faulty, side: str, steps: int) -> None:
         sidecar.kill()
     sidecar.start()
     c.works_again()
+    return why
 
 
 @pytest.mark.parametrize("steps", WHEN[:2])
