@@ -119,12 +119,16 @@ func (ss *Table) placed(now Instant, s *Lease) {
 // refusedAll ends the waits of a peer for a key. The sidecar has refused a request of the peer's
 // engine, and will refuse the other requests of this engine for the same reason.
 func (ss *Table) refusedAll(now Instant, boot transfer.Boot, k transfer.Key) {
+	waited := false
 	for w := range ss.waits.byKey[k] {
 		if w.peer == boot {
 			ss.waits.remove(w, k)
+			waited = true
 		}
 	}
-	ss.holdAllOn(now, k)
+	if waited { // else refused grants would extend the hold
+		ss.holdAllOn(now, k)
+	}
 }
 
 // unmatched returns the reason why a lease ends without a receiver.
