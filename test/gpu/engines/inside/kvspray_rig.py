@@ -66,7 +66,6 @@ class Look:
 @dataclass
 class Looks:
     loaded: list[Look] = field(default_factory=list)  # before the step
-    awaited: list[Look] = field(default_factory=list)  # likewise; the step itself waits for them
     computed: list[Look] = field(default_factory=list)  # behind it
     fill: list[int] | None = None  # blocks that somebody had
     check: tuple[str, list[int]] | None = None
@@ -211,7 +210,6 @@ class Inside:
         super().__init__(vllm_config, role, kv_cache_config)
         self._rig_requests: dict[str, Any] = {}
         self._rig_loads: set[str] = set()
-        self._rig_awaited: set[str] = set()  # of those
         self._rig_used: set[int] = set()
         self._rig_backoff = backoff_of(windows_of(kv_cache_config))
         self._rig_pages: Pages | None = None
@@ -223,25 +221,11 @@ class Inside:
         self._rig_requests[request.request_id] = request
         super().on_new_request(request)
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        count, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if count and not later:
-            self._rig_awaited.add(request.request_id)
-        else:
-            self._rig_awaited.discard(request.request_id)
-        return count, later
-
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:
             self._rig_loads.add(request.request_id)
         self._rig_used.update(b for group in blocks.get_block_ids() for b in group)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        # A load that a step waits for lands in blocks that are no request's.
-        side = getattr(self, "_scheduler", None)
-        for spare in side._spare.values() if side is not None else ():
-            self._rig_used.update(b.block_id for b in spare)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         looks, tables = Looks(), self._kv_cache_manager.get_block_ids
@@ -261,7 +245,7 @@ class Inside:
                 continue
             look = Look(file_name(req), [list(t) for t in tables(req)], prompt - self._rig_backoff)
             if req in first and req in self._rig_loads and done >= prompt - self._rig_backoff - 1:
-                (looks.awaited if req in self._rig_awaited else looks.loaded).append(look)
+                looks.loaded.append(look)
             elif done < prompt <= done + count:
                 looks.computed.append(look)
         meta = super().build_connector_meta(scheduler_output)
@@ -280,7 +264,6 @@ class Inside:
     ) -> tuple[bool, dict[str, Any] | None]:
         self._rig_requests.pop(request.request_id, None)
         self._rig_loads.discard(request.request_id)
-        self._rig_awaited.discard(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
 
     # ---- worker
@@ -310,12 +293,6 @@ class Inside:
             self._rig_pages.look("loaded", look)
         if looks.check is not None:
             self._rig_pages.check(*looks.check)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        super().start_load_kv(forward_context, **kwargs)
-        assert self._rig_pages is not None
-        for look in self._rig_bound.awaited if self._rig_bound else ():
-            self._rig_pages.look("loaded", look)
 
     def wait_for_save(self) -> None:
         super().wait_for_save()
