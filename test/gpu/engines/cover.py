@@ -20,6 +20,8 @@ import sys
 import time
 from typing import Any
 
+import unpacked  # noqa: F401
+
 # isort: split
 from clients import prompt
 from cluster import Failed, Sidecar, total, wait_for
