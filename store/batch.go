@@ -62,7 +62,6 @@ type Batch struct {
 	results []Result
 
 	guard transport.Guard
-	next  int          // the first page that no worker has taken; guarded by the scheduler
 	left  atomic.Int64 // pages without a result
 	// pages that a worker has not finished with: behind the results of a put, it writes them
 	working atomic.Int64
@@ -179,3 +178,26 @@ var ErrClosed = errors.New("store: closed")
 
 // ErrOverloaded is returned when too many requests are under way, in all or of one namespace.
 var ErrOverloaded = errors.New("store: no room for another request; wait for one to end")
+
+// unuse counts pages that no goroutine works at any more.
+func (b *Batch) unuse(pages int) {
+	if pages > 0 && b.working.Add(-int64(pages)) == 0 {
+		b.space.users.Add(-1)
+	}
+}
+
+// finish counts pages of a batch that have their results. The last one ends the batch.
+func (s *Store) finish(b *Batch, pages int) {
+	if pages == 0 || b.left.Add(-int64(pages)) > 0 {
+		return
+	}
+	s.stages[requests].ended(b)
+	b.guard.Revoke() // no worker is in it any more, and none will be
+	for _, r := range b.pool.regions {
+		r.Release()
+	}
+	if b.stop != nil {
+		b.stop()
+	}
+	close(b.done)
+}

@@ -31,13 +31,13 @@ type Peers interface {
 
 // Of reads from peers.
 const (
-	// defaultPeerFetchers is how many transfers of batches are under way at most. While one of them
+	// peerFetchers is how many transfers of batches are under way at most. While one of them
 	// waits for its holder's answer, the others move bytes.
-	defaultPeerFetchers = 8
-	// defaultPeerFinders look up which pages other nodes have. They wait for no transfer, so that a
+	peerFetchers = 8
+	// peerFinders look up which pages other nodes have. They wait for no transfer, so that a
 	// miss does not wait for one either.
-	defaultPeerFinders = 4
-	maxPeerBytes       = 8 << 20 // of one transfer
+	peerFinders  = 4
+	maxPeerBytes = 8 << 20 // of one transfer
 	// How long pages wait for room in memory that other pages take on their way, and for another get
 	// or put that brings the same page: as long as a transfer and its holder's answer may take.
 	roomTime  = time.Second
@@ -45,49 +45,31 @@ const (
 	roomPause = time.Millisecond
 )
 
-// peerFinder looks up misses, until Close: what another node has is fetched, the rest goes on.
-func (s *Store) peerFinder() {
-	defer s.peerFinders.Done()
-	for {
-		b, pages := s.peerFinds.take()
-		if b == nil {
-			return
-		}
-		found := page.NewBitmap(len(pages))
-		if !b.guard.Revoked() {
-			s.peers.Find(b.keysOf(pages), found)
-		}
-		var there, missing []int
-		for j, i := range pages {
-			if found.Get(j) {
-				there = append(there, i)
-			} else {
-				missing = append(missing, i)
-			}
-		}
-		if len(there) > 0 {
-			s.peerFetches.add(b, there)
-		}
-		n := len(missing) - s.afterPeers(b, missing)
-		s.peerFinds.gave(b)
-		s.done(b, n)
-	}
+// peerStage reads what other nodes have.
+func (s *Store) peerStage() *stage {
+	bytes := s.pieceBytes(peerFetchers, maxPeerBytes)
+	return newStage(peerReads, peerFetchers, func(b *Batch, pages []int, _ bool) int {
+		// Memory has room for small pages by their number.
+		return min(len(pages), max(1, bytes/max(b.space.pageBytes, memory.LeastPageBytes)))
+	}, s.fromPeers)
 }
 
-// peerFetcher reads pages from other nodes, until Close.
-func (s *Store) peerFetcher() {
-	defer s.peerFetchers.Done()
-	var w worker
-	defer func() { w.buffer.Free() }()
-	for {
-		b, pages := s.peerFetches.take()
-		if b == nil {
-			return
-		}
-		n := s.fromPeers(b, pages, &w)
-		s.peerFetches.gave(b)
-		s.done(b, n)
+// findPages looks up misses: what another node has is fetched, the rest goes on.
+func (s *Store) findPages(b *Batch, pages []int, _ *worker) int {
+	found := page.NewBitmap(len(pages))
+	if !b.guard.Revoked() {
+		s.peers.Find(b.keysOf(pages), found)
 	}
+	var there, missing []int
+	for j, i := range pages {
+		if found.Get(j) {
+			there = append(there, i)
+		} else {
+			missing = append(missing, i)
+		}
+	}
+	s.stages[peerReads].add(b, there)
+	return len(missing) - s.afterPeers(b, missing)
 }
 
 // incoming is pages of a batch on their way from other nodes.
@@ -182,9 +164,7 @@ func (s *Store) afterPeers(b *Batch, pages []int) int {
 			s.finish(b, 1)
 		}
 	}
-	if len(fetch) > 0 {
-		s.fetches.add(b, fetch)
-	}
+	s.stages[objectReads].add(b, fetch)
 	return len(fetch)
 }
 

@@ -1,6 +1,7 @@
 package store
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -23,8 +24,8 @@ import (
 // of the one that has not been open for longest, which loses its pages.
 const MaxSpaces = evict.MaxSpaces
 
-// leastWorkers: reads of disks block, so there are more workers than processors.
-const leastWorkers = 8
+// minWorkers: reads of disks block, so there are more workers than processors.
+const minWorkers = 8
 
 // Config describes a store.
 type Config struct {
@@ -66,21 +67,13 @@ type Store struct {
 	atPut     bool // pages go to the object tier at their put
 	shares    func(page.ID) Shares
 	copy      func(to, from []mem.Block) error
-	fetches   *fetches
 	// of namespaces that are open, by their numbers: where pages go that no other tier keeps
 	spills   [MaxSpaces]atomic.Pointer[object.Owner]
 	removing [MaxSpaces]atomic.Int32 // removals under way: nothing goes to the object tier
-	schedule *schedule
-	pool     int // workers
-	workers  sync.WaitGroup
-	fetchers sync.WaitGroup
+	stages   [stages]*stage          // in the order in which pages pass them; nil: there is none
 
-	peers        Peers // nil: none
-	peerFinds    *fetches
-	peerFinders  sync.WaitGroup
-	peerFetches  *fetches
-	peerFetchers sync.WaitGroup
-	feed         *feed // nil: nobody takes it
+	peers Peers // nil: none
+	feed  *feed // nil: nobody takes it
 
 	// life counts the calls that use the tiers outside of a worker. Close adds closing, waits for
 	// those under way, and ends the tiers.
@@ -153,56 +146,29 @@ func (s *Store) begin(c Config) {
 			s.numbers[n] = true
 		}
 	}
-	s.pool = c.Workers
-	if s.pool == 0 {
-		s.pool = max(leastWorkers, 2*runtime.GOMAXPROCS(0))
-	}
-	s.schedule = newSchedule(s.pool)
+	s.stages[requests] = newStage(requests, cmp.Or(c.Workers,
+		max(minWorkers, 2*runtime.GOMAXPROCS(0))), s.requestSize, s.serveRequest)
 	if s.disk == nil {
-		s.schedule.fair.copiers(runtime.GOMAXPROCS(0))
+		s.stages[requests].fair.copiers(runtime.GOMAXPROCS(0))
 	}
 	if c.Peers != nil {
 		s.feed = newFeed()
 		s.peers = c.Peers(s)
-		s.peerFetches = newFetches(s.memory.Region().Size(), byPeerFetchers,
-			defaultPeerFetchers, maxPeerBytes)
-		s.peerFetches.run = func(b *Batch, pages []int) int {
-			// Memory has room for small pages by their number.
-			return min(len(pages), max(1, s.peerFetches.bytes/max(b.space.pageBytes, memory.LeastPageBytes)))
-		}
-		s.peerFinds = newFinds(defaultPeerFinders)
-		s.peerFinders.Add(defaultPeerFinders)
-		for range defaultPeerFinders {
-			go s.peerFinder()
-		}
-		s.peerFetchers.Add(defaultPeerFetchers)
-		for range defaultPeerFetchers {
-			go s.peerFetcher()
-		}
+		s.stages[peerFinds] = newStage(peerFinds, peerFinders,
+			func(_ *Batch, pages []int, _ bool) int { return len(pages) }, s.findPages)
+		s.stages[peerReads] = s.peerStage()
+	}
+	if s.object != nil {
+		s.atPut = c.ObjectAtPut
+		s.stages[objectReads] = s.objectStage(cmp.Or(c.Fetchers, defaultFetchers))
 	}
 	s.watchEvictions()
 	if s.disk != nil {
 		s.eraser.Go(s.eraseRemoved)
 		s.eraseSoon() // what earlier starts have left
 	}
-	s.workers.Add(s.pool)
-	for range s.pool {
-		go s.work()
-	}
-	if s.object == nil {
-		return
-	}
-	s.atPut = c.ObjectAtPut
-	if c.Fetchers == 0 {
-		c.Fetchers = defaultFetchers
-	}
-	s.fetches = newFetches(s.memory.Region().Size(), byFetchers, c.Fetchers, object.MaxRangeBytes)
-	s.fetches.run = func(b *Batch, pages []int) int {
-		return b.space.object.Run(b.keysOf(pages), s.fetches.bytes)
-	}
-	s.fetchers.Add(c.Fetchers)
-	for range c.Fetchers {
-		go s.fetcher()
+	for _, st := range s.stages {
+		st.start()
 	}
 }
 
@@ -218,18 +184,9 @@ func (s *Store) Close() error {
 	}
 	close(s.noErase)
 	s.eraser.Wait()
-	s.schedule.close()
-	s.workers.Wait() // they give pages to the fetchers
-	if s.peers != nil {
-		s.peerFinds.close()
-		s.peerFinders.Wait() // they give pages to the fetchers
-		s.peerFetches.close()
+	for _, st := range s.stages { // each adds pages to those after it
+		st.close()
 	}
-	s.peerFetchers.Wait() // they give pages to those of the object tier
-	if s.object != nil {
-		s.fetches.close()
-	}
-	s.fetchers.Wait()
 	if s.life.Add(closing) != closing {
 		<-s.idle
 	}
@@ -302,9 +259,8 @@ type Space struct {
 	// does not go to other tiers.
 	removals atomic.Uint64
 
-	counts  counts
-	flows   [kinds]flow // each guarded by the lock of its queue
-	batches [2][]*Batch // gets, puts with pages that no worker has taken; guarded by the scheduler
+	counts counts
+	flows  [stages]flow // each guarded by the lock of its stage
 }
 
 // Space opens a namespace. A second call for the same one returns the same Space, and changes its
@@ -504,18 +460,6 @@ func (s *Store) oldestLocked(but map[uint16]bool) (number uint16, ok bool) {
 
 const inUse = 1<<64 - 1
 
-// piece is how many pages of a batch a worker takes at once. Those of a put are pinned until they
-// are on the disk; all workers together pin a quarter of the memory at most, unless it is very
-// small.
-func (sp *Space) piece(put bool) int {
-	s := sp.s
-	if put && s.disk != nil {
-		return min(s.disk.GroupPages(sp.pageBytes), max(1,
-			int(s.memory.Region().Size())/(4*s.pool*sp.pageBytes)))
-	}
-	return min(maxPiecePages, max(1, getPieceBytes/sp.pageBytes))
-}
-
 // Exists reports which pages any tier has.
 func (sp *Space) Exists(keys []page.Key) (page.Bitmap, error) {
 	if err := checkKeys(len(keys)); err != nil {
@@ -588,7 +532,7 @@ func (sp *Space) request(b *Batch) (*Batch, error) {
 	b.working.Store(int64(len(b.keys)))
 	err := ErrClosed
 	if sp.hold() { // until its last piece has ended
-		if err = sp.s.schedule.add(b); err == nil {
+		if err = sp.s.stages[requests].begin(b); err == nil {
 			return b, nil
 		}
 		sp.users.Add(-1)
