@@ -41,6 +41,10 @@ const (
 	Peer // another node
 )
 
+func (t Tier) String() string {
+	return [...]string{"none", "memory", "disk", "object", "peer"}[t]
+}
+
 // Result is the end of one page of a batch.
 type Result struct {
 	Outcome Outcome

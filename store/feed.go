@@ -88,9 +88,7 @@ func (s *Store) Changes(most int) (held, gone []page.Key) {
 		all = all[n:]
 		found := page.NewBitmap(n)
 		s.memory.Exists(owner, keys, found)
-		if s.disk != nil {
-			s.disk.Exists(owner, keys, found)
-		}
+		s.tiers[Disk].Exists(owner, keys, found)
 		for i := range keys {
 			if found.Get(i) {
 				held = append(held, keys[i])

@@ -2,7 +2,6 @@ package store
 
 import (
 	"errors"
-	"fmt"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/memory"
@@ -171,7 +170,7 @@ func (s *Store) watchEvictions() {
 	if s.disk == nil || s.feed != nil {
 		s.memory.OnEvict(func(n uint16, k, after *page.Key, crc uint32, bytes []byte) {
 			s.feed.add(n, k)
-			if o := s.spills[n].Load(); s.disk == nil && o != nil && s.removing[n].Load() == 0 {
+			if o := s.spillTo(n); s.disk == nil && o != nil {
 				_ = o.Add(k, after, bytes, crc, nil) // it is given up, here or there
 			}
 		})
@@ -181,22 +180,15 @@ func (s *Store) watchEvictions() {
 	}
 	s.disk.OnEvict(func(n uint16, k, after *page.Key, crc uint32, read func([]byte) error) bool {
 		s.feed.add(n, k)
-		o := s.spills[n].Load()
-		return o != nil && s.removing[n].Load() == 0 && o.Spill(k, after, crc, read)
+		o := s.spillTo(n)
+		return o != nil && o.Spill(k, after, crc, read)
 	})
 }
 
-// ShareObjects sets the namespace's part of the object tier, which is unlimited until then.
-func (sp *Space) ShareObjects(share Share) error {
-	if sp.object == nil {
-		return &RequestError{"object", "this store has no object tier", "configure one"}
+// spillTo is where pages of a namespace go that no other tier keeps; nil: nowhere.
+func (s *Store) spillTo(n uint16) *object.Owner {
+	if s.object == nil || s.removing[n].Load() > 0 {
+		return nil
 	}
-	if err := sp.acquire(); err != nil {
-		return err
-	}
-	defer sp.release()
-	if err := sp.object.SetShare(share.Quota, share.Reserve); err != nil {
-		return fmt.Errorf("store: namespace %s: %w", sp.id, err)
-	}
-	return nil
+	return s.object.owners[n].Load()
 }

@@ -36,7 +36,7 @@ type tenant struct {
 func newTenant(t testing.TB, s *Store, name string, blocks int, inMemory Share) *tenant {
 	t.Helper()
 	ns := namespace(name, floodPage)
-	sp, err := s.Space(ns, inMemory, Share{})
+	sp, err := s.Space(ns, Shares{Memory: inMemory})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -47,7 +47,7 @@ const enginePages = 64
 func newEngine(t fatal, s *Store, name string, bytes int) *engine {
 	t.Helper()
 	ns := namespace(name, bytes)
-	sp, err := s.Space(ns, Share{}, Share{})
+	sp, err := s.Space(ns, s.sharesOf(ns.ID()))
 	if err != nil {
 		t.Fatal(err)
 	}

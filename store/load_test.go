@@ -150,7 +150,7 @@ func TestCloseMeetsRequests(t *testing.T) {
 			},
 			func() bool { return check(e.space.Remove()) },
 			func() bool {
-				_, err := s.Space(namespace("b", 4096), Share{}, Share{})
+				_, err := s.Space(namespace("b", 4096), Shares{})
 				return check(err)
 			},
 			func() bool { s.Stats(); return !s.isClosed() },

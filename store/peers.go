@@ -3,7 +3,6 @@ package store
 import (
 	"context"
 	"errors"
-	"fmt"
 	"sync"
 	"time"
 
@@ -275,32 +274,16 @@ func (s *Store) Stage(id page.ID, pageBytes int, keys []page.Key) (*Staged, erro
 func (s *Store) serve(id page.ID) (*Space, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	sp := s.spaces[id]
-	if sp == nil {
-		var n uint16
-		var pageBytes int
-		var ok bool
-		if s.disk != nil {
-			n, pageBytes, ok = s.disk.Find(id)
-		}
-		if !ok {
-			return nil, &RequestError{"space", id.String() + " has no pages here", "ask another node"}
-		}
-		share := s.sharesOf(id)
-		err := s.memory.SetOwner(n, pageBytes, share.Memory.Quota, share.Memory.Reserve)
-		if err == nil {
-			err = s.disk.SetOwner(n, id, pageBytes, share.Disk.Quota, share.Disk.Reserve)
-		}
-		if err != nil {
-			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
-		}
-		if sp, err = s.newSpace(id, n, pageBytes, share.Object); err != nil {
-			return nil, err
-		}
-		s.addLocked(sp)
+	if sp := s.spaces[id]; sp != nil {
+		sp.users.Add(1)
+		return sp, nil
 	}
-	sp.users.Add(1)
-	return sp, nil
+	if s.disk != nil {
+		if n, pageBytes, ok := s.disk.Find(id); ok {
+			return s.openLocked(id, n, pageBytes, s.sharesOf(id))
+		}
+	}
+	return nil, &RequestError{"space", id.String() + " has no pages here", "ask another node"}
 }
 
 // errNotHere: the disk does not have a page.

@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/evict"
 	"github.com/kvspray/kvspray/store/index"
 	"github.com/kvspray/kvspray/store/offheap"
@@ -148,6 +149,13 @@ func (c *Catalog) Acquire(owner uint16, k *page.Key) index.Node {
 	c.Touch(uint32(n), c.Now())
 	c.Hold(n)
 	return n
+}
+
+// Pinned is a page that an engine keeps in a tier.
+type Pinned struct {
+	Node  index.Node
+	Bytes uint64    // that it takes of the tier's capacity
+	Block mem.Block // where it is in the store's memory; without a region: it is elsewhere
 }
 
 // Keep is Acquire for a pin that an engine holds as long as it likes: the page's pins that are left

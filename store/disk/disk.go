@@ -455,31 +455,25 @@ func (t *Tier) Exists(id uint16, keys []page.Key, found page.Bitmap) {
 	}
 }
 
-// Pinned is a page that is kept on the disk.
-type Pinned struct {
-	node  index.Node
-	Bytes uint64 // that it takes of Capacity
-}
-
 // Keep finds a page and protects it from eviction.
-func (t *Tier) Keep(id uint16, k *page.Key) (p Pinned, ok bool, err error) {
+func (t *Tier) Keep(id uint16, k *page.Key) (p catalog.Pinned, ok bool, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	n, err := t.pages.Keep(id, k)
 	if n == 0 {
 		return p, false, err
 	}
-	return Pinned{n, t.owners[id].cost}, true, nil
+	return catalog.Pinned{Node: n, Bytes: t.owners[id].cost}, true, nil
 }
 
 // Capacity is how many bytes of pages fit.
 func (t *Tier) Capacity() uint64 { return t.capacity }
 
-// Unpin ends a Keep.
-func (t *Tier) Unpin(p Pinned) {
+// Release ends a Keep.
+func (t *Tier) Release(p catalog.Pinned) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.pages.Drop(p.node)
+	t.pages.Drop(p.Node)
 }
 
 // OnRemove makes the tier call f for each page that is removed, as OnEvict. It is called before the

@@ -235,14 +235,22 @@ func (t *Tier) Pin(id uint16, k *page.Key) (Page, bool) {
 }
 
 // Keep is Pin for an engine that holds the page as long as it likes.
-func (t *Tier) Keep(id uint16, k *page.Key) (p Page, ok bool, err error) {
+func (t *Tier) Keep(id uint16, k *page.Key) (p catalog.Pinned, ok bool, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	n, err := t.pages.Keep(id, k)
 	if n == 0 {
 		return p, false, err
 	}
-	return t.pageLocked(n, id), true, nil
+	m := t.pageLocked(n, id)
+	return catalog.Pinned{Node: n, Bytes: uint64(len(m.Slot)), Block: m.Block}, true, nil
+}
+
+// Release ends a Keep.
+func (t *Tier) Release(p catalog.Pinned) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pages.Drop(p.Node)
 }
 
 // Unpin gives a page back. Its bytes are dead.

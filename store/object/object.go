@@ -40,7 +40,6 @@ import (
 
 	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/evict"
-	"github.com/kvspray/kvspray/store/index"
 	"github.com/kvspray/kvspray/store/page"
 )
 
@@ -408,15 +407,6 @@ func (t *Tier) Owner(id page.ID, pageBytes int, quota, reserve uint64) (*Owner, 
 	return o, nil
 }
 
-// SetShare changes an owner's quota and reserve, in bytes.
-func (o *Owner) SetShare(quota, reserve uint64) error {
-	again, err := o.t.Owner(o.id, o.pageBytes, quota, reserve)
-	if err == nil {
-		again.Close()
-	}
-	return err
-}
-
 // Used is how many bytes of objects the owner's pages take.
 func (o *Owner) Used() uint64 {
 	o.t.mu.Lock()
@@ -549,28 +539,22 @@ func (t *Tier) hasLocked(o *Owner, k *page.Key) bool {
 	return x.b != nil || !t.isAwayLocked()
 }
 
-// Pinned is a page that is kept here.
-type Pinned struct {
-	node  index.Node
-	Bytes uint64 // that it takes of Capacity
-}
-
 // Keep finds a page and protects it from eviction.
-func (o *Owner) Keep(k *page.Key) (p Pinned, ok bool, err error) {
+func (o *Owner) Keep(k *page.Key) (p catalog.Pinned, ok bool, err error) {
 	o.t.mu.Lock()
 	defer o.t.mu.Unlock()
 	n, err := o.t.pages.Keep(o.number, k)
-	return Pinned{n, o.cost()}, n != 0, err
+	return catalog.Pinned{Node: n, Bytes: o.cost()}, n != 0, err
 }
 
 // Capacity is how many bytes of pages fit.
 func (t *Tier) Capacity() uint64 { return t.capacity }
 
-// Unpin ends a Keep.
-func (o *Owner) Unpin(p Pinned) {
-	o.t.mu.Lock()
-	defer o.t.mu.Unlock()
-	o.t.pages.Drop(p.node)
+// Release ends a Keep.
+func (t *Tier) Release(p catalog.Pinned) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pages.Drop(p.Node)
 }
 
 // at is the object of a place, and which of its pages the place is.

@@ -63,7 +63,7 @@ func TestRemovalWins(t *testing.T) {
 	for _, name := range objects(s) {
 		saved[name] = s.Data(name)
 	}
-	if err := n.o.Remove(context.Background()); err != nil {
+	if err := n.tier.Remove(context.Background(), ns("a")); err != nil {
 		t.Fatal(err)
 	}
 	all(t, n.read(n.o, 0, 160), object.ErrMissing)
@@ -275,7 +275,7 @@ func TestForeignObjects(t *testing.T) {
 	binary.LittleEndian.PutUint16(newer[12:], object.Version+1)
 	ours := objects(two)[0]
 	n = start(t, two)
-	n.o.Remove(context.Background())
+	n.tier.Remove(context.Background(), ns("a"))
 	n.close()
 	names := map[string][]byte{"node1/pages/0000001000000777": theirs,
 		"node1/pages/0000001000000778": newer, "node1/pages/readme": []byte("text"),
@@ -376,15 +376,15 @@ func TestTwoProcesses(t *testing.T) {
 	second.flush()
 	first.add(first.o, 20, 30)
 	first.flush()
-	err := first.o.Remove(context.Background())
+	err := first.tier.Remove(context.Background(), ns("a"))
 	if err == nil || !strings.Contains(err.Error(), "another process") {
 		t.Errorf("%v", err)
 	}
-	if err := first.o.Remove(context.Background()); err == nil {
+	if err := first.tier.Remove(context.Background(), ns("a")); err == nil {
 		t.Error("a removal that is not durable was acknowledged")
 	}
 	first.read(first.o, 0, 30)
-	if err := second.o.Remove(context.Background()); err != nil {
+	if err := second.tier.Remove(context.Background(), ns("a")); err != nil {
 		t.Fatal(err)
 	}
 	all(t, second.read(second.o, 0, 30), object.ErrMissing)
@@ -417,7 +417,7 @@ func TestStartWithoutObjectStore(t *testing.T) {
 	if n.add(n.o, 50, 60) != 0 {
 		t.Error("pages were taken")
 	}
-	if err := n.o.Remove(context.Background()); !errors.Is(err, object.ErrAway) {
+	if err := n.tier.Remove(context.Background(), ns("a")); !errors.Is(err, object.ErrAway) {
 		t.Errorf("%v", err)
 	}
 	s.Fail(nil)
@@ -464,7 +464,7 @@ func TestRemovedBytesAreCounted(t *testing.T) {
 		}
 		return objecttest.Fault{}
 	})
-	if err := n.o.Remove(t.Context()); err != nil {
+	if err := n.tier.Remove(t.Context(), ns("a")); err != nil {
 		t.Fatal(err)
 	}
 	if left := n.tier.Stats().Removed; left < 10*size {

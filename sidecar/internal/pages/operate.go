@@ -25,8 +25,8 @@ type tierWaits struct{ gets, us atomic.Uint64 }
 
 // Waits returns how many gets had their slowest page from a tier, and their time in all.
 func (s *Service) Waits(tier string) (gets, us uint64) {
-	for t, name := range tierNames {
-		if name == tier {
+	for t := range s.waits {
+		if store.Tier(t).String() == tier {
 			return s.waits[t].gets.Load(), s.waits[t].us.Load()
 		}
 	}
@@ -152,9 +152,6 @@ var errVerifying = errors.New("store: another page is being verified; try again"
 var outcomeNames = map[store.Outcome]string{store.Hit: "hit", store.Miss: "miss",
 	store.Damaged: "damaged", store.Failed: "failed", store.Canceled: "canceled"}
 
-var tierNames = map[store.Tier]string{store.Memory: "memory", store.Disk: "disk",
-	store.Object: "object", store.Peer: "peer"}
-
 // Verify reads a page as a get does, which compares it with its checksum, and returns the checksum
 // of what was read. A damaged copy is reported also where another tier has replaced it. The
 // bytes stay here: they are a tenant's text.
@@ -203,10 +200,10 @@ func (s *Service) Verify(ctx context.Context, id, key [32]byte) (*nodeapi.StoreV
 	case r.Replaced:
 		out.Outcome = outcomeNames[store.Damaged]
 		out.Problem = "a copy in a nearer tier differed from its checksum, and is dropped; a good one " +
-			"was read: " + tierNames[r.Tier]
+			"was read: " + r.Tier.String()
 	case r.Outcome == store.Hit:
 		bytes, _ := region.Bytes()
-		out.Tier, out.Bytes = tierNames[r.Tier], n
+		out.Tier, out.Bytes = r.Tier.String(), n
 		out.CRC32C = fmt.Sprintf("%08x", mem.CRC32C(0, bytes))
 	}
 	return out, nil

@@ -114,7 +114,7 @@ func (s *Service) Open(w *engines.Worker, p connector.Pool) (id page.ID, err err
 	if s.o.Shares != nil {
 		shares = s.o.Shares(id)
 	}
-	space, err := s.o.Store.Space(p.Namespace, shares.Memory, shares.Disk)
+	space, err := s.o.Store.Space(p.Namespace, shares)
 	if err != nil {
 		return id, err
 	}

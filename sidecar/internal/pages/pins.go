@@ -131,7 +131,7 @@ func (s *Service) countPins(tenant string, more pinned) error {
 		for tier, bytes := range of.sum.bytes {
 			if most := tiers[tier] / uint64(of.oneShare); more.bytes[tier] > 0 && bytes > most {
 				problem = fmt.Sprintf("%d bytes %s would be pinned in the tier %s: at most 1/%d of it, %d",
-					bytes, of.whose, tierNames[store.Tier(tier)], of.oneShare, most)
+					bytes, of.whose, store.Tier(tier), of.oneShare, most)
 			}
 		}
 		if problem != "" {

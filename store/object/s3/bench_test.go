@@ -62,7 +62,7 @@ func benchmarkGet(b *testing.B, pageBytes, readers int) {
 	defer func() { _ = s.Close() }() // nothing is left to upload
 	ns := page.Namespace{Weights: "w", DType: "d", Layout: "l", PageTokens: 16,
 		PageBytes: pageBytes, Algorithm: "sglang-sha256"}
-	sp, err := s.Space(ns, store.Share{}, store.Share{})
+	sp, err := s.Space(ns, store.Shares{})
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -116,7 +116,7 @@ func benchmarkGet(b *testing.B, pageBytes, readers int) {
 	}
 	// What the fetchers need, so that hardly a page is in memory for the next get.
 	quota := uint64(readers * object.MaxRangeBytes)
-	again, err := s.Space(ns, store.Share{Quota: quota}, store.Share{})
+	again, err := s.Space(ns, store.Shares{store.Memory: store.Share{Quota: quota}})
 	if err != nil {
 		b.Fatal(err)
 	}

@@ -131,7 +131,7 @@ func TestRealServer(t *testing.T) {
 	if st := tier.Stats(); good < 65 || good > 85 || st.Damaged != 1 || st.Missing == 0 {
 		t.Errorf("%d pages are left, %+v", good, st)
 	}
-	if err := o.Remove(t.Context()); err != nil {
+	if err := tier.Remove(t.Context(), page.ID{1}); err != nil {
 		t.Fatal(err)
 	}
 	testutil.Eventually(t, 10*time.Second, "objects are deleted", func() bool {
