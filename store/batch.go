@@ -70,12 +70,23 @@ type Batch struct {
 	// pages that a worker has not finished with: behind the results of a put, it writes them
 	working atomic.Int64
 	done    chan struct{}
-	ctx     context.Context // of reads of the object tier and of other nodes, if there are any
+	then    atomic.Pointer[func()] // called at the end; &ended: it has come
+	ctx     context.Context        // of reads of the object tier and of other nodes, if there are any
 	stop    context.CancelFunc
 }
 
 // Done is closed when every page has its Result and the blocks are not touched any more.
 func (b *Batch) Done() <-chan struct{} { return b.done }
+
+var ended func()
+
+// Then has f called once when the batch is done: by the goroutine that ends it, which must not wait
+// for long, or at once. Then is called once.
+func (b *Batch) Then(f func()) {
+	if !b.then.CompareAndSwap(nil, &f) {
+		f()
+	}
+}
 
 // Results are in the order of the keys. They may be read when Done is closed.
 func (b *Batch) Results() []Result { return b.results }
@@ -204,4 +215,7 @@ func (s *Store) finish(b *Batch, pages int) {
 		b.stop()
 	}
 	close(b.done)
+	if f := b.then.Swap(&ended); f != nil {
+		(*f)()
+	}
 }

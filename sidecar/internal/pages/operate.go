@@ -39,8 +39,8 @@ func (s *Service) waited(slowest store.Tier, took time.Duration) {
 	s.waits[slowest].us.Add(uint64(took.Microseconds()))
 }
 
-// left ends the count of a put that began.
-func (s *Service) left(r *connector.Pages) {
+// endPut ends the count of a put that began.
+func (s *Service) endPut(r *connector.Pages) {
 	if !r.Put {
 		return
 	}

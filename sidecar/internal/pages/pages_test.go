@@ -8,6 +8,7 @@ import (
 	"errors"
 	"log/slog"
 	"math/rand/v2"
+	"runtime/debug"
 	"strings"
 	"sync"
 	"testing"
@@ -371,6 +372,24 @@ func TestRefusesRequests(t *testing.T) {
 		if c := r.serve(p); c.Status != engines.StatusRefused || !strings.Contains(c.Reason, want) {
 			t.Errorf("%+v, want %q", c, want)
 		}
+	}
+}
+
+// No goroutine is between the caller of Start and the store's worker. The one that comes last to a
+// get's end completes it.
+func TestTheStoresWorkerCompletesAGet(t *testing.T) {
+	r := start(t, nil)
+	r.put(1)
+	var by []byte
+	r.o.Complete = func(_ *engines.Worker, c engines.Completion) error {
+		by = debug.Stack()
+		r.ended <- c
+		return nil
+	}
+	all(t, r.get(1), store.Hit)
+	if !bytes.Contains(by, []byte("store.(*stage).work")) &&
+		!bytes.Contains(by, []byte("store.(*Batch).Then")) {
+		t.Errorf("a get was completed by another goroutine:\n%s", by)
 	}
 }
 
