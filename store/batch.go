@@ -65,14 +65,14 @@ type Batch struct {
 	blocks  []uint32
 	results []Result
 
-	guard transport.Guard
-	left  atomic.Int64 // pages without a result
-	// pages that a worker has not finished with: behind the results of a put, it writes them
-	working atomic.Int64
-	done    chan struct{}
-	then    atomic.Pointer[func()] // called at the end; &ended: it has come
-	ctx     context.Context        // of reads of the object tier and of other nodes, if there are any
-	stop    context.CancelFunc
+	guard      transport.Guard
+	unresolved atomic.Int64 // pages without a result
+	// pages that a worker has not finished with: after the results of a put, it may write them
+	inUse atomic.Int64
+	done  chan struct{}
+	then  atomic.Pointer[func()] // called at the end; &ended: it has come
+	ctx   context.Context        // of reads of the object tier and of other nodes, if there are any
+	stop  context.CancelFunc
 }
 
 // Done is closed when every page has its Result and the blocks are not touched any more.
@@ -196,17 +196,17 @@ var ErrOverloaded = errors.New("store: no room for another request; wait for one
 
 // unuse counts pages that no goroutine works at any more.
 func (b *Batch) unuse(pages int) {
-	if pages > 0 && b.working.Add(-int64(pages)) == 0 {
+	if pages > 0 && b.inUse.Add(-int64(pages)) == 0 {
 		b.space.users.Add(-1)
 	}
 }
 
 // finish counts pages of a batch that have their results. The last one ends the batch.
 func (s *Store) finish(b *Batch, pages int) {
-	if pages == 0 || b.left.Add(-int64(pages)) > 0 {
+	if pages == 0 || b.unresolved.Add(-int64(pages)) > 0 {
 		return
 	}
-	s.stages[requests].ended(b)
+	s.stages[requests].endRequest(b)
 	b.guard.Revoke() // no worker is in it any more, and none will be
 	for _, r := range b.pool.regions {
 		r.Release()

@@ -55,7 +55,7 @@ func (f *fair) compare(a, b *flow) int {
 		cmp.Compare(a.served, b.served))
 }
 
-// begin counts a piece of so many bytes that a goroutine begins.
+// begin counts a piece that a goroutine begins.
 func (f *fair) begin(w *flow, bytes uint64) {
 	if f.last != w {
 		if f.last != nil {

@@ -18,7 +18,7 @@ func request(sp *Space, put bool, pages int) *Batch {
 func flooded(t *testing.T, s *stage, sp *Space, put bool, requests int) {
 	t.Helper()
 	for range requests {
-		if err := s.begin(request(sp, put, 1000)); err != nil {
+		if err := s.beginRequest(request(sp, put, 1000)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -49,22 +49,22 @@ func TestTheNextPieceIsTheQuietOnes(t *testing.T) {
 		flooded(t, s, loud, put, 500)
 		for range 20 {
 			b, _ := s.take()
-			s.finished(b)
+			s.finishPiece(b)
 		}
 		for range 3 {
-			if err := s.begin(request(quiet, put, 4)); err != nil {
+			if err := s.beginRequest(request(quiet, put, 4)); err != nil {
 				t.Fatal(err)
 			}
 			b, pages := s.take()
 			if b.space != quiet || pages[0] != 0 || len(pages) != 4 {
 				t.Fatalf("put %v: the flood goes first", put)
 			}
-			s.finished(b)
+			s.finishPiece(b)
 			for range 5 { // it does not save up for what it did not ask for
 				if b, _ = s.take(); b.space != loud {
 					t.Fatal("nothing of the flood")
 				}
-				s.finished(b)
+				s.finishPiece(b)
 			}
 		}
 	}
@@ -81,7 +81,7 @@ func TestNamespacesShareByBytes(t *testing.T) {
 	for range 400 {
 		b, pages := s.take()
 		served[b.space] += len(pages) * b.space.pageBytes
-		s.finished(b)
+		s.finishPiece(b)
 	}
 	if a, b := served[large], served[small]; a < b*9/10 || b < a*9/10 {
 		t.Errorf("%d and %d bytes", a, b)
@@ -95,14 +95,14 @@ func TestWorkersAreInReserve(t *testing.T) {
 	loud, quiet := spaces()
 	flooded(t, s, loud, false, 500)
 	for range 8 {
-		s.take() // nobody else asks: it has all
+		s.take() // no other one asks: it has all
 	}
 	for range 8 {
-		s.finished(&Batch{space: loud})
+		s.finishPiece(&Batch{space: loud})
 	}
 	flooded(t, s, quiet, false, 1)
 	b, _ := s.take()
-	s.finished(b)
+	s.finishPiece(b)
 	for s.nextOf(0) != nil {
 		s.take()
 	}
@@ -111,7 +111,7 @@ func TestWorkersAreInReserve(t *testing.T) {
 	}
 	s.fair.switched = time.Now().Add(-2 * atOnce)
 	if s.nextOf(0) == nil {
-		t.Error("workers are idle although nobody else asks any more")
+		t.Error("workers are idle although no other namespace asks any more")
 	}
 }
 
@@ -122,7 +122,7 @@ func TestRoomForRequestsOfOthers(t *testing.T) {
 	var err error
 	n := 0
 	for ; err == nil; n++ {
-		err = s.begin(request(loud, false, 1))
+		err = s.beginRequest(request(loud, false, 1))
 	}
 	if !errors.Is(err, ErrOverloaded) || n < MaxBatches/2 || n > MaxBatches*3/4 {
 		t.Errorf("%d requests: %v", n, err)
@@ -130,12 +130,12 @@ func TestRoomForRequestsOfOthers(t *testing.T) {
 	flooded(t, s, quiet, false, 100)
 	for range s.open {
 		b, pages := s.take()
-		s.finished(b)
+		s.finishPiece(b)
 		if pages[0]+len(pages) == len(b.keys) {
-			s.ended(b)
+			s.endRequest(b)
 		}
 	}
-	if err := s.begin(request(loud, false, 1)); err != nil {
+	if err := s.beginRequest(request(loud, false, 1)); err != nil {
 		t.Error(err)
 	}
 }
@@ -153,7 +153,7 @@ func TestFetchesAreShared(t *testing.T) {
 	}
 	for range 20 {
 		b, _ := f.take()
-		f.finished(b)
+		f.finishPiece(b)
 	}
 	f.add(request(quiet, false, 4), pages[:4])
 	if b, _ := f.take(); b.space != quiet {
@@ -189,7 +189,7 @@ func TestTheReserveWakesUp(t *testing.T) {
 					taken++
 					mu.Unlock()
 					<-more
-					f.finished(b)
+					f.finishPiece(b)
 				}
 			}()
 		}

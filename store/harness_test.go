@@ -26,7 +26,7 @@ type fatal interface {
 	Helper()
 }
 
-// namespace has pages of so many bytes.
+// namespace has pages of a size in bytes.
 func namespace(name string, bytes int) page.Namespace {
 	return page.Namespace{Weights: name, DType: "bfloat16", Layout: "test", PageTokens: 16,
 		PageBytes: bytes, Algorithm: "sglang-sha256"}

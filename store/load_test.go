@@ -69,7 +69,7 @@ func TestCloseEndsWaitingWorkers(t *testing.T) {
 		s := requestsOf(3)
 		sp := &Space{s: &Store{}, pageBytes: 4096}
 		for range 2 {
-			if err := s.begin(&Batch{space: sp, put: true, keys: make([]page.Key, 1)}); err != nil {
+			if err := s.beginRequest(&Batch{space: sp, put: true, keys: make([]page.Key, 1)}); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -88,7 +88,7 @@ func TestCloseEndsWaitingWorkers(t *testing.T) {
 		s.close()
 		synctest.Wait()
 		s.waiting[1] = nil // the first worker takes the last piece, too
-		s.finished(first)
+		s.finishPiece(first)
 		synctest.Wait()
 		if ended != 2 {
 			t.Errorf("%d of 2 workers end", ended)
@@ -99,7 +99,7 @@ func TestCloseEndsWaitingWorkers(t *testing.T) {
 // A flush waits for what came before it, however much comes afterwards.
 func TestFlushIsBounded(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
-		b := newBehind()
+		b := newWriteBack()
 		first := b.begin(3)
 		var ended = errors.New("it waits")
 		go func() { ended = b.wait(context.Background()) }()

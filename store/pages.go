@@ -219,17 +219,17 @@ func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 	if s.disk != nil {
 		pages = s.fillDirect(b, from, to, pages, w)
 	}
-	behind := s.writeBack && len(pages) > 0
+	writeBack := s.writeBack != nil && len(pages) > 0
 	var piece uint64
-	if behind {
-		piece = s.behind.begin(len(pages)) // before the results
+	if writeBack {
+		piece = s.writeBack.begin(len(pages)) // before the results
 		s.finishPut(b, from, to)
 	}
 	errs := s.below(b, pages, wanted)
 	s.join(b, to)
 	s.release(pages)
-	if behind {
-		s.behind.end(piece)
+	if writeBack {
+		s.writeBack.end(piece)
 		return
 	}
 	for j, p := range pages {

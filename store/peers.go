@@ -49,7 +49,7 @@ func (s *Store) peerStage() *stage {
 	bytes := s.pieceBytes(peerFetchers, maxPeerBytes)
 	return newStage(peerReads, peerFetchers, func(b *Batch, pages []int, _ bool) int {
 		// Memory has room for small pages by their number.
-		return min(len(pages), max(1, bytes/max(b.space.pageBytes, memory.LeastPageBytes)))
+		return min(len(pages), max(1, bytes/max(b.space.pageBytes, memory.TypicalPageBytes)))
 	}, s.fromPeers)
 }
 
@@ -91,16 +91,16 @@ func (s *Store) fromPeers(b *Batch, pages []int, w *worker) int {
 		s.fetched(b, pages, Result{Outcome: Canceled})
 		return len(pages)
 	}
-	var left []int
+	var missing []int
 	began := time.Now()
 	for {
 		in := &incoming{s: s, b: b}
 		var wait []int // pages that another get or put brings, or that have no room
-		most := busyTime
+		limit := busyTime
 		for n, i := range pages {
 			p, err := s.room(b, i)
 			if errors.Is(err, catalog.ErrFull) {
-				wait, most = append(wait, pages[n:]...), roomTime
+				wait, limit = append(wait, pages[n:]...), roomTime
 				break
 			}
 			switch {
@@ -114,15 +114,15 @@ func (s *Store) fromPeers(b *Batch, pages []int, w *worker) int {
 					wait = append(wait, i)
 				case Failed:
 					b.results[i] = r
-					left = append(left, i)
+					missing = append(missing, i)
 				default:
 					s.fetched(b, []int{i}, r)
 				}
 			default:
-				left = append(left, i)
+				missing = append(missing, i)
 			}
 		}
-		left = append(left, in.run()...)
+		missing = append(missing, in.run()...)
 		if pages = wait; len(pages) == 0 {
 			break
 		}
@@ -130,13 +130,13 @@ func (s *Store) fromPeers(b *Batch, pages []int, w *worker) int {
 			continue
 		}
 		// Others bring these pages, or fill the memory, until theirs have come.
-		if b.ctx.Err() != nil || time.Since(began) > most {
-			left = append(left, pages...)
+		if b.ctx.Err() != nil || time.Since(began) > limit {
+			missing = append(missing, pages...)
 			break
 		}
 		time.Sleep(roomPause)
 	}
-	return all - s.afterPeers(b, left)
+	return all - s.afterPeers(b, missing)
 }
 
 // room reserves a slot. A page whose prompt fills the memory comes without its place in the prompt,
@@ -149,7 +149,7 @@ func (s *Store) room(b *Batch, i int) (memory.Page, error) {
 	return p, err
 }
 
-// afterPeers ends pages that no peer gave, or leaves them to the object tier; it returns how many.
+// afterPeers ends pages that no peer has, or leaves them to the object tier; it returns how many.
 func (s *Store) afterPeers(b *Batch, pages []int) int {
 	var fetch []int
 	for _, i := range pages {
@@ -168,7 +168,7 @@ func (s *Store) afterPeers(b *Batch, pages []int) int {
 }
 
 // run fetches the pages, and returns those that did not come, whose slots it gives back.
-func (in *incoming) run() (left []int) {
+func (in *incoming) run() (missing []int) {
 	n := len(in.pages)
 	if n == 0 {
 		return nil
@@ -195,9 +195,9 @@ func (in *incoming) run() (left []int) {
 		if in.damaged[j] {
 			in.b.results[i] = Result{Outcome: Damaged}
 		}
-		left = append(left, i)
+		missing = append(missing, i)
 	}
-	return left
+	return missing
 }
 
 // landed takes a page that is in its slot.

@@ -32,7 +32,7 @@ func TestRemoveSpaceThatIsNotOpen(t *testing.T) {
 	s := onDisk(t, sim, false)
 	e, f := newEngine(t, s, "a", 4096), newEngine(t, s, "b", 4096)
 	if !s.Has(e.space.id) || s.Has(page.ID{1}) {
-		t.Error("a namespace that nobody has")
+		t.Error("a namespace without pages was found")
 	}
 	removeSpace(t, s, page.ID{1})
 	e.put(upTo(0, 10)...)

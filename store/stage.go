@@ -20,14 +20,14 @@ const (
 	stages
 )
 
-// MaxBatches bounds the requests that are under way. One namespace has so many only that twice as
-// many as are left would be its own: others find room whatever it does.
+// MaxBatches bounds the requests that are under way.
 const MaxBatches = 2048
 
-// openShare: a namespace has at most openShare times as many requests under way as are left.
+// openShare: a namespace has at most openShare times as many requests under way as there is room
+// for, so that others find room whatever it does.
 const openShare = 2
 
-// putTurns: one turn in so many is owed to puts while gets wait.
+// putTurns: while gets wait, one turn in putTurns is owed to puts.
 const putTurns = 8
 
 // stage is goroutines of one kind, and the pages that wait for them. It hands out pieces of
@@ -92,8 +92,8 @@ func classOf(b *Batch) int {
 	return 0
 }
 
-// begin queues all pages of a request, whose end is counted by ended.
-func (s *stage) begin(b *Batch) error {
+// beginRequest queues all pages of a request. endRequest follows.
+func (s *stage) beginRequest(b *Batch) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	f := &b.space.flows[s.kind]
@@ -110,8 +110,8 @@ func (s *stage) begin(b *Batch) error {
 	return nil
 }
 
-// ended counts a request that is done.
-func (s *stage) ended(b *Batch) {
+// endRequest counts a request that is done.
+func (s *stage) endRequest(b *Batch) {
 	s.mu.Lock()
 	s.open--
 	b.space.flows[s.kind].open--
@@ -166,7 +166,7 @@ func (s *stage) next() (f *flow, class int) {
 }
 
 // take waits for a piece; one without a batch: there is none and never will be. The worker calls
-// finished after it.
+// finishPiece after it.
 func (s *stage) take() (b *Batch, pages []int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -200,8 +200,8 @@ func (s *stage) take() (b *Batch, pages []int) {
 	return b, pages
 }
 
-// finished ends a worker's piece of a batch, and reports whether several namespaces ask.
-func (s *stage) finished(b *Batch) bool {
+// finishPiece ends a worker's piece of a batch, and reports whether several namespaces ask.
+func (s *stage) finishPiece(b *Batch) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.fair.end(&b.space.flows[s.kind])
@@ -235,7 +235,7 @@ func (s *stage) work() {
 			return
 		}
 		n := s.run(b, pages, &w)
-		several := s.finished(b) // before the space's last user may be gone
+		several := s.finishPiece(b) // before the space's last user may be gone
 		b.unuse(n)
 		if several {
 			runtime.Gosched() // the request that waits for this piece goes on before the next piece

@@ -64,15 +64,15 @@ type Store struct {
 	memory    *memory.Tier     // the same tiers
 	disk      *disk.Tier       // nil: none
 	object    *objectTier      // nil: none
-	writeBack bool
-	atPut     bool // pages go to the object tier at their put
+	writeBack *writeBack       // nil: a put is done once it is on the disk
+	atPut     bool             // pages go to the object tier at their put
 	shares    func(page.ID) Shares
 	copy      func(to, from []mem.Block) error
 	removing  [MaxSpaces]atomic.Int32 // removals under way: nothing goes to the object tier
 	stages    [stages]*stage          // in the order in which pages pass them; nil: there is none
 
 	peers Peers // nil: none
-	feed  *feed // nil: nobody takes it
+	feed  *feed // nil: there are no Peers
 
 	// life counts the calls that use the tiers outside of a worker. Close adds closing, waits for
 	// those under way, and ends the tiers.
@@ -85,7 +85,6 @@ type Store struct {
 	uses    uint64          // of namespaces: each that was opened or closed has a number
 	closed  bool
 
-	behind   *behind
 	counters counters
 
 	eraseWithin time.Duration
@@ -101,16 +100,19 @@ type counters struct {
 
 // Open makes a store, or recovers the one on the disks.
 func Open(c Config) (*Store, error) {
-	s := &Store{writeBack: c.WriteBack, copy: c.Copy, behind: newBehind(), shares: c.Shares,
+	s := &Store{copy: c.Copy, shares: c.Shares,
 		spaces: map[page.ID]*Space{}, idle: make(chan struct{}, 1), eraseWithin: c.EraseWithin,
 		erase: make(chan struct{}, 1), noErase: make(chan struct{})}
+	if c.WriteBack {
+		s.writeBack = newWriteBack()
+	}
 	if s.eraseWithin == 0 {
 		s.eraseWithin = defaultEraseWithin
 	}
 	if err := s.openTiers(&c); err != nil {
 		return nil, errors.Join(err, s.closeTiers())
 	}
-	s.begin(c)
+	s.start(&c)
 	return s, nil
 }
 
@@ -151,7 +153,7 @@ func (s *Store) closeTiers() error {
 	return errors.Join(errs...)
 }
 
-func (s *Store) begin(c Config) {
+func (s *Store) start(c *Config) {
 	if s.disk != nil {
 		for _, n := range s.disk.Known() {
 			s.numbers[n] = true
@@ -228,11 +230,15 @@ const closing = -1 << 62
 // Flush returns once all pages whose results came before are durable, or could not be made so, and
 // all that were on their way to the object store are there.
 func (s *Store) Flush(ctx context.Context) error {
-	err := s.behind.wait(ctx)
-	if err == nil && s.object != nil {
-		err = s.object.Flush(ctx)
+	if s.writeBack != nil {
+		if err := s.writeBack.wait(ctx); err != nil {
+			return err
+		}
 	}
-	return err
+	if s.object != nil {
+		return s.object.Flush(ctx)
+	}
+	return nil
 }
 
 // Region is the memory of all slots, for engines and transports to map and pin.
@@ -444,10 +450,10 @@ func (s *Store) oldestLocked(but map[uint16]bool) (number uint16, ok bool) {
 			last[sp.number] = inUse
 		}
 	}
-	least := uint64(inUse)
+	first := uint64(inUse)
 	for n, used := range s.numbers {
-		if used && !but[uint16(n)] && last[n] < least {
-			number, ok, least = uint16(n), true, last[n]
+		if used && !but[uint16(n)] && last[n] < first {
+			number, ok, first = uint16(n), true, last[n]
 		}
 	}
 	return number, ok
@@ -506,7 +512,7 @@ func (sp *Space) Put(keys []page.Key, after *page.Key, pool *Pool, blocks []uint
 
 func (sp *Space) request(b *Batch) (*Batch, error) {
 	b.space = sp
-	if b.put && sp.s.writeBack { // they are needed after the caller has its results
+	if b.put && sp.s.writeBack != nil { // they are needed after the caller has its results
 		b.keys = slices.Clone(b.keys)
 	}
 	if b.after != nil {
@@ -521,11 +527,11 @@ func (sp *Space) request(b *Batch) (*Batch, error) {
 	}
 	b.results = make([]Result, len(b.keys))
 	b.done = make(chan struct{})
-	b.left.Store(int64(len(b.keys)))
-	b.working.Store(int64(len(b.keys)))
+	b.unresolved.Store(int64(len(b.keys)))
+	b.inUse.Store(int64(len(b.keys)))
 	err := ErrClosed
 	if sp.hold() { // until its last piece has ended
-		if err = sp.s.stages[requests].begin(b); err == nil {
+		if err = sp.s.stages[requests].beginRequest(b); err == nil {
 			return b, nil
 		}
 		sp.users.Add(-1)

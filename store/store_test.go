@@ -302,7 +302,7 @@ func TestLateWrites(t *testing.T) {
 			t.Fatal(err)
 		}
 		// somewhere in the middle
-		for until := int64(1 + r.IntN(enginePages)); b.left.Load() > until; {
+		for until := int64(1 + r.IntN(enginePages)); b.unresolved.Load() > until; {
 			runtime.Gosched()
 		}
 		b.Cancel()

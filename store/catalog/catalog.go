@@ -385,9 +385,9 @@ func (c *Catalog) Finish(n index.Node, crc uint32) {
 
 // Walk returns the keys that can be read among `most` nodes from a node on, 0 or the last result,
 // and the node to go on with; 0: that was all.
-func (c *Catalog) Walk(from index.Node, most int) (keys []page.Key, next index.Node) {
+func (c *Catalog) Walk(from index.Node, limit int) (keys []page.Key, next index.Node) {
 	n, last := max(1, from), c.Last()
-	for ; n <= last && most > 0; n, most = n+1, most-1 {
+	for ; n <= last && limit > 0; n, limit = n+1, limit-1 {
 		if e := c.At(n); e.State == index.Live && !e.Doomed {
 			keys = append(keys, e.Key)
 		}

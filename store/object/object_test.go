@@ -205,7 +205,7 @@ func TestFaultsOfRequests(t *testing.T) {
 			}
 		}})
 	if !n.o.Has(&keys(0, 1)[0]) {
-		t.Error("a caller that gave up made the tier believe that the object store is away")
+		t.Error("after a canceled call the tier takes the object store for away")
 	}
 	if got := good(n.read(n.o, 0, 1)); got != 0 {
 		t.Error("a page came from a store that hangs")
@@ -213,7 +213,7 @@ func TestFaultsOfRequests(t *testing.T) {
 	s.Fail(nil)
 }
 
-// Buffers are bounded: without uploads no more is taken, and nobody waits.
+// Buffers are bounded: without uploads no more is taken, and no caller waits.
 func TestBuffersAreBounded(t *testing.T) {
 	s := objecttest.New()
 	n := start(t, s, func(c *object.Config) { c.Timeouts.Upload = time.Hour })
@@ -224,9 +224,9 @@ func TestBuffersAreBounded(t *testing.T) {
 		}
 		return objecttest.Fault{}
 	})
-	const most = 8 * 127
-	if got := n.add(n.o, 0, most+100); got > most || got < most-8 {
-		t.Errorf("%d pages were taken, %d fit", got, most)
+	const room = 8 * 127
+	if got := n.add(n.o, 0, room+100); got > room || got < room-8 {
+		t.Errorf("%d pages were taken, %d fit", got, room)
 	}
 	st := n.tier.Stats()
 	if st.Dropped == 0 || st.Uploaded != 0 {

@@ -20,7 +20,7 @@ import (
 var errDrained = &store.RequestError{Field: "pool", Problem: "this node's store is drained: it " +
 	"takes no pages until its sidecar restarts", Remedy: "go on without storing them"}
 
-// tierWaits are the gets whose slowest page came from one tier.
+// tierWaits are the gets whose slowest page was in one tier.
 type tierWaits struct{ gets, us atomic.Uint64 }
 
 // Waits returns how many gets had their slowest page from a tier, and their time in all.
@@ -99,7 +99,7 @@ func (s *Service) hold(id page.ID) (*namespace, func(), error) {
 }
 
 // Keys lists keys of pages of a namespace.
-func (s *Service) Keys(id [32]byte, tier string, first uint32, most int) (*nodeapi.StoreKeys,
+func (s *Service) Keys(id [32]byte, tier string, first uint32, limit int) (*nodeapi.StoreKeys,
 	error) {
 	t, ok := map[string]store.Tier{"memory": store.Memory, "disk": store.Disk}[tier]
 	if !ok {
@@ -111,7 +111,7 @@ func (s *Service) Keys(id [32]byte, tier string, first uint32, most int) (*nodea
 		return nil, err
 	}
 	defer leave()
-	keys, next, err := ns.space.Keys(t, first, make([]page.Key, 0, most))
+	keys, next, err := ns.space.Keys(t, first, make([]page.Key, 0, limit))
 	if err != nil {
 		return nil, err
 	}

@@ -330,7 +330,7 @@ func (s *Service) existsIn(id page.ID, h page.Hashes) (page.Bitmap, error) {
 
 // errUnsure: a get waits for no removal. The engine computes the pages.
 var errUnsure = &store.RequestError{Field: "pool", Problem: "a removal of the namespace is under " +
-	"way, or this node has not heard of its peers' removals since it started", Remedy: "compute the " +
+	"way, or this node has not received its peers' removals since it started", Remedy: "compute the " +
 	"pages, and put them"}
 
 // Times of a removal.

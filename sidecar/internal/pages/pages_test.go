@@ -311,7 +311,7 @@ func TestWorkerGone(t *testing.T) {
 	all(t, r.put(1), store.Stored)
 	r.Gone(r.w)
 	if found := r.exists(1); found.Count() != 0 {
-		t.Error("pages of a namespace that nobody has open")
+		t.Error("pages of a namespace that is not open were found")
 	}
 	if c := r.serve(r.request(false, 1)); c.Status != engines.StatusRefused ||
 		!strings.Contains(c.Reason, "7 is not open") {
@@ -588,8 +588,8 @@ func TestPinsOfTheDisk(t *testing.T) {
 		t.Errorf("%d pages are pinned, and %d bytes are counted", kept, bytes)
 	}
 	memory := r.o.Store.Capacities()[store.Memory]
-	if most := (capacity + memory) / tenantPinnedShare; bytes > most || kept == 0 {
-		t.Errorf("%d bytes are pinned, want some, and at most %d", bytes, most)
+	if limit := (capacity + memory) / tenantPinnedShare; bytes > limit || kept == 0 {
+		t.Errorf("%d bytes are pinned, want some, and at most %d", bytes, limit)
 	}
 	if !refused {
 		t.Error("no pin is refused because of the disk")

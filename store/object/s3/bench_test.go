@@ -191,7 +191,7 @@ func newClient(b *testing.B, server string) (*minio.Client, func()) {
 	return c, transport.CloseIdleConnections
 }
 
-// readRanges reads ranges with so many goroutines, into memory.
+// readRanges reads ranges with several goroutines, into memory.
 func readRanges(b *testing.B, spans []span, readers int, to []byte,
 	get func(span) (io.ReadCloser, error)) {
 	b.Helper()
@@ -207,7 +207,7 @@ func readRanges(b *testing.B, spans []span, readers int, to []byte,
 				body, err := get(spans[i])
 				if err == nil {
 					_, err = io.ReadFull(body, to[i*object.MaxRangeBytes:][:object.MaxRangeBytes])
-					_ = body.Close() // all was read, or the error says so
+					_ = body.Close() // all was read, or there is an error
 				}
 				if err != nil {
 					b.Error(err)
