@@ -129,7 +129,7 @@ func fits(want config.Size, root string) error {
 	return nil
 }
 
-// segmentShare: a disk has at least that many segments, unless they are the smallest already.
+// segmentShare: a disk has at least so many segments, if they are as small as they may be.
 const (
 	segmentShare    = 16
 	minSegmentBytes = 1 << 20
@@ -156,7 +156,7 @@ func (p *pageStore) close() error {
 	if p.store == nil {
 		return nil
 	}
-	if p.exchange != nil { // after a failure this is not done yet
+	if p.exchange != nil { // after a failure nobody has done this yet
 		p.leave()
 	}
 	arena := p.store.Region()
