@@ -33,7 +33,7 @@ func newBenchSide(b *testing.B, ns page.Namespace, batch int,
 	})
 	s := benchSide{running: r}
 	var err error
-	if s.space, err = r.pages.store.Space(ns, store.Share{}, store.Share{}); err != nil {
+	if s.space, err = r.pages.store.Space(ns, store.Shares{}); err != nil {
 		b.Fatal(err)
 	}
 	region, err := mem.NewAnonymous("bench", uint64(batch), mem.Populate())

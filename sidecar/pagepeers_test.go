@@ -97,7 +97,7 @@ func (c *storeCluster) nodes(n int) []*storeNode {
 	return all
 }
 
-// meets waits until a node has so many others to ask, keeps hints with these, and takes pages.
+// meets waits until a node has that many others to ask, keeps hints with these, and takes pages.
 func (n *storeNode) meets(t *testing.T, others int) {
 	t.Helper()
 	until(t, func() bool {
@@ -340,7 +340,7 @@ func TestHolderEndsDuringGets(t *testing.T) {
 }
 
 // TestPagesOfADisk: what a holder has on its disk only, it reads from there; and a node without a
-// directory asks nobody.
+// directory asks no node.
 func TestPagesOfADisk(t *testing.T) {
 	c := newStoreCluster(t, nil)
 	b := c.add(true)

@@ -13,8 +13,8 @@ import (
 // shares are the quotas of a namespace.
 func (p *pageStore) shares(id page.ID) store.Shares {
 	memory, disk, object := p.cfg.Quotas(id.String())
-	return store.Shares{Memory: store.Share{Quota: memory}, Disk: store.Share{Quota: disk},
-		Object: store.Share{Quota: object}}
+	return store.Shares{store.Memory: {Quota: memory}, store.Disk: {Quota: disk},
+		store.Object: {Quota: object}}
 }
 
 // Labels of namespaces in metrics.
@@ -65,9 +65,9 @@ func (t *tenants) sample(all []store.Usage, shares func(page.ID) store.Shares) (
 				Results: map[string]float64{}}
 			out[label] = n
 		}
-		n.Bytes["memory"] += float64(u.Memory)
-		n.Bytes["disk"] += float64(u.Disk)
-		n.Bytes["object"] += float64(u.Object)
+		for tier := store.Memory; tier <= store.Object; tier++ {
+			n.Bytes[tier.String()] += float64(u.Bytes[tier])
+		}
 		if !own { // counts of several would fall when one of them gets a label
 			continue
 		}
@@ -76,10 +76,9 @@ func (t *tenants) sample(all []store.Usage, shares func(page.ID) store.Shares) (
 			n.Results[result] += float64(v)
 		}
 		s := shares(u.ID)
-		for tier, quota := range map[string]uint64{"memory": s.Memory.Quota, "disk": s.Disk.Quota,
-			"object": s.Object.Quota} {
-			if quota > 0 {
-				n.Quota[tier] = float64(quota)
+		for tier := store.Memory; tier <= store.Object; tier++ {
+			if quota := s[tier].Quota; quota > 0 {
+				n.Quota[tier.String()] = float64(quota)
 			}
 		}
 	}

@@ -17,13 +17,14 @@ func TestLabelsAreBounded(t *testing.T) {
 	var x tenants
 	shares := func(id page.ID) (s store.Shares) {
 		if id[0] == 0 {
-			s.Memory.Quota = 7
+			s[store.Memory].Quota = 7
 		}
 		return s
 	}
 	usage := func(ids ...int) (out []store.Usage) {
 		for _, i := range ids {
-			out = append(out, store.Usage{ID: page.ID{byte(i >> 8), byte(i)}, Memory: 1, Disk: 2, Hits: 3})
+			out = append(out, store.Usage{ID: page.ID{byte(i >> 8), byte(i)},
+				Bytes: [store.Object + 1]uint64{store.Memory: 1, store.Disk: 2}, Hits: 3})
 		}
 		return out
 	}

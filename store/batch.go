@@ -41,6 +41,10 @@ const (
 	Peer // another node
 )
 
+func (t Tier) String() string {
+	return [...]string{"none", "memory", "disk", "object", "peer"}[t]
+}
+
 // Result is the end of one page of a batch.
 type Result struct {
 	Outcome Outcome
@@ -61,18 +65,28 @@ type Batch struct {
 	blocks  []uint32
 	results []Result
 
-	guard transport.Guard
-	next  int          // the first page that no worker has taken; guarded by the scheduler
-	left  atomic.Int64 // pages without a result
-	// pages that a worker has not finished with: behind the results of a put, it writes them
-	working atomic.Int64
-	done    chan struct{}
-	ctx     context.Context // of reads of the object tier and of other nodes, if there are any
-	stop    context.CancelFunc
+	guard      transport.Guard
+	unresolved atomic.Int64 // pages without a result
+	// pages that a worker has not finished with: after the results of a put, it may write them
+	inUse atomic.Int64
+	done  chan struct{}
+	then  atomic.Pointer[func()] // called at the end; &ended: it has come
+	ctx   context.Context        // of reads of the object tier and of other nodes, if there are any
+	stop  context.CancelFunc
 }
 
 // Done is closed when every page has its Result and the blocks are not touched any more.
 func (b *Batch) Done() <-chan struct{} { return b.done }
+
+var ended func()
+
+// Then has f called once when the batch is done: by the goroutine that ends it, which must not wait
+// for long, or at once. Then is called once.
+func (b *Batch) Then(f func()) {
+	if !b.then.CompareAndSwap(nil, &f) {
+		f()
+	}
+}
 
 // Results are in the order of the keys. They may be read when Done is closed.
 func (b *Batch) Results() []Result { return b.results }
@@ -179,3 +193,29 @@ var ErrClosed = errors.New("store: closed")
 
 // ErrOverloaded is returned when too many requests are under way, in all or of one namespace.
 var ErrOverloaded = errors.New("store: no room for another request; wait for one to end")
+
+// unuse counts pages that no goroutine works at any more.
+func (b *Batch) unuse(pages int) {
+	if pages > 0 && b.inUse.Add(-int64(pages)) == 0 {
+		b.space.users.Add(-1)
+	}
+}
+
+// finish counts pages of a batch that have their results. The last one ends the batch.
+func (s *Store) finish(b *Batch, pages int) {
+	if pages == 0 || b.unresolved.Add(-int64(pages)) > 0 {
+		return
+	}
+	s.stages[requests].endRequest(b)
+	b.guard.Revoke() // no worker is in it any more, and none will be
+	for _, r := range b.pool.regions {
+		r.Release()
+	}
+	if b.stop != nil {
+		b.stop()
+	}
+	close(b.done)
+	if f := b.then.Swap(&ended); f != nil {
+		(*f)()
+	}
+}

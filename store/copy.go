@@ -7,10 +7,10 @@ import (
 )
 
 // copyPiece is how much is copied before its checksum is computed: what the copy has just brought
-// into the first-level cache. [measured, EPYC, pages of 256 KiB, the best of many] copying alone 23
-// GB/s, with the checksum behind each 4 or 8 KiB 12.8, behind each 16 KiB and more 12, before the
-// copy 6 to 9. The crc32 instruction takes 8 bytes a cycle: 28 GB/s, so a get with a check cannot
-// come nearer to a copy than about half on one core, where the caches feed the copy.
+// into the first-level cache. [measured, EPYC, pages of 256 KiB, the best of several] copying alone
+// 23 GB/s, with the checksum behind each 4 or 8 KiB 12.8, behind each 16 KiB and more 12, before
+// the copy 6 to 9. The crc32 instruction takes 8 bytes a cycle: 28 GB/s, so a get with a check
+// cannot come nearer to a copy than about half on one core, where the caches feed the copy.
 const copyPiece = 8 << 10
 
 // toDevice copies a page to its block in GPU memory. at is the page in the store's arena; its

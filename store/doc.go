@@ -44,13 +44,19 @@
 //
 // # Goroutines
 //
-// Open starts Config.Workers workers and Close joins them. They take pieces of batches, gets before
-// puts, of which one in eight turns is owed to puts; half of the workers are in puts at most, so
-// that a get does not wait for writes. Blocking reads and writes of disks run on them, so they are
-// also the I/O pool. Config.Fetchers more read what only the object store has: pages that lie one
-// after another come with one request, and a get of others waits for none of them. Eight more wait
-// for Config.Peers. Of the packages
-// below store only store/object starts goroutines, for uploads and cleaning.
+// Open starts the workers of up to four stages, and Close joins them. A stage takes pieces of
+// batches, and leaves what it lacks to a later one:
+//
+//	requests     Config.Workers     gets and puts in memory and on the disk
+//	peerFinds    peerFinders        which pages other nodes have
+//	peerReads    peerFetchers       reads from other nodes
+//	objectReads  Config.Fetchers    reads from the object store
+//
+// Gets go before puts, of which one in eight turns is owed to puts; half of the workers are in puts
+// at most, so that a get does not wait for writes. Blocking reads and writes of disks run on them.
+// Pages that lie one after another in the object store come with one request, and a get of others
+// waits for none of them. Of the packages below store only store/object starts goroutines, for
+// uploads and cleaning.
 //
 // # What it is not yet
 //

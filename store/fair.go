@@ -5,20 +5,12 @@ import (
 	"time"
 )
 
-// The kinds of goroutines that namespaces share.
-const (
-	byWorkers = iota
-	byFinders
-	byPeerFetchers
-	byFetchers
-	kinds
-)
-
-// flow is what one namespace has of the goroutines of one kind. The lock of their queue guards it.
+// flow is what one namespace has of one stage, whose lock guards it.
 type flow struct {
-	served  uint64 // bytes, and what it missed while it asked for nothing
-	running int    // pieces that goroutines work at
-	open    int    // requests under way
+	served  uint64     // bytes, and what it missed while it asked for nothing
+	running int        // pieces that goroutines work at
+	open    int        // requests under way
+	queues  [2][]piece // gets, puts with pages that no worker has taken
 }
 
 // fair divides goroutines of one kind between namespaces: start-time fair queueing by bytes. The
@@ -63,7 +55,7 @@ func (f *fair) compare(a, b *flow) int {
 		cmp.Compare(a.served, b.served))
 }
 
-// begin counts a piece of so many bytes that a goroutine begins.
+// begin counts a piece that a goroutine begins.
 func (f *fair) begin(w *flow, bytes uint64) {
 	if f.last != w {
 		if f.last != nil {

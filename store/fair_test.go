@@ -15,13 +15,25 @@ func request(sp *Space, put bool, pages int) *Batch {
 	return &Batch{space: sp, put: put, keys: make([]page.Key, pages)}
 }
 
-func flooded(t *testing.T, s *schedule, sp *Space, put bool, requests int) {
+func flooded(t *testing.T, s *stage, sp *Space, put bool, requests int) {
 	t.Helper()
 	for range requests {
-		if err := s.add(request(sp, put, 1000)); err != nil {
+		if err := s.beginRequest(request(sp, put, 1000)); err != nil {
 			t.Fatal(err)
 		}
 	}
+}
+
+// requestsOf is the first stage of a store, without its workers.
+func requestsOf(workers int) *stage {
+	return newStage(requests, workers, (&Store{}).requestSize, nil)
+}
+
+// readsOf is a stage that reads 256 pages at once.
+func readsOf(workers int) *stage {
+	return newStage(objectReads, workers, func(_ *Batch, pages []int, _ bool) int {
+		return min(len(pages), 256)
+	}, nil)
 }
 
 func spaces() (loud, quiet *Space) {
@@ -32,27 +44,27 @@ func spaces() (loud, quiet *Space) {
 // However much one namespace asks for, another one's request begins with the next piece.
 func TestTheNextPieceIsTheQuietOnes(t *testing.T) {
 	for _, put := range []bool{false, true} {
-		s := newSchedule(8)
+		s := requestsOf(8)
 		loud, quiet := spaces()
 		flooded(t, s, loud, put, 500)
 		for range 20 {
-			b, _, _ := s.take()
-			s.gave(b)
+			b, _ := s.take()
+			s.finishPiece(b)
 		}
 		for range 3 {
-			if err := s.add(request(quiet, put, 4)); err != nil {
+			if err := s.beginRequest(request(quiet, put, 4)); err != nil {
 				t.Fatal(err)
 			}
-			b, from, to := s.take()
-			if b.space != quiet || from != 0 || to != 4 {
+			b, pages := s.take()
+			if b.space != quiet || pages[0] != 0 || len(pages) != 4 {
 				t.Fatalf("put %v: the flood goes first", put)
 			}
-			s.gave(b)
+			s.finishPiece(b)
 			for range 5 { // it does not save up for what it did not ask for
-				if b, _, _ = s.take(); b.space != loud {
+				if b, _ = s.take(); b.space != loud {
 					t.Fatal("nothing of the flood")
 				}
-				s.gave(b)
+				s.finishPiece(b)
 			}
 		}
 	}
@@ -60,16 +72,16 @@ func TestTheNextPieceIsTheQuietOnes(t *testing.T) {
 
 // Two floods have half each, by bytes.
 func TestNamespacesShareByBytes(t *testing.T) {
-	s := newSchedule(8)
+	s := requestsOf(8)
 	large, small := spaces()
 	large.pageBytes = 64 << 10
 	flooded(t, s, large, false, 50)
 	flooded(t, s, small, false, 50)
 	served := map[*Space]int{}
 	for range 400 {
-		b, from, to := s.take()
-		served[b.space] += (to - from) * b.space.pageBytes
-		s.gave(b)
+		b, pages := s.take()
+		served[b.space] += len(pages) * b.space.pageBytes
+		s.finishPiece(b)
 	}
 	if a, b := served[large], served[small]; a < b*9/10 || b < a*9/10 {
 		t.Errorf("%d and %d bytes", a, b)
@@ -78,59 +90,59 @@ func TestNamespacesShareByBytes(t *testing.T) {
 
 // A flood never has all workers while another namespace asks.
 func TestWorkersAreInReserve(t *testing.T) {
-	s := newSchedule(8)
+	s := requestsOf(8)
 	s.fair.copiers(4)
 	loud, quiet := spaces()
 	flooded(t, s, loud, false, 500)
 	for range 8 {
-		s.take() // nobody else asks: it has all
+		s.take() // no other one asks: it has all
 	}
 	for range 8 {
-		s.gave(&Batch{space: loud})
+		s.finishPiece(&Batch{space: loud})
 	}
 	flooded(t, s, quiet, false, 1)
-	b, _, _ := s.take()
-	s.gave(b)
-	for s.next(0) != nil {
+	b, _ := s.take()
+	s.finishPiece(b)
+	for s.nextOf(0) != nil {
 		s.take()
 	}
 	if s.fair.busy != 3 {
 		t.Errorf("%d workers copy on 4 processors, want 3", s.fair.busy)
 	}
 	s.fair.switched = time.Now().Add(-2 * atOnce)
-	if s.next(0) == nil {
-		t.Error("workers are idle although nobody else asks any more")
+	if s.nextOf(0) == nil {
+		t.Error("workers are idle although no other namespace asks any more")
 	}
 }
 
 // However many requests a namespace has under way, others find room.
 func TestRoomForRequestsOfOthers(t *testing.T) {
-	s := newSchedule(8)
+	s := requestsOf(8)
 	loud, quiet := spaces()
 	var err error
 	n := 0
 	for ; err == nil; n++ {
-		err = s.add(request(loud, false, 1))
+		err = s.beginRequest(request(loud, false, 1))
 	}
 	if !errors.Is(err, ErrOverloaded) || n < MaxBatches/2 || n > MaxBatches*3/4 {
 		t.Errorf("%d requests: %v", n, err)
 	}
 	flooded(t, s, quiet, false, 100)
 	for range s.open {
-		b, _, to := s.take()
-		s.gave(b)
-		if to == len(b.keys) {
-			s.ended(b)
+		b, pages := s.take()
+		s.finishPiece(b)
+		if pages[0]+len(pages) == len(b.keys) {
+			s.endRequest(b)
 		}
 	}
-	if err := s.add(request(loud, false, 1)); err != nil {
+	if err := s.beginRequest(request(loud, false, 1)); err != nil {
 		t.Error(err)
 	}
 }
 
 // The same for what only other nodes or the object store have.
 func TestFetchesAreShared(t *testing.T) {
-	f := newFetches(1<<30, byFetchers, 16, 1<<20)
+	f := readsOf(16)
 	loud, quiet := spaces()
 	var pages []int
 	for i := range 1000 {
@@ -141,14 +153,14 @@ func TestFetchesAreShared(t *testing.T) {
 	}
 	for range 20 {
 		b, _ := f.take()
-		f.gave(b)
+		f.finishPiece(b)
 	}
 	f.add(request(quiet, false, 4), pages[:4])
 	if b, _ := f.take(); b.space != quiet {
 		t.Fatal("the flood goes first")
 	}
 	running := 0
-	for f.next() >= 0 {
+	for f.nextOf(0) != nil {
 		f.take()
 		running++
 	}
@@ -160,7 +172,7 @@ func TestFetchesAreShared(t *testing.T) {
 // Goroutines that slept while several namespaces asked go on when only one is left.
 func TestTheReserveWakesUp(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
-		f := newFetches(1<<30, byFetchers, 8, 1<<20)
+		f := readsOf(8)
 		loud, _ := spaces()
 		f.fair.switched = time.Now()
 		var mu sync.Mutex
@@ -177,7 +189,7 @@ func TestTheReserveWakesUp(t *testing.T) {
 					taken++
 					mu.Unlock()
 					<-more
-					f.gave(b)
+					f.finishPiece(b)
 				}
 			}()
 		}

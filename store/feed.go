@@ -7,12 +7,12 @@ import (
 	"github.com/kvspray/kvspray/store/page"
 )
 
-// maxChanges bounds the pages whose change nobody has taken yet. Changes beyond it are left out: a
-// Walk finds what is held.
+// maxChanges bounds the pages whose change Changes has not returned yet. Changes beyond it are left
+// out: a Walk finds what is held.
 const maxChanges = 1 << 16
 
-// feed collects pages that came to memory or the disk, or went from there. It has no order and
-// no states: whoever takes a change looks at what is there then, so many changes of a page are one.
+// feed collects pages that are new in memory or on the disk, or have gone from there. It has no
+// order and no states: what is there is looked up when a change is taken, so a page is in it once.
 // Its lock is taken under those of the tiers, and held for a map operation.
 type feed struct {
 	mu      sync.Mutex // guards what follows
@@ -45,11 +45,11 @@ func (f *feed) add(owner uint16, k *page.Key) {
 	}
 }
 
-func (f *feed) take(most int) (out []change) {
+func (f *feed) take(limit int) (out []change) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for c := range f.pending {
-		if len(out) == most {
+		if len(out) == limit {
 			break
 		}
 		out = append(out, c)
@@ -66,14 +66,14 @@ func (s *Store) Changed() <-chan struct{} {
 	return s.feed.wake
 }
 
-// Changes takes at most so many changes since the last call: pages that memory or the disk holds
-// now, and pages that neither does.
-func (s *Store) Changes(most int) (held, gone []page.Key) {
+// Changes takes up to limit changes since the last call: pages that memory or the disk holds now,
+// and pages that neither does.
+func (s *Store) Changes(limit int) (held, gone []page.Key) {
 	if s.feed == nil || !s.enter() {
 		return nil, nil
 	}
 	defer s.leave()
-	all := s.feed.take(most)
+	all := s.feed.take(limit)
 	slices.SortFunc(all, func(a, b change) int { return int(a.owner) - int(b.owner) })
 	for len(all) > 0 {
 		owner := all[0].owner
@@ -88,9 +88,7 @@ func (s *Store) Changes(most int) (held, gone []page.Key) {
 		all = all[n:]
 		found := page.NewBitmap(n)
 		s.memory.Exists(owner, keys, found)
-		if s.disk != nil {
-			s.disk.Exists(owner, keys, found)
-		}
+		s.tiers[Disk].Exists(owner, keys, found)
 		for i := range keys {
 			if found.Get(i) {
 				held = append(held, keys[i])
@@ -106,16 +104,16 @@ func (s *Store) Changes(most int) (held, gone []page.Key) {
 const diskCursor = 1 << 63
 
 // Walk returns some of the pages that memory and the disk hold, from a cursor on, which is 0 at the
-// beginning, and the cursor to go on with; 0: that was all. It looks at `most` places at a time, so
+// beginning, and the cursor to go on with; 0: that was all. It looks at limit places at a time, so
 // a result may be empty. Pages that come or go meanwhile may be missed.
-func (s *Store) Walk(cursor uint64, most int) (keys []page.Key, next uint64) {
+func (s *Store) Walk(cursor uint64, limit int) (keys []page.Key, next uint64) {
 	if !s.enter() {
 		return nil, 0
 	}
 	defer s.leave()
 	if cursor < diskCursor {
 		at := uint32(cursor)
-		if keys, at = s.memory.Walk(at, most); at != 0 {
+		if keys, at = s.memory.Walk(at, limit); at != 0 {
 			return keys, uint64(at)
 		}
 		if s.disk == nil {
@@ -124,7 +122,7 @@ func (s *Store) Walk(cursor uint64, most int) (keys []page.Key, next uint64) {
 		return keys, diskCursor
 	}
 	var at uint32
-	if keys, at = s.disk.Walk(uint32(cursor&^diskCursor), most); at == 0 {
+	if keys, at = s.disk.Walk(uint32(cursor&^diskCursor), limit); at == 0 {
 		return keys, 0
 	}
 	return keys, diskCursor | uint64(at)

@@ -2,10 +2,6 @@ package store
 
 import (
 	"errors"
-	"fmt"
-	"math"
-	"slices"
-	"sync"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/memory"
@@ -17,114 +13,13 @@ import (
 // network, so its goroutine is none of the workers: a get from memory never waits for one.
 const defaultFetchers = 16
 
-// fetches are the pages of gets that only the object tier has, or only other nodes.
-type fetches struct {
-	bytes int // of one read
-	// how many of a batch's pages one read takes; nil: all
-	run func(b *Batch, pages []int) int
-
-	kind int // of the goroutines
-
-	mu     sync.Mutex // guards what follows
-	wake   sync.Cond
-	fair   fair
-	queue  []*fetch
-	closed bool
-}
-
-// fetch is pages of one batch, in their order.
-type fetch struct {
-	b     *Batch
-	pages []int
-}
-
-// newFetches: all fetchers together pin a quarter of the memory at most, unless it is very small.
-func newFetches(memoryBytes uint64, kind, fetchers int, most uint64) *fetches {
-	f := &fetches{kind: kind, fair: newFair(fetchers),
-		bytes: int(min(most, memoryBytes/uint64(4*fetchers)))}
-	f.wake.L = &f.mu
-	return f
-}
-
-// newFinds hands out all pages of a batch together.
-func newFinds(finders int) *fetches {
-	f := &fetches{kind: byFinders, fair: newFair(finders), bytes: math.MaxInt}
-	f.wake.L = &f.mu
-	return f
-}
-
-// add queues pages behind those of the same batch.
-func (f *fetches) add(b *Batch, pages []int) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	for _, q := range f.queue {
-		if q.b == b {
-			q.pages = append(q.pages, pages...)
-			return
-		}
-	}
-	f.queue = append(f.queue, &fetch{b, pages})
-	f.wake.Signal()
-}
-
-// next is the place of the fetch that goes next: of the namespace that was served least, the one
-// that waited longest; -1: there is none that may.
-func (f *fetches) next() int {
-	best := -1
-	for i, q := range f.queue {
-		w := &q.b.space.flows[f.kind]
-		if (f.closed || f.fair.may(w)) && (best < 0 ||
-			f.fair.compare(w, &f.queue[best].b.space.flows[f.kind]) < 0) {
-			best = i
-		}
-	}
-	return best
-}
-
-// take waits for pages of one batch that one request reads; nil when there are none and never will
-// be. Batches of a namespace take turns. The goroutine calls gave after it.
-func (f *fetches) take() (*Batch, []int) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	at := f.next()
-	for at < 0 {
-		if f.closed {
-			return nil, nil
-		}
-		f.wake.Wait()
-		at = f.next()
-	}
-	q := f.queue[at]
-	f.queue = slices.Delete(f.queue, at, at+1)
-	sp := q.b.space
-	some := q.pages[:min(len(q.pages), max(1, f.bytes/sp.pageBytes))]
-	n := len(some)
-	if f.run != nil {
-		n = f.run(q.b, some)
-	}
-	some, q.pages = q.pages[:n:n], q.pages[n:]
-	if len(q.pages) > 0 {
-		f.queue = append(f.queue, q)
-	}
-	f.fair.begin(&sp.flows[f.kind], uint64(n*sp.pageBytes))
-	if f.next() >= 0 {
-		f.wake.Signal() // one wakes the next
-	}
-	return q.b, some
-}
-
-// gave ends a goroutine's pages of a batch.
-func (f *fetches) gave(b *Batch) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.fair.end(&b.space.flows[f.kind])
-}
-
-func (f *fetches) close() {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.closed = true
-	f.wake.Broadcast()
+// objectStage reads what only the object tier has.
+func (s *Store) objectStage(fetchers int) *stage {
+	bytes := s.pieceBytes(fetchers, object.MaxRangeBytes)
+	return newStage(objectReads, fetchers, func(b *Batch, pages []int, _ bool) int {
+		n := min(len(pages), max(1, bytes/b.space.pageBytes))
+		return b.space.object.Run(b.keysOf(pages[:n]), bytes)
+	}, s.fromObject)
 }
 
 func (b *Batch) keysOf(pages []int) []page.Key {
@@ -135,28 +30,13 @@ func (b *Batch) keysOf(pages []int) []page.Key {
 	return keys
 }
 
-// fetcher reads pages from the object tier, until Close.
-func (s *Store) fetcher() {
-	defer s.fetchers.Done()
-	var w worker
-	defer func() { w.buffer.Free() }()
-	for {
-		b, pages := s.fetches.take()
-		if b == nil {
-			return
-		}
-		s.fromObject(b, pages, &w)
-		s.fetches.gave(b)
-		s.done(b, len(pages))
-	}
-}
-
 // fromObject reads pages into slots of memory, where the next get finds them, and copies them from
 // there. What finds no slot goes through the worker's own buffer.
-func (s *Store) fromObject(b *Batch, pages []int, w *worker) {
+func (s *Store) fromObject(b *Batch, pages []int, w *worker) int {
+	all := len(pages)
 	if b.guard.Revoked() {
 		s.fetched(b, pages, Result{Outcome: Canceled})
-		return
+		return all
 	}
 	sp := b.space
 	slots := make([]memory.Page, len(pages))
@@ -202,6 +82,7 @@ func (s *Store) fromObject(b *Batch, pages []int, w *worker) {
 			s.fetched(b, pages[j:j+1], r)
 		},
 	})
+	return all
 }
 
 // delivery is a page on its way to its block: each part is copied, and added to the checksum,
@@ -289,7 +170,7 @@ func (s *Store) watchEvictions() {
 	if s.disk == nil || s.feed != nil {
 		s.memory.OnEvict(func(n uint16, k, after *page.Key, crc uint32, bytes []byte) {
 			s.feed.add(n, k)
-			if o := s.spills[n].Load(); s.disk == nil && o != nil && s.removing[n].Load() == 0 {
+			if o := s.spillTo(n); s.disk == nil && o != nil {
 				_ = o.Add(k, after, bytes, crc, nil) // it is given up, here or there
 			}
 		})
@@ -299,22 +180,15 @@ func (s *Store) watchEvictions() {
 	}
 	s.disk.OnEvict(func(n uint16, k, after *page.Key, crc uint32, read func([]byte) error) bool {
 		s.feed.add(n, k)
-		o := s.spills[n].Load()
-		return o != nil && s.removing[n].Load() == 0 && o.Spill(k, after, crc, read)
+		o := s.spillTo(n)
+		return o != nil && o.Spill(k, after, crc, read)
 	})
 }
 
-// ShareObjects sets the namespace's part of the object tier, which is unlimited until then.
-func (sp *Space) ShareObjects(share Share) error {
-	if sp.object == nil {
-		return &RequestError{"object", "this store has no object tier", "configure one"}
+// spillTo is where pages of a namespace go that no other tier keeps; nil: nowhere.
+func (s *Store) spillTo(n uint16) *object.Owner {
+	if s.object == nil || s.removing[n].Load() > 0 {
+		return nil
 	}
-	if err := sp.acquire(); err != nil {
-		return err
-	}
-	defer sp.release()
-	if err := sp.object.SetShare(share.Quota, share.Reserve); err != nil {
-		return fmt.Errorf("store: namespace %s: %w", sp.id, err)
-	}
-	return nil
+	return s.object.owners[n].Load()
 }

@@ -24,7 +24,7 @@ const (
 	quietPages    = 256
 )
 
-// tenant is a namespace with blocks for so many pages.
+// tenant is a namespace with blocks for pages.
 type tenant struct {
 	t     testing.TB
 	space *Space
@@ -36,7 +36,7 @@ type tenant struct {
 func newTenant(t testing.TB, s *Store, name string, blocks int, inMemory Share) *tenant {
 	t.Helper()
 	ns := namespace(name, floodPage)
-	sp, err := s.Space(ns, inMemory, Share{})
+	sp, err := s.Space(ns, Shares{Memory: inMemory})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -148,8 +148,8 @@ func shown(took []time.Duration) string {
 		at(took, 990))
 }
 
-// A tenant that floods the store leaves another one's gets in peace: the 99th percentile of their
-// times is at most 1.5 times as long. The same beside copies outside of the store tells what of it
+// A tenant that floods the store slows another one's gets little: the 99th percentile of their
+// times is at most 1.5 times as long. The same beside copies outside of the store shows what of it
 // is the processors'.
 func TestMeasureFlood(t *testing.T) {
 	testutil.Measures(t)
@@ -182,7 +182,7 @@ func TestMeasureFlood(t *testing.T) {
 	if missed+m+n > 0 {
 		t.Errorf("%d pages of the quiet tenant are gone, within its share", missed+m+n)
 	}
-	if most := max(at(alone, 990), at(burned, 990)) * 3 / 2; at(beside, 990) > most {
-		t.Errorf("p99 %v, more than %v", at(beside, 990), most)
+	if limit := max(at(alone, 990), at(burned, 990)) * 3 / 2; at(beside, 990) > limit {
+		t.Errorf("p99 %v, more than %v", at(beside, 990), limit)
 	}
 }

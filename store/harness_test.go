@@ -26,7 +26,7 @@ type fatal interface {
 	Helper()
 }
 
-// namespace has pages of so many bytes.
+// namespace has pages of a size in bytes.
 func namespace(name string, bytes int) page.Namespace {
 	return page.Namespace{Weights: name, DType: "bfloat16", Layout: "test", PageTokens: 16,
 		PageBytes: bytes, Algorithm: "sglang-sha256"}
@@ -47,7 +47,7 @@ const enginePages = 64
 func newEngine(t fatal, s *Store, name string, bytes int) *engine {
 	t.Helper()
 	ns := namespace(name, bytes)
-	sp, err := s.Space(ns, Share{}, Share{})
+	sp, err := s.Space(ns, s.sharesOf(ns.ID()))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -25,7 +25,7 @@ func TestGetsDoNotWaitForPuts(t *testing.T) {
 	writes := make(chan struct{})
 	sim.HoldWrites(func() { <-writes })
 	var puts []*Batch
-	for i := range 4 * s.pool {
+	for i := range 4 * s.stages[requests].fair.workers {
 		keys := e.keys(upTo(100+10*i, 110+10*i))
 		b, err := e.space.Put(keys, nil, e.pool, e.blocks(len(keys)))
 		if err != nil {
@@ -34,10 +34,11 @@ func TestGetsDoNotWaitForPuts(t *testing.T) {
 		puts = append(puts, b)
 	}
 	for { // until as many are in the disk as ever will be
-		s.schedule.mu.Lock()
-		busy := s.schedule.puts
-		s.schedule.mu.Unlock()
-		if busy == s.schedule.putters {
+		st := s.stages[requests]
+		st.mu.Lock()
+		busy := st.puts
+		st.mu.Unlock()
+		if busy == st.putters {
 			break
 		}
 		runtime.Gosched()
@@ -65,18 +66,18 @@ func TestGetsDoNotWaitForPuts(t *testing.T) {
 // A store is closed while workers wait for a turn to put: all of them end after the last put.
 func TestCloseEndsWaitingWorkers(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
-		s := newSchedule(3)
+		s := requestsOf(3)
 		sp := &Space{s: &Store{}, pageBytes: 4096}
 		for range 2 {
-			if err := s.add(&Batch{space: sp, put: true, keys: make([]page.Key, 1)}); err != nil {
+			if err := s.beginRequest(&Batch{space: sp, put: true, keys: make([]page.Key, 1)}); err != nil {
 				t.Fatal(err)
 			}
 		}
-		first, _, _ := s.take()
+		first, _ := s.take()
 		ended := 0
 		for range 2 {
 			go func() {
-				for b, _, _ := s.take(); b != nil; b, _, _ = s.take() {
+				for b, _ := s.take(); b != nil; b, _ = s.take() {
 					t.Error("two workers put")
 				}
 				s.mu.Lock()
@@ -87,7 +88,7 @@ func TestCloseEndsWaitingWorkers(t *testing.T) {
 		s.close()
 		synctest.Wait()
 		s.waiting[1] = nil // the first worker takes the last piece, too
-		s.gave(first)
+		s.finishPiece(first)
 		synctest.Wait()
 		if ended != 2 {
 			t.Errorf("%d of 2 workers end", ended)
@@ -98,7 +99,7 @@ func TestCloseEndsWaitingWorkers(t *testing.T) {
 // A flush waits for what came before it, however much comes afterwards.
 func TestFlushIsBounded(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
-		b := newBehind()
+		b := newWriteBack()
 		first := b.begin(3)
 		var ended = errors.New("it waits")
 		go func() { ended = b.wait(context.Background()) }()
@@ -149,7 +150,7 @@ func TestCloseMeetsRequests(t *testing.T) {
 			},
 			func() bool { return check(e.space.Remove()) },
 			func() bool {
-				_, err := s.Space(namespace("b", 4096), Share{}, Share{})
+				_, err := s.Space(namespace("b", 4096), Shares{})
 				return check(err)
 			},
 			func() bool { s.Stats(); return !s.isClosed() },

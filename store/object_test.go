@@ -100,11 +100,8 @@ func TestObjectsSurviveTheNode(t *testing.T) {
 		t.Errorf("%d pages are pinned: %v", pins.Found().Count(), err)
 	}
 	pins.Release()
-	if err := e.space.ShareObjects(Share{Quota: 8 << 20}); err != nil {
-		t.Error(err)
-	}
-	if err := e.space.ShareObjects(Share{Quota: 1}); err == nil {
-		t.Error("a quota of one byte was taken")
+	if _, err := s.Space(namespace("a", 4096), Shares{Object: Share{Quota: 1}}); err == nil {
+		t.Error("a quota of one byte in the object tier was taken")
 	}
 	e.close()
 	f.close()

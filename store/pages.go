@@ -2,6 +2,7 @@ package store
 
 import (
 	"errors"
+	"math"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/catalog"
@@ -9,6 +10,66 @@ import (
 	"github.com/kvspray/kvspray/store/memory"
 	"github.com/kvspray/kvspray/store/page"
 )
+
+// Of pieces of requests.
+const (
+	// copied in a tenth of a millisecond or so, before others have their turn.
+	getPieceBytes = 1 << 20
+	maxPiecePages = 64
+	// While several namespaces ask, a piece of a get is 1/shortPiece as long.
+	shortPiece = 4
+)
+
+// requestSize is how many pages of a request a worker takes at once. Those of a put are pinned
+// until they are on the disk.
+func (s *Store) requestSize(b *Batch, pages []int, several bool) int {
+	sp := b.space
+	n := min(maxPiecePages, max(1, getPieceBytes/sp.pageBytes))
+	switch {
+	case b.put && s.disk != nil:
+		n = min(s.disk.GroupPages(sp.pageBytes),
+			max(1, s.pieceBytes(s.stages[requests].fair.workers, math.MaxUint64)/sp.pageBytes))
+	case !b.put && several:
+		n = max(1, n/shortPiece) // others wait for its end
+	}
+	return min(n, len(pages))
+}
+
+// pieceBytes bounds a piece: all workers of a stage together pin a quarter of the memory at most,
+// unless it is very small.
+func (s *Store) pieceBytes(workers int, limit uint64) int {
+	return int(min(limit, s.memory.Region().Size()/uint64(4*workers)))
+}
+
+// serveRequest puts pages, or gets them from memory and disk, and leaves the others to the next
+// stages. It returns how many have ended here.
+func (s *Store) serveRequest(b *Batch, pages []int, w *worker) int {
+	if b.put {
+		s.putPages(b, pages[0], pages[0]+len(pages), w)
+		return len(pages)
+	}
+	var there, remote []int
+	for _, i := range pages {
+		r := s.getPage(b, i, w)
+		b.results[i] = r
+		if r.Outcome == Miss || r.Outcome == Damaged || r.Outcome == Failed {
+			if s.peers != nil {
+				remote = append(remote, i)
+				continue
+			}
+			if s.object != nil && b.space.object.Has(&b.keys[i]) {
+				there = append(there, i)
+				continue
+			}
+		}
+		s.count(b.space, &r)
+	}
+	n := len(pages) - len(there) - len(remote)
+	s.finish(b, n)
+	s.stages[objectReads].add(b, there)
+	s.stages[peerFinds].add(b, remote)
+	return n
+}
 
 // getPage loads page i of a batch from the nearest tier that has it.
 func (s *Store) getPage(b *Batch, i int, w *worker) Result {
@@ -158,17 +219,17 @@ func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 	if s.disk != nil {
 		pages = s.fillDirect(b, from, to, pages, w)
 	}
-	behind := s.writeBack && len(pages) > 0
+	writeBack := s.writeBack != nil && len(pages) > 0
 	var piece uint64
-	if behind {
-		piece = s.behind.begin(len(pages)) // before the results
+	if writeBack {
+		piece = s.writeBack.begin(len(pages)) // before the results
 		s.finishPut(b, from, to)
 	}
 	errs := s.below(b, pages, wanted)
 	s.join(b, to)
 	s.release(pages)
-	if behind {
-		s.behind.end(piece)
+	if writeBack {
+		s.writeBack.end(piece)
 		return
 	}
 	for j, p := range pages {

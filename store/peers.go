@@ -3,7 +3,6 @@ package store
 import (
 	"context"
 	"errors"
-	"fmt"
 	"sync"
 	"time"
 
@@ -31,13 +30,13 @@ type Peers interface {
 
 // Of reads from peers.
 const (
-	// defaultPeerFetchers is how many transfers of batches are under way at most. While one of them
+	// peerFetchers is how many transfers of batches are under way at most. While one of them
 	// waits for its holder's answer, the others move bytes.
-	defaultPeerFetchers = 8
-	// defaultPeerFinders look up which pages other nodes have. They wait for no transfer, so that a
+	peerFetchers = 8
+	// peerFinders look up which pages other nodes have. They wait for no transfer, so that a
 	// miss does not wait for one either.
-	defaultPeerFinders = 4
-	maxPeerBytes       = 8 << 20 // of one transfer
+	peerFinders  = 4
+	maxPeerBytes = 8 << 20 // of one transfer
 	// How long pages wait for room in memory that other pages take on their way, and for another get
 	// or put that brings the same page: as long as a transfer and its holder's answer may take.
 	roomTime  = time.Second
@@ -45,49 +44,31 @@ const (
 	roomPause = time.Millisecond
 )
 
-// peerFinder looks up misses, until Close: what another node has is fetched, the rest goes on.
-func (s *Store) peerFinder() {
-	defer s.peerFinders.Done()
-	for {
-		b, pages := s.peerFinds.take()
-		if b == nil {
-			return
-		}
-		found := page.NewBitmap(len(pages))
-		if !b.guard.Revoked() {
-			s.peers.Find(b.keysOf(pages), found)
-		}
-		var there, missing []int
-		for j, i := range pages {
-			if found.Get(j) {
-				there = append(there, i)
-			} else {
-				missing = append(missing, i)
-			}
-		}
-		if len(there) > 0 {
-			s.peerFetches.add(b, there)
-		}
-		n := len(missing) - s.afterPeers(b, missing)
-		s.peerFinds.gave(b)
-		s.done(b, n)
-	}
+// peerStage reads what other nodes have.
+func (s *Store) peerStage() *stage {
+	bytes := s.pieceBytes(peerFetchers, maxPeerBytes)
+	return newStage(peerReads, peerFetchers, func(b *Batch, pages []int, _ bool) int {
+		// Memory has room for small pages by their number.
+		return min(len(pages), max(1, bytes/max(b.space.pageBytes, memory.TypicalPageBytes)))
+	}, s.fromPeers)
 }
 
-// peerFetcher reads pages from other nodes, until Close.
-func (s *Store) peerFetcher() {
-	defer s.peerFetchers.Done()
-	var w worker
-	defer func() { w.buffer.Free() }()
-	for {
-		b, pages := s.peerFetches.take()
-		if b == nil {
-			return
-		}
-		n := s.fromPeers(b, pages, &w)
-		s.peerFetches.gave(b)
-		s.done(b, n)
+// findPages looks up misses: what another node has is fetched, the rest goes on.
+func (s *Store) findPages(b *Batch, pages []int, _ *worker) int {
+	found := page.NewBitmap(len(pages))
+	if !b.guard.Revoked() {
+		s.peers.Find(b.keysOf(pages), found)
 	}
+	var there, missing []int
+	for j, i := range pages {
+		if found.Get(j) {
+			there = append(there, i)
+		} else {
+			missing = append(missing, i)
+		}
+	}
+	s.stages[peerReads].add(b, there)
+	return len(missing) - s.afterPeers(b, missing)
 }
 
 // incoming is pages of a batch on their way from other nodes.
@@ -110,16 +91,16 @@ func (s *Store) fromPeers(b *Batch, pages []int, w *worker) int {
 		s.fetched(b, pages, Result{Outcome: Canceled})
 		return len(pages)
 	}
-	var left []int
+	var missing []int
 	began := time.Now()
 	for {
 		in := &incoming{s: s, b: b}
 		var wait []int // pages that another get or put brings, or that have no room
-		most := busyTime
+		limit := busyTime
 		for n, i := range pages {
 			p, err := s.room(b, i)
 			if errors.Is(err, catalog.ErrFull) {
-				wait, most = append(wait, pages[n:]...), roomTime
+				wait, limit = append(wait, pages[n:]...), roomTime
 				break
 			}
 			switch {
@@ -133,15 +114,15 @@ func (s *Store) fromPeers(b *Batch, pages []int, w *worker) int {
 					wait = append(wait, i)
 				case Failed:
 					b.results[i] = r
-					left = append(left, i)
+					missing = append(missing, i)
 				default:
 					s.fetched(b, []int{i}, r)
 				}
 			default:
-				left = append(left, i)
+				missing = append(missing, i)
 			}
 		}
-		left = append(left, in.run()...)
+		missing = append(missing, in.run()...)
 		if pages = wait; len(pages) == 0 {
 			break
 		}
@@ -149,13 +130,13 @@ func (s *Store) fromPeers(b *Batch, pages []int, w *worker) int {
 			continue
 		}
 		// Others bring these pages, or fill the memory, until theirs have come.
-		if b.ctx.Err() != nil || time.Since(began) > most {
-			left = append(left, pages...)
+		if b.ctx.Err() != nil || time.Since(began) > limit {
+			missing = append(missing, pages...)
 			break
 		}
 		time.Sleep(roomPause)
 	}
-	return all - s.afterPeers(b, left)
+	return all - s.afterPeers(b, missing)
 }
 
 // room reserves a slot. A page whose prompt fills the memory comes without its place in the prompt,
@@ -168,7 +149,7 @@ func (s *Store) room(b *Batch, i int) (memory.Page, error) {
 	return p, err
 }
 
-// afterPeers ends pages that no peer gave, or leaves them to the object tier; it returns how many.
+// afterPeers ends pages that no peer has, or leaves them to the object tier; it returns how many.
 func (s *Store) afterPeers(b *Batch, pages []int) int {
 	var fetch []int
 	for _, i := range pages {
@@ -182,14 +163,12 @@ func (s *Store) afterPeers(b *Batch, pages []int) int {
 			s.finish(b, 1)
 		}
 	}
-	if len(fetch) > 0 {
-		s.fetches.add(b, fetch)
-	}
+	s.stages[objectReads].add(b, fetch)
 	return len(fetch)
 }
 
 // run fetches the pages, and returns those that did not come, whose slots it gives back.
-func (in *incoming) run() (left []int) {
+func (in *incoming) run() (missing []int) {
 	n := len(in.pages)
 	if n == 0 {
 		return nil
@@ -216,9 +195,9 @@ func (in *incoming) run() (left []int) {
 		if in.damaged[j] {
 			in.b.results[i] = Result{Outcome: Damaged}
 		}
-		left = append(left, i)
+		missing = append(missing, i)
 	}
-	return left
+	return missing
 }
 
 // landed takes a page that is in its slot.
@@ -295,32 +274,16 @@ func (s *Store) Stage(id page.ID, pageBytes int, keys []page.Key) (*Staged, erro
 func (s *Store) serve(id page.ID) (*Space, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	sp := s.spaces[id]
-	if sp == nil {
-		var n uint16
-		var pageBytes int
-		var ok bool
-		if s.disk != nil {
-			n, pageBytes, ok = s.disk.Find(id)
-		}
-		if !ok {
-			return nil, &RequestError{"space", id.String() + " has no pages here", "ask another node"}
-		}
-		share := s.sharesOf(id)
-		err := s.memory.SetOwner(n, pageBytes, share.Memory.Quota, share.Memory.Reserve)
-		if err == nil {
-			err = s.disk.SetOwner(n, id, pageBytes, share.Disk.Quota, share.Disk.Reserve)
-		}
-		if err != nil {
-			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
-		}
-		if sp, err = s.newSpace(id, n, pageBytes, share.Object); err != nil {
-			return nil, err
-		}
-		s.addLocked(sp)
+	if sp := s.spaces[id]; sp != nil {
+		sp.users.Add(1)
+		return sp, nil
 	}
-	sp.users.Add(1)
-	return sp, nil
+	if s.disk != nil {
+		if n, pageBytes, ok := s.disk.Find(id); ok {
+			return s.openLocked(id, n, pageBytes, s.sharesOf(id))
+		}
+	}
+	return nil, &RequestError{"space", id.String() + " has no pages here", "ask another node"}
 }
 
 // errNotHere: the disk does not have a page.

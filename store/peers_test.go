@@ -32,7 +32,7 @@ func TestStageAfterARestart(t *testing.T) {
 	}
 	staged.Release()
 	if _, err := s.Stage(page.ID{1}, pageBytes, keys); err == nil {
-		t.Error("a namespace that nobody has")
+		t.Error("a namespace without pages was found")
 	}
 	e = newEngine(t, s, "a", pageBytes)
 	defer e.close()

@@ -5,18 +5,14 @@ import (
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
-	"github.com/kvspray/kvspray/store/disk"
-	"github.com/kvspray/kvspray/store/memory"
-	"github.com/kvspray/kvspray/store/object"
+	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/page"
 )
 
 // Pins keeps pages where they are.
 type Pins struct {
 	space  *Space
-	memory []memory.Page
-	disk   []disk.Pinned
-	object []object.Pinned
+	kept   [Object + 1][]catalog.Pinned // by Tier
 	once   sync.Once
 	found  page.Bitmap
 	bytes  [Object + 1]uint64
@@ -49,31 +45,20 @@ func (sp *Space) Pin(keys []page.Key) (*Pins, error) {
 
 // add pins page i where it is found first.
 func (p *Pins) add(i int, k *page.Key) error {
-	sp := p.space
-	m, ok, err := sp.s.memory.Keep(sp.number, k)
-	if ok {
-		p.memory = append(p.memory, m)
-		p.bytes[Memory] += uint64(len(m.Slot))
-		p.blocks[i] = m.Block
-	}
-	if !ok && err == nil && sp.s.disk != nil {
-		var d disk.Pinned
-		if d, ok, err = sp.s.disk.Keep(sp.number, k); ok {
-			p.disk = append(p.disk, d)
-			p.bytes[Disk] += d.Bytes
+	for tier, t := range p.space.s.tiers {
+		kept, ok, err := t.Keep(p.space.number, k)
+		if err != nil {
+			return err
+		}
+		if ok {
+			p.kept[tier] = append(p.kept[tier], kept)
+			p.bytes[tier] += kept.Bytes
+			p.blocks[i] = kept.Block
+			p.found.Set(i)
+			return nil
 		}
 	}
-	if !ok && err == nil && sp.object != nil {
-		var o object.Pinned
-		if o, ok, err = sp.object.Keep(k); ok {
-			p.object = append(p.object, o)
-			p.bytes[Object] += o.Bytes
-		}
-	}
-	if ok {
-		p.found.Set(i)
-	}
-	return err
+	return nil
 }
 
 // Found has the bits of the pages that are pinned.
@@ -88,12 +73,8 @@ func (p *Pins) Bytes() [Object + 1]uint64 { return p.bytes }
 
 // Capacities is how many bytes of pages each tier holds, by Tier; 0: there is none.
 func (s *Store) Capacities() (n [Object + 1]uint64) {
-	n[Memory] = s.memory.Capacity()
-	if s.disk != nil {
-		n[Disk] = s.disk.Capacity()
-	}
-	if s.object != nil {
-		n[Object] = s.object.Capacity()
+	for i, t := range s.tiers {
+		n[i] = t.Capacity()
 	}
 	return n
 }
@@ -110,13 +91,9 @@ func (p *Pins) Release() {
 }
 
 func (p *Pins) releaseEntered() {
-	for _, m := range p.memory {
-		p.space.s.memory.Unpin(m)
-	}
-	for _, d := range p.disk {
-		p.space.s.disk.Unpin(d)
-	}
-	for _, o := range p.object {
-		p.space.object.Unpin(o)
+	for i, all := range p.kept {
+		for _, kept := range all {
+			p.space.s.tiers[i].Release(kept)
+		}
 	}
 }

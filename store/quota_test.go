@@ -30,14 +30,6 @@ func TestAFloodGivesUpItsOwnPages(t *testing.T) {
 		s := tiered(t, sim, Config{OpenedObject: bucket(t, objects.Open()), ObjectAtPut: true,
 			Shares: func(page.ID) Shares { return shares }})
 		quiet, loud := newEngine(t, s, "quiet", size), newEngine(t, s, "loud", size)
-		for _, e := range []*engine{quiet, loud} { // as sidecar/internal/pages does
-			sp, err := s.Space(namespace(map[bool]string{true: "quiet", false: "loud"}[e == quiet], size),
-				shares.Memory, shares.Disk)
-			if err != nil {
-				t.Fatal(err)
-			}
-			sp.Close()
-		}
 		return s, quiet, loud
 	}
 	s, quiet, loud := open()
@@ -46,13 +38,14 @@ func TestAFloodGivesUpItsOwnPages(t *testing.T) {
 		loud.put(upTo(at, at+50)...)
 		flush(t, s)
 		u := s.usageOf(loud.space.id)
-		if u.Memory > shares.Memory.Quota || u.Disk > shares.Disk.Quota ||
-			u.Object > shares.Object.Quota {
+		if u.Bytes[Memory] > shares[Memory].Quota || u.Bytes[Disk] > shares[Disk].Quota ||
+			u.Bytes[Object] > shares[Object].Quota {
 			t.Fatalf("beyond its quota: %+v", u)
 		}
 	}
 	u := s.usageOf(quiet.space.id)
-	if u.Memory != 10*size || u.Disk == 0 || u.Object != 10*(size+72) || u.Stored != 10 {
+	if u.Bytes[Memory] != 10*size || u.Bytes[Disk] == 0 || u.Bytes[Object] != 10*(size+72) ||
+		u.Stored != 10 {
 		t.Errorf("the quiet one has lost pages: %+v", u)
 	}
 	if rs := quiet.get(upTo(0, 10)...); count(rs, Hit) != 10 {
@@ -77,7 +70,7 @@ func TestAFloodGivesUpItsOwnPages(t *testing.T) {
 		t.Fatal(err)
 	}
 	loud.put(upTo(1000, 1050)...)
-	if u := s.usageOf(loud.space.id); u.Disk == 0 || u.Disk > shares.Disk.Quota {
+	if u := s.usageOf(loud.space.id); u.Bytes[Disk] == 0 || u.Bytes[Disk] > shares[Disk].Quota {
 		t.Errorf("%+v", u)
 	}
 	if rs := quiet.get(upTo(0, 10)...); count(rs, Hit) != 10 {
@@ -99,7 +92,7 @@ func TestQuotaOfANamespaceThatIsNotOpen(t *testing.T) {
 		return Shares{Memory: Share{Quota: 8 * size}}
 	}})
 	defer shut(t, s)
-	if u := s.usageOf(id); u.Disk == 0 || u.Memory != 0 {
+	if u := s.usageOf(id); u.Bytes[Disk] == 0 || u.Bytes[Memory] != 0 {
 		t.Errorf("%+v", u)
 	}
 	for at := 0; at < 40; at += 4 {
@@ -109,7 +102,7 @@ func TestQuotaOfANamespaceThatIsNotOpen(t *testing.T) {
 		}
 		staged.Release()
 	}
-	if u := s.usageOf(id); u.Memory == 0 || u.Memory > 8*size {
+	if u := s.usageOf(id); u.Bytes[Memory] == 0 || u.Bytes[Memory] > 8*size {
 		t.Errorf("%+v", u)
 	}
 }
@@ -131,7 +124,7 @@ func TestQuotaThatIsTooSmall(t *testing.T) {
 	if _, err := s.Stage(id, size, keys); err == nil {
 		t.Error("pages beyond the quota")
 	}
-	if err := s.RemoveSpace(id); err != nil || s.usageOf(id).Disk != 0 {
+	if err := s.RemoveSpace(id); err != nil || s.usageOf(id).Bytes[Disk] != 0 {
 		t.Error(err)
 	}
 }

@@ -32,7 +32,7 @@ func TestRemoveSpaceThatIsNotOpen(t *testing.T) {
 	s := onDisk(t, sim, false)
 	e, f := newEngine(t, s, "a", 4096), newEngine(t, s, "b", 4096)
 	if !s.Has(e.space.id) || s.Has(page.ID{1}) {
-		t.Error("a namespace that nobody has")
+		t.Error("a namespace without pages was found")
 	}
 	removeSpace(t, s, page.ID{1})
 	e.put(upTo(0, 10)...)
@@ -97,7 +97,7 @@ func TestRemovePagesThatTheIndexLacks(t *testing.T) {
 		},
 		"given up": func(t *testing.T, s *Store, _ *disktest.Sim) *Store {
 			for i := range MaxSpaces - 1 {
-				sp, err := s.Space(namespace(fmt.Sprint("n", i), 4096), Share{}, Share{})
+				sp, err := s.Space(namespace(fmt.Sprint("n", i), 4096), Shares{})
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -467,7 +467,7 @@ func TestQuotaAfterARemoval(t *testing.T) {
 	removeSpace(t, s, e.space.id)
 	e = newEngine(t, s, "a", 4096)
 	e.put(upTo(0, 40)...)
-	if used := s.usageOf(e.space.id).Object; used == 0 || used > quota {
+	if used := s.usageOf(e.space.id).Bytes[Object]; used == 0 || used > quota {
 		t.Errorf("%d bytes", used)
 	}
 	e.close()

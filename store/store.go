@@ -1,6 +1,7 @@
 package store
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -23,8 +24,8 @@ import (
 // of the one that has not been open for longest, which loses its pages.
 const MaxSpaces = evict.MaxSpaces
 
-// leastWorkers: reads of disks block, so there are more workers than processors.
-const leastWorkers = 8
+// minWorkers: reads of disks block, so there are more workers than processors.
+const minWorkers = 8
 
 // Config describes a store.
 type Config struct {
@@ -59,28 +60,19 @@ type Config struct {
 
 // Store is the tiers of one node.
 type Store struct {
-	memory    *memory.Tier
-	disk      *disk.Tier   // nil: none
-	object    *object.Tier // nil: none
-	writeBack bool
-	atPut     bool // pages go to the object tier at their put
+	tiers     [Object + 1]tier // by Tier, nearest first
+	memory    *memory.Tier     // the same tiers
+	disk      *disk.Tier       // nil: none
+	object    *objectTier      // nil: none
+	writeBack *writeBack       // nil: a put is done once it is on the disk
+	atPut     bool             // pages go to the object tier at their put
 	shares    func(page.ID) Shares
 	copy      func(to, from []mem.Block) error
-	fetches   *fetches
-	// of namespaces that are open, by their numbers: where pages go that no other tier keeps
-	spills   [MaxSpaces]atomic.Pointer[object.Owner]
-	removing [MaxSpaces]atomic.Int32 // removals under way: nothing goes to the object tier
-	schedule *schedule
-	pool     int // workers
-	workers  sync.WaitGroup
-	fetchers sync.WaitGroup
+	removing  [MaxSpaces]atomic.Int32 // removals under way: nothing goes to the object tier
+	stages    [stages]*stage          // in the order in which pages pass them; nil: there is none
 
-	peers        Peers // nil: none
-	peerFinds    *fetches
-	peerFinders  sync.WaitGroup
-	peerFetches  *fetches
-	peerFetchers sync.WaitGroup
-	feed         *feed // nil: nobody takes it
+	peers Peers // nil: none
+	feed  *feed // nil: there are no Peers
 
 	// life counts the calls that use the tiers outside of a worker. Close adds closing, waits for
 	// those under way, and ends the tiers.
@@ -93,7 +85,6 @@ type Store struct {
 	uses    uint64          // of namespaces: each that was opened or closed has a number
 	closed  bool
 
-	behind   *behind
 	counters counters
 
 	eraseWithin time.Duration
@@ -108,101 +99,89 @@ type counters struct {
 }
 
 // Open makes a store, or recovers the one on the disks.
-func Open(c Config) (_ *Store, err error) {
-	s := &Store{writeBack: c.WriteBack, copy: c.Copy, behind: newBehind(), shares: c.Shares,
+func Open(c Config) (*Store, error) {
+	s := &Store{copy: c.Copy, shares: c.Shares,
 		spaces: map[page.ID]*Space{}, idle: make(chan struct{}, 1), eraseWithin: c.EraseWithin,
 		erase: make(chan struct{}, 1), noErase: make(chan struct{})}
+	if c.WriteBack {
+		s.writeBack = newWriteBack()
+	}
 	if s.eraseWithin == 0 {
 		s.eraseWithin = defaultEraseWithin
 	}
-	if s.memory, err = memory.New(c.Memory); err != nil {
-		return nil, err
+	if err := s.openTiers(&c); err != nil {
+		return nil, errors.Join(err, s.closeTiers())
 	}
-	s.disk = c.Opened
-	if c.Disk != nil {
-		if s.disk, err = disk.Open(*c.Disk); err != nil {
-			s.memory.Close()
-			return nil, err
-		}
-	}
-	s.object = c.OpenedObject
-	if c.Object != nil {
-		if s.object, err = object.Open(*c.Object); err != nil {
-			return nil, errors.Join(err, s.closeTiers())
-		}
-	}
-	s.begin(c)
+	s.start(&c)
 	return s, nil
+}
+
+func (s *Store) openTiers(c *Config) (err error) {
+	for i := range s.tiers {
+		s.tiers[i] = noTier{}
+	}
+	if s.memory, err = memory.New(c.Memory); err != nil {
+		return err
+	}
+	s.tiers[Memory] = memoryTier{s.memory}
+	if s.disk = c.Opened; c.Disk != nil {
+		if s.disk, err = disk.Open(*c.Disk); err != nil {
+			return err
+		}
+	}
+	if s.disk != nil {
+		s.tiers[Disk] = s.disk
+	}
+	objects := c.OpenedObject
+	if c.Object != nil {
+		if objects, err = object.Open(*c.Object); err != nil {
+			return err
+		}
+	}
+	if objects != nil {
+		s.object = &objectTier{Tier: objects}
+		s.tiers[Object] = s.object
+	}
+	return nil
 }
 
 func (s *Store) closeTiers() error {
 	var errs []error
-	if s.object != nil {
-		errs = append(errs, s.object.Close()) // before the tiers whose pages it may be reading
+	for _, t := range slices.Backward(s.tiers[:]) { // one may be reading pages of those before it
+		errs = append(errs, t.Close())
 	}
-	if s.disk != nil {
-		errs = append(errs, s.disk.Close())
-	}
-	s.memory.Close()
 	return errors.Join(errs...)
 }
 
-func (s *Store) begin(c Config) {
+func (s *Store) start(c *Config) {
 	if s.disk != nil {
 		for _, n := range s.disk.Known() {
 			s.numbers[n] = true
 		}
 	}
-	s.pool = c.Workers
-	if s.pool == 0 {
-		s.pool = max(leastWorkers, 2*runtime.GOMAXPROCS(0))
-	}
-	s.schedule = newSchedule(s.pool)
+	s.stages[requests] = newStage(requests, cmp.Or(c.Workers,
+		max(minWorkers, 2*runtime.GOMAXPROCS(0))), s.requestSize, s.serveRequest)
 	if s.disk == nil {
-		s.schedule.fair.copiers(runtime.GOMAXPROCS(0))
+		s.stages[requests].fair.copiers(runtime.GOMAXPROCS(0))
 	}
 	if c.Peers != nil {
 		s.feed = newFeed()
 		s.peers = c.Peers(s)
-		s.peerFetches = newFetches(s.memory.Region().Size(), byPeerFetchers,
-			defaultPeerFetchers, maxPeerBytes)
-		s.peerFetches.run = func(b *Batch, pages []int) int {
-			// Memory has room for small pages by their number.
-			return min(len(pages), max(1, s.peerFetches.bytes/max(b.space.pageBytes, memory.LeastPageBytes)))
-		}
-		s.peerFinds = newFinds(defaultPeerFinders)
-		s.peerFinders.Add(defaultPeerFinders)
-		for range defaultPeerFinders {
-			go s.peerFinder()
-		}
-		s.peerFetchers.Add(defaultPeerFetchers)
-		for range defaultPeerFetchers {
-			go s.peerFetcher()
-		}
+		s.stages[peerFinds] = newStage(peerFinds, peerFinders,
+			func(_ *Batch, pages []int, _ bool) int { return len(pages) }, s.findPages)
+		s.stages[peerReads] = s.peerStage()
+	}
+	if s.object != nil {
+		s.atPut = c.ObjectAtPut
+		s.stages[objectReads] = s.objectStage(cmp.Or(c.Fetchers, defaultFetchers))
 	}
 	s.watchEvictions()
 	if s.disk != nil {
 		s.eraser.Go(s.eraseRemoved)
 		s.eraseSoon() // what earlier starts have left
 	}
-	s.workers.Add(s.pool)
-	for range s.pool {
-		go s.work()
-	}
-	if s.object == nil {
-		return
-	}
-	s.atPut = c.ObjectAtPut
-	if c.Fetchers == 0 {
-		c.Fetchers = defaultFetchers
-	}
-	s.fetches = newFetches(s.memory.Region().Size(), byFetchers, c.Fetchers, object.MaxRangeBytes)
-	s.fetches.run = func(b *Batch, pages []int) int {
-		return b.space.object.Run(b.keysOf(pages), s.fetches.bytes)
-	}
-	s.fetchers.Add(c.Fetchers)
-	for range c.Fetchers {
-		go s.fetcher()
+	for _, st := range s.stages {
+		st.start()
 	}
 }
 
@@ -218,18 +197,9 @@ func (s *Store) Close() error {
 	}
 	close(s.noErase)
 	s.eraser.Wait()
-	s.schedule.close()
-	s.workers.Wait() // they give pages to the fetchers
-	if s.peers != nil {
-		s.peerFinds.close()
-		s.peerFinders.Wait() // they give pages to the fetchers
-		s.peerFetches.close()
+	for _, st := range s.stages { // each adds pages to those after it
+		st.close()
 	}
-	s.peerFetchers.Wait() // they give pages to those of the object tier
-	if s.object != nil {
-		s.fetches.close()
-	}
-	s.fetchers.Wait()
 	if s.life.Add(closing) != closing {
 		<-s.idle
 	}
@@ -260,11 +230,15 @@ const closing = -1 << 62
 // Flush returns once all pages whose results came before are durable, or could not be made so, and
 // all that were on their way to the object store are there.
 func (s *Store) Flush(ctx context.Context) error {
-	err := s.behind.wait(ctx)
-	if err == nil && s.object != nil {
-		err = s.object.Flush(ctx)
+	if s.writeBack != nil {
+		if err := s.writeBack.wait(ctx); err != nil {
+			return err
+		}
 	}
-	return err
+	if s.object != nil {
+		return s.object.Flush(ctx)
+	}
+	return nil
 }
 
 // Region is the memory of all slots, for engines and transports to map and pin.
@@ -276,8 +250,8 @@ type Share struct {
 	Reserve uint64 // pages of other namespaces never take these
 }
 
-// Shares are a namespace's parts of all tiers.
-type Shares struct{ Memory, Disk, Object Share }
+// Shares are a namespace's parts of all tiers, by Tier.
+type Shares [Object + 1]Share
 
 func (s *Store) sharesOf(id page.ID) (out Shares) {
 	if s.shares != nil {
@@ -292,7 +266,7 @@ type Space struct {
 	id        page.ID
 	number    uint16
 	pageBytes int
-	inMemory  Share         // guarded by Store.mu
+	shares    Shares        // guarded by Store.mu
 	object    *object.Owner // nil: the store has no object tier
 	// users counts those that opened it, its batches, and its calls under way. At 0 the number can be
 	// given to another namespace, and only Store.Space makes it 1 again, under Store.mu.
@@ -302,14 +276,13 @@ type Space struct {
 	// does not go to other tiers.
 	removals atomic.Uint64
 
-	counts  counts
-	flows   [kinds]flow // each guarded by the lock of its queue
-	batches [2][]*Batch // gets, puts with pages that no worker has taken; guarded by the scheduler
+	counts counts
+	flows  [stages]flow // each guarded by the lock of its stage
 }
 
 // Space opens a namespace. A second call for the same one returns the same Space, and changes its
 // shares. Each call is followed by one Space.Close.
-func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error) {
+func (s *Store) Space(ns page.Namespace, shares Shares) (*Space, error) {
 	if err := ns.Check(); err != nil {
 		return nil, err
 	}
@@ -327,55 +300,42 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 	if err != nil {
 		return nil, err
 	}
+	return s.openLocked(id, n, ns.PageBytes, shares)
+}
+
+// openLocked gives a namespace its shares of all tiers, or leaves everything as it was.
+func (s *Store) openLocked(id page.ID, n uint16, pageBytes int, shares Shares) (*Space, error) {
 	sp := s.spaces[id]
-	if sp == nil {
-		if sp, err = s.newSpace(id, n, ns.PageBytes, s.sharesOf(id).Object); err != nil {
-			return nil, err
-		}
+	isNew := sp == nil
+	if isNew {
+		sp = &Space{s: s, id: id, number: n, pageBytes: pageBytes}
 	}
-	isNew := s.spaces[id] == nil
-	undo := func() {
-		if isNew && sp.object != nil {
-			sp.object.Close()
-		}
+	set := func(t Tier, share Share) error {
+		return s.tiers[t].SetOwner(n, id, pageBytes, share.Quota, share.Reserve)
 	}
-	if err := s.memory.SetOwner(sp.number, ns.PageBytes, inMemory.Quota,
-		inMemory.Reserve); err != nil {
-		undo()
+	for t, share := range shares {
+		err := set(Tier(t), share)
+		if err == nil {
+			continue
+		}
+		for t, share := range sp.shares[:t] {
+			_ = set(Tier(t), share)
+			if isNew {
+				s.tiers[t].DropOwner(n) // unless it has pages of an earlier start
+			}
+		}
 		return nil, fmt.Errorf("store: namespace %s: %w", id, err)
 	}
-	if s.disk != nil {
-		if err := s.disk.SetOwner(sp.number, id, ns.PageBytes, onDisk.Quota,
-			onDisk.Reserve); err != nil {
-			undo()
-			// As it was before; a new namespace has no share.
-			_ = s.memory.SetOwner(sp.number, ns.PageBytes, sp.inMemory.Quota, sp.inMemory.Reserve)
-			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
-		}
-	}
-	sp.inMemory = inMemory
-	s.addLocked(sp)
-	sp.users.Add(1)
-	return sp, nil
-}
-
-func (s *Store) newSpace(id page.ID, number uint16, pageBytes int, share Share) (sp *Space,
-	err error) {
-	sp = &Space{s: s, id: id, number: number, pageBytes: pageBytes}
+	sp.shares = shares
 	if s.object != nil {
-		if sp.object, err = s.object.Owner(id, pageBytes, share.Quota, share.Reserve); err != nil {
-			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
-		}
+		sp.object = s.object.owners[n].Load()
 	}
-	return sp, nil
-}
-
-func (s *Store) addLocked(sp *Space) {
 	s.uses++
 	sp.last = s.uses
-	s.spaces[sp.id] = sp
-	s.numbers[sp.number] = true
-	s.spills[sp.number].Store(sp.object)
+	s.spaces[id] = sp
+	s.numbers[n] = true
+	sp.users.Add(1)
+	return sp, nil
 }
 
 // Use adds one use of a namespace that has one, which ends with a Close of its own.
@@ -431,17 +391,14 @@ func (s *Store) reclaimLocked() {
 		n := uint16(i)
 		sp := used[n]
 		if !s.numbers[n] || sp != nil && sp.users.Load() > 0 || s.memory.Used(n) != 0 ||
-			s.disk != nil && !s.disk.DropOwner(n) {
+			!s.tiers[Disk].DropOwner(n) {
 			continue
 		}
 		s.memory.DropOwner(n) // it has no pages, and no batch that could add one
+		s.tiers[Object].DropOwner(n)
 		s.numbers[n] = false
 		if sp != nil {
 			delete(s.spaces, sp.id)
-			s.spills[n].Store(nil)
-			if sp.object != nil {
-				sp.object.Close()
-			}
 		}
 	}
 }
@@ -493,28 +450,16 @@ func (s *Store) oldestLocked(but map[uint16]bool) (number uint16, ok bool) {
 			last[sp.number] = inUse
 		}
 	}
-	least := uint64(inUse)
+	first := uint64(inUse)
 	for n, used := range s.numbers {
-		if used && !but[uint16(n)] && last[n] < least {
-			number, ok, least = uint16(n), true, last[n]
+		if used && !but[uint16(n)] && last[n] < first {
+			number, ok, first = uint16(n), true, last[n]
 		}
 	}
 	return number, ok
 }
 
 const inUse = 1<<64 - 1
-
-// piece is how many pages of a batch a worker takes at once. Those of a put are pinned until they
-// are on the disk; all workers together pin a quarter of the memory at most, unless it is very
-// small.
-func (sp *Space) piece(put bool) int {
-	s := sp.s
-	if put && s.disk != nil {
-		return min(s.disk.GroupPages(sp.pageBytes), max(1,
-			int(s.memory.Region().Size())/(4*s.pool*sp.pageBytes)))
-	}
-	return min(maxPiecePages, max(1, getPieceBytes/sp.pageBytes))
-}
 
 // Exists reports which pages any tier has.
 func (sp *Space) Exists(keys []page.Key) (page.Bitmap, error) {
@@ -526,12 +471,10 @@ func (sp *Space) Exists(keys []page.Key) (page.Bitmap, error) {
 	}
 	defer sp.release()
 	found := page.NewBitmap(len(keys))
-	sp.s.memory.Exists(sp.number, keys, found)
-	if sp.s.disk != nil && found.Count() < len(keys) {
-		sp.s.disk.Exists(sp.number, keys, found)
-	}
-	if sp.object != nil && found.Count() < len(keys) {
-		sp.object.Exists(keys, found)
+	for _, t := range sp.s.tiers {
+		if found.Count() < len(keys) {
+			t.Exists(sp.number, keys, found)
+		}
 	}
 	return found, nil
 }
@@ -569,7 +512,7 @@ func (sp *Space) Put(keys []page.Key, after *page.Key, pool *Pool, blocks []uint
 
 func (sp *Space) request(b *Batch) (*Batch, error) {
 	b.space = sp
-	if b.put && sp.s.writeBack { // they are needed after the caller has its results
+	if b.put && sp.s.writeBack != nil { // they are needed after the caller has its results
 		b.keys = slices.Clone(b.keys)
 	}
 	if b.after != nil {
@@ -584,11 +527,11 @@ func (sp *Space) request(b *Batch) (*Batch, error) {
 	}
 	b.results = make([]Result, len(b.keys))
 	b.done = make(chan struct{})
-	b.left.Store(int64(len(b.keys)))
-	b.working.Store(int64(len(b.keys)))
+	b.unresolved.Store(int64(len(b.keys)))
+	b.inUse.Store(int64(len(b.keys)))
 	err := ErrClosed
 	if sp.hold() { // until its last piece has ended
-		if err = sp.s.schedule.add(b); err == nil {
+		if err = sp.s.stages[requests].beginRequest(b); err == nil {
 			return b, nil
 		}
 		sp.users.Add(-1)
@@ -619,21 +562,22 @@ func (sp *Space) remove() error {
 	removing.Add(1) // before removals: see wanted
 	defer removing.Add(-1)
 	sp.removals.Add(1)
-	var objects, err error
-	if sp.object != nil {
-		// These take locks: what was given up before is there, too.
-		s.memory.Used(sp.number)
-		if s.disk != nil {
-			s.disk.Used(sp.number)
-		}
-		objects = sp.object.Remove(context.Background()) // it has a timeout
-	}
-	if s.disk != nil {
-		err = s.disk.Remove(sp.id)
-		s.eraseSoon()
-	}
+	// These take locks: what was given up before is in the object tier, too.
+	s.tiers[Memory].Used(sp.number)
+	s.tiers[Disk].Used(sp.number)
+	objects, err := s.removeBelow(sp.id)
 	s.memory.RemoveOwner(sp.number)
 	return removed(sp.id, err, objects)
+}
+
+// removeBelow removes a namespace from the object tier, and then from the disk.
+func (s *Store) removeBelow(id page.ID) (objects, err error) {
+	objects = s.removeObjects(id)
+	if s.disk != nil {
+		err = s.disk.Remove(id)
+		s.eraseSoon()
+	}
+	return objects, err
 }
 
 // wanted returns a function that reports, at any later time, whether pages that the namespace has
@@ -669,12 +613,7 @@ func (s *Store) RemoveSpace(id page.ID) error {
 	defer s.leave()
 	sp := s.opened(id)
 	if sp == nil {
-		objects := s.removeObjects(id)
-		var err error
-		if s.disk != nil {
-			err = s.disk.Remove(id)
-			s.eraseSoon()
-		}
+		objects, err := s.removeBelow(id)
 		// If it was opened meanwhile, memory may have pages that were read before their removal.
 		if sp = s.opened(id); sp == nil {
 			return removed(id, err, objects)
@@ -709,7 +648,7 @@ func (s *Store) removeObjects(id page.ID) error {
 	if s.object == nil {
 		return nil
 	}
-	return s.object.RemoveSpace(context.Background(), id) // it has a timeout
+	return s.object.Remove(context.Background(), id) // it has a timeout
 }
 
 // Has reports whether a namespace is open, or may have pages on the disk or in the object store.
@@ -745,7 +684,7 @@ func (s *Store) SetNote(note []byte) error {
 // Usage is what one namespace has, and its pages since the store opened it.
 type Usage struct {
 	ID                            page.ID
-	Memory, Disk, Object          uint64 // bytes
+	Bytes                         [Object + 1]uint64 // by Tier
 	Hits, Misses, Stored, Refused uint64
 }
 
@@ -761,13 +700,10 @@ func (s *Store) Usage() (out []Usage) {
 	defer s.mu.Unlock()
 	for id, sp := range s.spaces {
 		c := &sp.counts
-		u := Usage{ID: id, Memory: s.memory.Used(sp.number), Hits: c.hits.Load(),
-			Misses: c.misses.Load(), Stored: c.stored.Load(), Refused: c.refused.Load()}
-		if s.disk != nil {
-			u.Disk = s.disk.Used(sp.number)
-		}
-		if sp.object != nil {
-			u.Object = sp.object.Used()
+		u := Usage{ID: id, Hits: c.hits.Load(), Misses: c.misses.Load(), Stored: c.stored.Load(),
+			Refused: c.refused.Load()}
+		for i, t := range s.tiers {
+			u.Bytes[i] = t.Used(sp.number)
 		}
 		out = append(out, u)
 	}
@@ -776,7 +712,7 @@ func (s *Store) Usage() (out []Usage) {
 	}
 	for id, n := range s.disk.Known() {
 		if s.spaces[id] == nil {
-			out = append(out, Usage{ID: id, Disk: s.disk.Used(n)})
+			out = append(out, Usage{ID: id, Bytes: [Object + 1]uint64{Disk: s.disk.Used(n)}})
 		}
 	}
 	return out

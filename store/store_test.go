@@ -82,11 +82,11 @@ func TestNamespacesAreApart(t *testing.T) {
 	if count(batch.Results(), Miss) != 2 {
 		t.Errorf("%+v", batch.Results())
 	}
-	again, err := s.Space(namespace("a", 4096), Share{}, Share{})
+	again, err := s.Space(namespace("a", 4096), Shares{})
 	if err != nil || again != a.space {
 		t.Errorf("the same namespace is another space: %v", err)
 	}
-	if _, err := s.Space(namespace("a", 4097), Share{}, Share{}); err != nil {
+	if _, err := s.Space(namespace("a", 4097), Shares{}); err != nil {
 		t.Errorf("another page size is another namespace: %v", err)
 	}
 }
@@ -152,17 +152,18 @@ func TestSharesChangeTogether(t *testing.T) {
 	defer shut(t, s)
 	half := s.Region().Size() / 2
 	huge := Share{Reserve: 1 << 40}
-	if _, err := s.Space(namespace("a", 4096), Share{Reserve: half}, huge); err == nil ||
+	if _, err := s.Space(namespace("a", 4096),
+		Shares{Memory: Share{Reserve: half}, Disk: huge}); err == nil ||
 		!strings.Contains(err.Error(), "store.disk: reserve") {
 		t.Errorf("%v", err)
 	}
-	if _, err := s.Space(namespace("b", 4096), Share{Reserve: half}, Share{}); err != nil {
+	if _, err := s.Space(namespace("b", 4096), Shares{Memory: Share{Reserve: half}}); err != nil {
 		t.Errorf("what was refused is still reserved: %v", err)
 	}
-	if _, err := s.Space(namespace("b", 4096), Share{}, huge); err == nil {
+	if _, err := s.Space(namespace("b", 4096), Shares{Disk: huge}); err == nil {
 		t.Error("not refused")
 	}
-	if _, err := s.Space(namespace("c", 4096), Share{Reserve: 4096}, Share{}); err == nil ||
+	if _, err := s.Space(namespace("c", 4096), Shares{Memory: Share{Reserve: 4096}}); err == nil ||
 		!strings.Contains(err.Error(), "store.memory: reserve") {
 		t.Errorf("the reserve of a namespace is gone: %v", err)
 	}
@@ -216,11 +217,11 @@ func TestRefusesRequests(t *testing.T) {
 	if _, err := e.space.Get(make([]page.Key, 1), freed, []uint32{0}); !errors.Is(err, mem.ErrFreed) {
 		t.Errorf("a region that is freed: %v", err)
 	}
-	if _, err := s.Space(namespace("big", 1<<20), Share{}, Share{}); err == nil ||
+	if _, err := s.Space(namespace("big", 1<<20), Shares{}); err == nil ||
 		!strings.Contains(err.Error(), "store.memory to") {
 		t.Errorf("an arena that is too small for a page: %v", err)
 	}
-	if _, err := s.Space(page.Namespace{}, Share{}, Share{}); err == nil {
+	if _, err := s.Space(page.Namespace{}, Shares{}); err == nil {
 		t.Error("an empty namespace")
 	}
 	shut(t, s)
@@ -301,7 +302,7 @@ func TestLateWrites(t *testing.T) {
 			t.Fatal(err)
 		}
 		// somewhere in the middle
-		for until := int64(1 + r.IntN(enginePages)); b.left.Load() > until; {
+		for until := int64(1 + r.IntN(enginePages)); b.unresolved.Load() > until; {
 			runtime.Gosched()
 		}
 		b.Cancel()

@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/evict"
 	"github.com/kvspray/kvspray/store/index"
 	"github.com/kvspray/kvspray/store/offheap"
@@ -148,6 +149,13 @@ func (c *Catalog) Acquire(owner uint16, k *page.Key) index.Node {
 	c.Touch(uint32(n), c.Now())
 	c.Hold(n)
 	return n
+}
+
+// Pinned is a page that an engine keeps in a tier.
+type Pinned struct {
+	Node  index.Node
+	Bytes uint64    // that it takes of the tier's capacity
+	Block mem.Block // where it is in the store's memory; without a region: it is elsewhere
 }
 
 // Keep is Acquire for a pin that an engine holds as long as it likes: the page's pins that are left
@@ -377,9 +385,9 @@ func (c *Catalog) Finish(n index.Node, crc uint32) {
 
 // Walk returns the keys that can be read among `most` nodes from a node on, 0 or the last result,
 // and the node to go on with; 0: that was all.
-func (c *Catalog) Walk(from index.Node, most int) (keys []page.Key, next index.Node) {
+func (c *Catalog) Walk(from index.Node, limit int) (keys []page.Key, next index.Node) {
 	n, last := max(1, from), c.Last()
-	for ; n <= last && most > 0; n, most = n+1, most-1 {
+	for ; n <= last && limit > 0; n, limit = n+1, limit-1 {
 		if e := c.At(n); e.State == index.Live && !e.Doomed {
 			keys = append(keys, e.Key)
 		}

@@ -27,7 +27,7 @@ type Report struct {
 	Unfinished int    `json:"unfinished_segments"`
 	Damaged    uint64 `json:"damaged"` // pages, and segments whose header or content cannot be read
 	// pages of unfinished segments that differ from their checksum. They may have been under way when
-	// the process ended, or be damaged since: nothing tells the two apart.
+	// the process ended, or be damaged since: the two look alike.
 	Torn     uint64    `json:"torn"`
 	Findings []Finding `json:"findings"`
 }

@@ -204,8 +204,8 @@ func (l *log) moveSome(pages []resident) (done int, err error) {
 	t.mu.Lock()
 	o, s := t.owners[t.pages.Owner(uint32(pages[0].node))], pages[0].space
 	size, padded := int(o.pageBytes), PaddedBytes(int(o.pageBytes))
-	most := t.GroupPages(size)
-	for done < len(pages) && done < most && pages[done].space == s {
+	limit := t.GroupPages(size)
+	for done < len(pages) && done < limit && pages[done].space == s {
 		done++
 	}
 	crcs := make([]uint32, done)

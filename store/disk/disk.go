@@ -47,7 +47,7 @@ const (
 	maxSegmentBlocks    = 1 << 18 // 1 GiB
 	minSegments         = 5       // of a device
 	MaxDevices          = 64
-	leastPageBytes      = 64 << 10 // what MaxPages is derived from
+	typicalPageBytes    = 64 << 10 // what MaxPages is derived from
 	// MaxGroupBytes bounds what is written at once.
 	MaxGroupBytes = 16 << 20
 	// spareShare: 1/spareShare of the segments hold no pages that the policy counts, so that
@@ -58,7 +58,7 @@ const (
 	segmentsAt = 1 << 20
 )
 
-// Device names one file, folder or block device.
+// Device names one file, directory or block device.
 type Device struct {
 	Path string
 	Size int64 // bytes
@@ -270,7 +270,7 @@ func openAll(devices []opened, c Config) (_ *Tier, err error) {
 				segments, t.segb*block)
 	}
 	if c.MaxPages == 0 {
-		c.MaxPages = int(max(64, t.capacity/leastPageBytes))
+		c.MaxPages = int(max(64, t.capacity/typicalPageBytes))
 	}
 	if t.pages, err = catalog.New(c.MaxPages, t.releaseLocked); err != nil {
 		return nil, fmt.Errorf("store.disk: %w", err)
@@ -439,10 +439,10 @@ func (t *Tier) Find(id page.ID) (n uint16, pageBytes int, ok bool) {
 }
 
 // Walk returns some of the pages of all owners, as catalog.Walk does.
-func (t *Tier) Walk(from uint32, most int) (keys []page.Key, next uint32) {
+func (t *Tier) Walk(from uint32, limit int) (keys []page.Key, next uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	keys, n := t.pages.Walk(index.Node(from), most)
+	keys, n := t.pages.Walk(index.Node(from), limit)
 	return keys, uint32(n)
 }
 
@@ -455,31 +455,25 @@ func (t *Tier) Exists(id uint16, keys []page.Key, found page.Bitmap) {
 	}
 }
 
-// Pinned is a page that is kept on the disk.
-type Pinned struct {
-	node  index.Node
-	Bytes uint64 // that it takes of Capacity
-}
-
 // Keep finds a page and protects it from eviction.
-func (t *Tier) Keep(id uint16, k *page.Key) (p Pinned, ok bool, err error) {
+func (t *Tier) Keep(id uint16, k *page.Key) (p catalog.Pinned, ok bool, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	n, err := t.pages.Keep(id, k)
 	if n == 0 {
 		return p, false, err
 	}
-	return Pinned{n, t.owners[id].cost}, true, nil
+	return catalog.Pinned{Node: n, Bytes: t.owners[id].cost}, true, nil
 }
 
 // Capacity is how many bytes of pages fit.
 func (t *Tier) Capacity() uint64 { return t.capacity }
 
-// Unpin ends a Keep.
-func (t *Tier) Unpin(p Pinned) {
+// Release ends a Keep.
+func (t *Tier) Release(p catalog.Pinned) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.pages.Drop(p.node)
+	t.pages.Drop(p.Node)
 }
 
 // OnRemove makes the tier call f for each page that is removed, as OnEvict. It is called before the

@@ -24,7 +24,7 @@ type File interface {
 	Close() error
 }
 
-// fileName is what the store calls its file in a folder.
+// fileName is what the store calls its file in a directory.
 const fileName = "pages.kvspray"
 
 // maxVectors is IOV_MAX of Linux.
@@ -35,8 +35,8 @@ type osFile struct {
 	direct bool
 }
 
-// openFile opens a path that is a folder, a file, a block device, or nothing yet, and locks it. It
-// returns its size; 0: it is new.
+// openFile opens a path that is a directory, a file, a block device, or nothing yet, and locks it.
+// It returns its size; 0: it is new.
 func openFile(path string) (f *osFile, size int64, err error) {
 	return openLocked(path, os.O_RDWR|os.O_CREATE, unix.LOCK_EX)
 }
@@ -86,11 +86,11 @@ func (o *osFile) grow(size, have int64) (int64, error) {
 		_ = o.f.Truncate(0)
 		return 0, fmt.Errorf("allocate %d bytes: %w; lower size, or free space", size, err)
 	}
-	folder, err := os.Open(filepath.Dir(o.f.Name()))
+	dir, err := os.Open(filepath.Dir(o.f.Name()))
 	if err != nil {
 		return 0, err
 	}
-	return size, errors.Join(o.f.Sync(), folder.Sync(), folder.Close())
+	return size, errors.Join(o.f.Sync(), dir.Sync(), dir.Close())
 }
 
 func (o *osFile) ReadAt(p []byte, off int64) error {

@@ -138,7 +138,7 @@ func length(b []byte) (int, bool) {
 }
 
 // parse reads the table at the beginning of b. Everything in b may be wrong. What it returns is a
-// table of this store, kind and segment, whose pages lie inside a segment of so many blocks.
+// table of this store, kind and segment, whose pages lie inside a segment of this many blocks.
 func parse(b []byte, store storeID, k kind, seq uint64, segment uint32) (*table, error) {
 	bad := func(what string) (*table, error) {
 		return nil, fmt.Errorf("disk: table of segment life %d: %s: %w", seq, what, errDamaged)
@@ -278,7 +278,7 @@ func parseSegment(b []byte, store storeID) uint64 {
 	return binary.LittleEndian.Uint64(b[32:])
 }
 
-// encodeEnd writes the last block of a segment that has a footer of so many blocks before it.
+// encodeEnd writes the last block of a segment that has a footer before it, of this many blocks.
 func encodeEnd(b []byte, store storeID, seq uint64, footer uint32) {
 	copy(b, magicEnd)
 	copy(b[16:], store[:])

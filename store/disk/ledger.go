@@ -164,7 +164,7 @@ func (t *Tier) checkUnused() error {
 	return nil
 }
 
-// writeEras returns once both copies have so many changes of eras. One write does for all callers
+// writeEras returns once both copies have these changes of eras. One write does for all callers
 // that wait.
 func (t *Tier) writeEras(changes uint64) error {
 	g := &t.ledger

@@ -107,8 +107,8 @@ func (t *Tier) Write(id uint16, records []Record, wanted func() bool) []error {
 		}
 	}
 	t.mu.Unlock()
-	if most := t.GroupPages(int(o.pageBytes)); len(records) > most {
-		panic(fmt.Sprintf("disk: a write of %d pages, at most %d", len(records), most))
+	if limit := t.GroupPages(int(o.pageBytes)); len(records) > limit {
+		panic(fmt.Sprintf("disk: a write of %d pages, at most %d", len(records), limit))
 	}
 	for i := range records {
 		if errs[i] != nil {
@@ -170,7 +170,7 @@ func (t *Tier) Write(id uint16, records []Record, wanted func() bool) []error {
 	return errs
 }
 
-// retryTurns: one write in so many goes to a device that could not be written last.
+// retryTurns: one write in retryTurns goes to a device that could not be written last.
 const retryTurns = 16
 
 // emptiestLocked is the log whose device is filled least, so that devices of unequal sizes and
@@ -262,7 +262,7 @@ func (l *log) append(s space, records []Record, which []int,
 	return nil, nil
 }
 
-// ensure makes the current segment one with room, and returns for how many of so many pages it has
+// ensure makes the current segment one with room, and returns for how many of the pages it has
 // room, at least one. clean: segments may be cleaned for it.
 func (l *log) ensure(s space, pages int, clean bool) (int, error) {
 	fits := func() int {
@@ -298,7 +298,7 @@ func (l *log) ensure(s space, pages int, clean bool) (int, error) {
 	return fits(), nil
 }
 
-// footerBlocks is how long the footer is when so many pages more, of one namespace more, are in it.
+// footerBlocks is how long the footer is with these pages more, and one namespace more.
 func (l *log) footerBlocks(pages int) uint32 {
 	return blocksOf(tableBytes(len(l.spaces)+1, len(l.entries)+pages))
 }

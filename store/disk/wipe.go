@@ -29,7 +29,7 @@ func (t *Tier) mayHaveRemovedLocked(s *segment) bool {
 func (t *Tier) Wipe() (left int, err error) {
 	var l *log
 	var seg uint32
-	least := uint64(1<<64 - 1)
+	lowest := uint64(1<<64 - 1)
 	t.mu.Lock()
 	for _, of := range t.logs {
 		for i := range of.segments {
@@ -43,8 +43,8 @@ func (t *Tier) Wipe() (left int, err error) {
 			if s.bad {
 				key |= 1 << 63
 			}
-			if left++; key < least {
-				l, seg, least = of, uint32(i), key
+			if left++; key < lowest {
+				l, seg, lowest = of, uint32(i), key
 			}
 		}
 	}

@@ -93,7 +93,7 @@ func New(links []Link, ghostMemory []uint32) *Policy {
 	return &Policy{links: links, ghosts: newGhosts(ghostMemory)}
 }
 
-// GhostsFor is how many ghosts suit so many pages.
+// GhostsFor is how many ghosts suit a number of pages.
 func GhostsFor(pages int) int { return max(ways, pages/10*9/ways*ways) }
 
 // SetOwner makes or changes an owner. Its page size and class stay while it has pages.
@@ -344,7 +344,7 @@ func (p *Policy) Victim(by uint16, class uint8, now uint32) uint32 {
 // oldest is the page that has gone unused for longest, a page of Again counting as younger than it
 // is.
 func (p *Policy) oldest(allowed func(uint16) bool, now uint32) (n uint32) {
-	var most uint64
+	var oldest uint64
 	for id := range p.top {
 		o := &p.owners[id]
 		if !o.known || !allowed(id) {
@@ -359,8 +359,8 @@ func (p *Policy) oldest(allowed func(uint16) bool, now uint32) (n uint32) {
 			if q == Once {
 				age *= weight
 			}
-			if age > most {
-				n, most = end, age
+			if age > oldest {
+				n, oldest = end, age
 			}
 		}
 	}

@@ -58,7 +58,7 @@ func (g *ghosts) add(hash uint64) {
 	g.added++
 }
 
-// take forgets a page and reports whether it was among the last so many that were added.
+// take forgets a page and reports whether it was among the `last` ones that were added.
 func (g *ghosts) take(hash uint64, last int) bool {
 	if len(g.sets) == 0 {
 		return false

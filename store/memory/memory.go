@@ -28,7 +28,7 @@ import (
 const (
 	DefaultSlabBytes = 64 << 20
 	minSlabBytes     = 64 << 10
-	LeastPageBytes   = 64 << 10 // what MaxPages is derived from
+	TypicalPageBytes = 64 << 10 // what MaxPages is derived from
 )
 
 // Config describes a tier.
@@ -83,7 +83,7 @@ func New(c Config) (*Tier, error) {
 	}
 	c.Bytes = c.Bytes / slab * slab
 	if c.MaxPages == 0 {
-		c.MaxPages = int(max(64, c.Bytes/LeastPageBytes))
+		c.MaxPages = int(max(64, c.Bytes/TypicalPageBytes))
 	}
 	t := &Tier{slab: slab, slabs: newSlabs(c.Bytes, slab), owners: map[uint16]owner{}}
 	if err := t.allocate(c); err != nil {
@@ -198,10 +198,10 @@ func (t *Tier) Stats() Stats {
 }
 
 // Walk returns some of the pages of all owners, as catalog.Walk does.
-func (t *Tier) Walk(from uint32, most int) (keys []page.Key, next uint32) {
+func (t *Tier) Walk(from uint32, limit int) (keys []page.Key, next uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	keys, n := t.pages.Walk(index.Node(from), most)
+	keys, n := t.pages.Walk(index.Node(from), limit)
 	return keys, uint32(n)
 }
 
@@ -235,14 +235,22 @@ func (t *Tier) Pin(id uint16, k *page.Key) (Page, bool) {
 }
 
 // Keep is Pin for an engine that holds the page as long as it likes.
-func (t *Tier) Keep(id uint16, k *page.Key) (p Page, ok bool, err error) {
+func (t *Tier) Keep(id uint16, k *page.Key) (p catalog.Pinned, ok bool, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	n, err := t.pages.Keep(id, k)
 	if n == 0 {
 		return p, false, err
 	}
-	return t.pageLocked(n, id), true, nil
+	m := t.pageLocked(n, id)
+	return catalog.Pinned{Node: n, Bytes: uint64(len(m.Slot)), Block: m.Block}, true, nil
+}
+
+// Release ends a Keep.
+func (t *Tier) Release(p catalog.Pinned) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pages.Drop(p.Node)
 }
 
 // Unpin gives a page back. Its bytes are dead.

@@ -45,7 +45,7 @@ func newSlabs(arena, size uint64) *slabs {
 // maxClasses bounds the sizes of pages that one arena holds; 255 is evict.Any.
 const maxClasses = 254
 
-// classFor is the class of pages of so many bytes.
+// classFor is the class of pages of a size.
 func (s *slabs) classFor(bytes int) (uint8, error) {
 	size := uint32((bytes + unit - 1) / unit * unit)
 	for i := range s.classes {

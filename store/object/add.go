@@ -16,7 +16,7 @@ import (
 // Pages that other tiers give up.
 const (
 	spillers  = 2
-	maxSpills = 256 // pages that wait to be read from the tier that gave them up
+	maxSpills = 256 // pages that wait to be read from the tier that evicts them
 )
 
 // builder is the bytes of an object that is not uploaded yet. Its memory has room for the longest
@@ -25,7 +25,7 @@ type builder struct {
 	x       *object
 	mem     *offheap.Array[byte]
 	room    int // for the header
-	most    int // pages
+	pages   int // that it has room for
 	entries []entry
 	moves   []move // of the entries, where they come from; of a merge only
 	filling int    // pages that are being copied in
@@ -53,7 +53,7 @@ func (t *Tier) builderLocked(o *Owner) (*builder, error) {
 		return nil, ErrRemoved
 	}
 	n := t.perObject(o.pageBytes)
-	b := &builder{room: (headerBytes(n) + 4095) / 4096 * 4096, most: n, began: time.Now()}
+	b := &builder{room: (headerBytes(n) + 4095) / 4096 * 4096, pages: n, began: time.Now()}
 	var err error
 	if b.mem, err = offheap.New[byte](b.room + n*o.pageBytes); err != nil {
 		return nil, err
@@ -140,7 +140,7 @@ func (t *Tier) reserveLocked(o *Owner, k, after *page.Key) (b *builder, i uint32
 	if err == nil {
 		b.filling++
 	}
-	if len(b.entries) == b.most {
+	if len(b.entries) == b.pages {
 		t.sealLocked(b)
 	}
 	return b, i, n, err
@@ -225,7 +225,7 @@ func (o *Owner) Spill(k, after *page.Key, crc uint32, read func(buf []byte) erro
 	return true
 }
 
-// fetchSpills reads pages that other tiers gave up.
+// fetchSpills reads pages that other tiers evict.
 func (t *Tier) fetchSpills() {
 	for s := range t.spills {
 		_ = t.fill(s.b, s.i, s.node, s.crc, s.read(s.b.page(s.i))) // the page is lost, as without Spill

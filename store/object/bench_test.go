@@ -41,7 +41,7 @@ func BenchmarkAdd(b *testing.B) {
 						b.Fatal(err)
 					}
 					if i*bytes > 1<<30 {
-						if err := o.Remove(b.Context()); err != nil {
+						if err := tier.Remove(b.Context(), ns("a")); err != nil {
 							b.Fatal(err)
 						}
 						i = 0

@@ -68,7 +68,7 @@ func (t *Tier) again() {
 	}
 }
 
-// deadLocked lists objects without pages that nobody reads, and forgets those that were never sent.
+// deadLocked lists objects without pages without readers, and forgets those that were never sent.
 func (t *Tier) deadLocked() (dead []*object) {
 	for _, x := range t.objects {
 		if x == nil || x.live > 0 || x.readers > 0 || x.kept > 0 || x.busy || x.b != nil {
@@ -121,9 +121,9 @@ func (t *Tier) choose() []*object {
 		if x == nil || !x.stored || x.live == 0 || x.busy || x.b != nil {
 			continue
 		}
-		most := t.perObject(x.owner.pageBytes)
+		full := t.perObject(x.owner.pageBytes)
 		dead := x.live*mostlyDead < x.pages || tight && (x.pages-x.live)*hardlyWorth > x.pages
-		if dead || x.pages*2 < min(most, MinObjectBytes/x.owner.pageBytes) {
+		if dead || x.pages*2 < min(full, MinObjectBytes/x.owner.pageBytes) {
 			worth[x.owner] = append(worth[x.owner], x)
 		}
 		if dead && (best == nil || share(x) < share(best)) {
@@ -241,7 +241,7 @@ func (t *Tier) gather(b *builder, x *object) bool {
 		n := 0
 		t.mu.Lock()
 		for n == 0 && i < len(h.entries) { // pages that lie one after another
-			for i < len(h.entries) && len(b.entries) < b.most &&
+			for i < len(h.entries) && len(b.entries) < b.pages &&
 				(n == 0 || h.entries[i].at == h.entries[i-1].at+h.pageBytes) &&
 				(n+1)*size <= max(MaxRangeBytes, size) && t.holdLocked(b, x, h, i) {
 				n++

@@ -173,14 +173,14 @@ func TestKillAtEveryRequest(t *testing.T) {
 				switch r.IntN(6) {
 				case 0:
 					clear(durable)
-					if n.o.Remove(t.Context()) != nil {
+					if n.tier.Remove(t.Context(), ns("a")) != nil {
 						break // it may have been done, or not
 					}
 					for i := range next {
 						removed[i] = true
 					}
 				case 1:
-					_ = b.Remove(t.Context()) // it may fail
+					_ = n.tier.Remove(t.Context(), ns("b")) // it may fail
 				}
 			}
 			s.Fail(nil)
@@ -194,7 +194,8 @@ func TestManyRemovals(t *testing.T) {
 	s := objecttest.New()
 	n := start(t, s)
 	for i := range 5000 {
-		o, err := n.tier.Owner(ns(string(rune(i))+"x"+strings.Repeat("y", i%7)), size, 0, 0)
+		id := ns(string(rune(i)) + "x" + strings.Repeat("y", i%7))
+		o, err := n.tier.Owner(id, size, 0, 0)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -202,7 +203,7 @@ func TestManyRemovals(t *testing.T) {
 			n.add(o, 0, 2)
 			n.flush()
 		}
-		if err := o.Remove(t.Context()); err != nil {
+		if err := n.tier.Remove(t.Context(), id); err != nil {
 			t.Fatal(i, err)
 		}
 		o.Close()

@@ -29,7 +29,7 @@ func TestRefusalsEnd(t *testing.T) {
 				t.Fatal("a page was read")
 			}
 		case "put":
-			if err := b.Remove(t.Context()); err == nil {
+			if err := n.tier.Remove(t.Context(), ns("b")); err == nil {
 				t.Fatal("a removal was acknowledged that is not durable")
 			}
 		default:
@@ -41,7 +41,7 @@ func TestRefusalsEnd(t *testing.T) {
 		}
 		s.Fail(nil)
 		eventually(t, "it is asked again", func() bool { return good(n.read(n.o, 0, 4)) == 4 })
-		if err := b.Remove(t.Context()); err != nil {
+		if err := n.tier.Remove(t.Context(), ns("b")); err != nil {
 			t.Errorf("%s: %v", op, err)
 		}
 		eventually(t, "the problem is over", func() bool { return n.tier.Stats().Problem == "" })

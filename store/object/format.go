@@ -131,7 +131,7 @@ func headerLength(b []byte) int {
 }
 
 // parse reads a header. Everything in b may be wrong. What it returns is a header of this store and
-// of the life that the object's name has, whose pages lie inside an object of so many bytes, one
+// of the life that the object's name has, whose pages lie inside an object of size bytes, one
 // after another.
 func parse(b []byte, store storeID, life uint64, size int64) (*header, error) {
 	le := binary.LittleEndian
@@ -157,18 +157,18 @@ func parse(b []byte, store storeID, life uint64, size int64) (*header, error) {
 		return nil, fmt.Errorf("its header is another object's, or it was cut: %w", errDamaged)
 	}
 	h.entries = make([]entry, le.Uint32(b[76:]))
-	least := uint64(h.begin)
+	next := uint64(h.begin)
 	for i := range h.entries {
 		p := b[headBytes+i*entryBytes:]
 		e := entry{key: page.Key(p[:32]), after: page.Key(p[32:64]), crc: le.Uint32(p[64:]),
 			at: le.Uint32(p[68:]), whole: true}
 		at := uint64(e.at)
-		if at < least || at+uint64(h.pageBytes) > h.bytes ||
+		if at < next || at+uint64(h.pageBytes) > h.bytes ||
 			(at-uint64(h.begin))%uint64(h.pageBytes) != 0 ||
 			(at-uint64(h.begin))/uint64(h.pageBytes) >= maxPages {
 			return nil, fmt.Errorf("page %d is outside: %w", i, errDamaged)
 		}
-		least = at + uint64(h.pageBytes)
+		next = at + uint64(h.pageBytes)
 		h.entries[i] = e
 	}
 	return h, nil

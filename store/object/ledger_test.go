@@ -36,12 +36,13 @@ func TestRemovalBeforeTheLedgerIsRead(t *testing.T) {
 	n.close()
 	n = away(t, s)
 	for i := range 2 * maxSpaces {
-		if err := n.tier.RemoveSpace(t.Context(), ns(fmt.Sprint("late", i%maxSpaces))); !errors.Is(err,
+		if err := n.tier.Remove(t.Context(), ns(fmt.Sprint("late", i%maxSpaces))); !errors.Is(err,
 			object.ErrAway) {
 			t.Fatal(err)
 		}
 		if i == 0 {
-			if err := n.owner("b").Remove(t.Context()); !errors.Is(err, object.ErrAway) {
+			n.owner("b")
+			if err := n.tier.Remove(t.Context(), ns("b")); !errors.Is(err, object.ErrAway) {
 				t.Fatal(err)
 			}
 		}
@@ -77,11 +78,11 @@ func TestLedgerAnswerLost(t *testing.T) {
 		}
 		return objecttest.Fault{Err: down}
 	})
-	if err := b.Remove(t.Context()); !errors.Is(err, down) {
+	if err := n.tier.Remove(t.Context(), ns("b")); !errors.Is(err, down) {
 		t.Fatalf("%v", err)
 	}
 	s.Fail(nil)
-	if err := n.o.Remove(t.Context()); err != nil {
+	if err := n.tier.Remove(t.Context(), ns("a")); err != nil {
 		t.Error(err)
 	}
 	if st := n.tier.Stats(); st.Problem != "" || !st.Ready {

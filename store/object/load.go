@@ -86,7 +86,7 @@ func (t *Tier) begin(ctx context.Context) error {
 	return nil
 }
 
-// writeEras returns once the object store has so many changes of eras. One write does for all
+// writeEras returns once the object store has these changes of eras. One write does for all
 // callers that wait.
 func (t *Tier) writeEras(ctx context.Context, changes uint64) error {
 	has := func() bool {
@@ -272,10 +272,10 @@ func (t *Tier) list() (out []listed, ok bool) {
 // errBackward: a list would have no end.
 var errBackward = errors.New("store.object: a list does not go forward")
 
-// listSome names up to most of the objects with a prefix whose names come after another one. With
-// ListPage at most it is one request.
+// listSome names up to count of the objects with a prefix whose names come after another one. Up to
+// ListPage are one request.
 func (t *Tier) listSome(ctx context.Context, limit time.Duration, prefix, after string,
-	most int) ([]listed, error) {
+	count int) ([]listed, error) {
 	enough := errors.New("enough")
 	return try(ctx, t, limit, "list "+prefix, func(ctx context.Context) ([]listed, error) {
 		var out []listed
@@ -287,7 +287,7 @@ func (t *Tier) listSome(ctx context.Context, limit time.Duration, prefix, after 
 					"use an object store that lists in the order of names (ListObjectsV2, start-after)"})
 			}
 			last = name
-			if out = append(out, listed{name: name, size: size}); len(out) == most {
+			if out = append(out, listed{name: name, size: size}); len(out) == count {
 				return enough
 			}
 			return nil
@@ -380,7 +380,7 @@ func (t *Tier) readHeader(l listed) (*header, error) {
 // found first counts, and a new one of this start before both: the object stays until that one is
 // uploaded.
 func (t *Tier) adoptLocked(h *header, ids map[page.Era]page.ID) {
-	o := t.nobody
+	o := t.ended
 	if id, ok := ids[h.era]; ok && t.ledger.eras[id].era == h.era {
 		if known, err := t.ownerLocked(id, int(h.pageBytes)); err == nil && known.emptying == 0 {
 			o = known
@@ -393,7 +393,7 @@ func (t *Tier) adoptLocked(h *header, ids map[page.Era]page.ID) {
 	x.begin, x.pages, x.bytes, x.stored = h.begin, len(h.entries), h.bytes, true
 	t.stored += x.bytes
 	t.touchLocked()
-	if o == t.nobody {
+	if o == t.ended {
 		return // it is deleted
 	}
 	for i := range h.entries {

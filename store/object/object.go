@@ -40,7 +40,6 @@ import (
 
 	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/evict"
-	"github.com/kvspray/kvspray/store/index"
 	"github.com/kvspray/kvspray/store/page"
 )
 
@@ -52,7 +51,7 @@ const (
 	maxPages           = 1 << placeBits // of an object
 	maxObjects         = 1 << (32 - placeBits)
 	placeBits          = 12
-	leastPageBytes     = 64 << 10 // what MaxPages is derived from
+	typicalPageBytes   = 64 << 10 // what MaxPages is derived from
 	// spareShare: 1/spareShare of the size holds no pages that the policy counts, so that objects
 	// can be partly dead.
 	spareShare = 7
@@ -156,7 +155,7 @@ type Tier struct {
 	pages   *catalog.Catalog
 	owners  map[page.ID]*Owner
 	numbers [evict.MaxOwners]*Owner
-	nobody  *Owner // has the objects of eras that have ended
+	ended   *Owner // has the objects of eras that have ended
 	uses    uint64 // of owners: each that was opened or closed has a number
 	objects []*object
 	free    []uint32 // numbers of objects
@@ -214,7 +213,7 @@ type object struct {
 	readers int
 	era     page.Era
 	kept    int      // pages of builders that are here, too: it stays until these are uploaded
-	b       *builder // its bytes, until it is uploaded and nobody reads from them
+	b       *builder // its bytes, until it is uploaded and has no readers
 	stored  bool     // it is uploaded
 	doomed  bool     // it could not be: its name is deleted when it has no pages
 	busy    bool     // it is being merged or deleted
@@ -248,14 +247,14 @@ func Open(c Config) (*Tier, error) {
 	}
 	capacity := c.Size - c.Size/spareShare
 	if c.MaxPages == 0 {
-		c.MaxPages = int(max(64, capacity/leastPageBytes))
+		c.MaxPages = int(max(64, capacity/typicalPageBytes))
 	}
 	t := &Tier{c: c, capacity: capacity, owners: map[page.ID]*Owner{}, spills: make(chan spill,
 		maxSpills), refused: map[string]error{}}
 	t.wake.L = &t.mu
 	_, _ = rand.Read(t.ledger.process[:]) // never fails
 	t.ledger.eras, t.pending = map[page.ID]era{}, map[page.ID]bool{}
-	t.nobody = &Owner{t: t}
+	t.ended = &Owner{t: t}
 	var err error
 	if t.pages, err = catalog.New(c.MaxPages, t.releaseLocked); err != nil {
 		return nil, fmt.Errorf("store.object: %w", err)
@@ -408,15 +407,6 @@ func (t *Tier) Owner(id page.ID, pageBytes int, quota, reserve uint64) (*Owner, 
 	return o, nil
 }
 
-// SetShare changes an owner's quota and reserve, in bytes.
-func (o *Owner) SetShare(quota, reserve uint64) error {
-	again, err := o.t.Owner(o.id, o.pageBytes, quota, reserve)
-	if err == nil {
-		again.Close()
-	}
-	return err
-}
-
 // Used is how many bytes of objects the owner's pages take.
 func (o *Owner) Used() uint64 {
 	o.t.mu.Lock()
@@ -465,7 +455,7 @@ func (t *Tier) ownerLocked(id page.ID, pageBytes int) (*Owner, error) {
 	return nil, errOwners
 }
 
-// reclaimLocked forgets owners that nobody uses and that have nothing here.
+// reclaimLocked forgets owners without users and pages.
 func (t *Tier) reclaimLocked() {
 	for n, o := range t.numbers {
 		if o != nil && o.users == 0 && o.objects == 0 && o.emptying == 0 &&
@@ -505,8 +495,8 @@ func (t *Tier) giveUpOwnerLocked() bool {
 	}
 	for _, x := range t.objects {
 		if x != nil && x.owner == oldest && x.live == 0 && x.b == nil && !x.busy && x.readers == 0 {
-			x.owner = t.nobody
-			t.nobody.objects++
+			x.owner = t.ended
+			t.ended.objects++
 			oldest.objects--
 		}
 	}
@@ -549,28 +539,22 @@ func (t *Tier) hasLocked(o *Owner, k *page.Key) bool {
 	return x.b != nil || !t.isAwayLocked()
 }
 
-// Pinned is a page that is kept here.
-type Pinned struct {
-	node  index.Node
-	Bytes uint64 // that it takes of Capacity
-}
-
 // Keep finds a page and protects it from eviction.
-func (o *Owner) Keep(k *page.Key) (p Pinned, ok bool, err error) {
+func (o *Owner) Keep(k *page.Key) (p catalog.Pinned, ok bool, err error) {
 	o.t.mu.Lock()
 	defer o.t.mu.Unlock()
 	n, err := o.t.pages.Keep(o.number, k)
-	return Pinned{n, o.cost()}, n != 0, err
+	return catalog.Pinned{Node: n, Bytes: o.cost()}, n != 0, err
 }
 
 // Capacity is how many bytes of pages fit.
 func (t *Tier) Capacity() uint64 { return t.capacity }
 
-// Unpin ends a Keep.
-func (o *Owner) Unpin(p Pinned) {
-	o.t.mu.Lock()
-	defer o.t.mu.Unlock()
-	o.t.pages.Drop(p.node)
+// Release ends a Keep.
+func (t *Tier) Release(p catalog.Pinned) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pages.Drop(p.Node)
 }
 
 // at is the object of a place, and which of its pages the place is.
@@ -658,5 +642,5 @@ func (t *Tier) nextLifeLocked() uint64 {
 	return t.life
 }
 
-// epochOf is the start that gave a life.
+// epochOf is the start that numbered a life.
 func epochOf(life uint64) uint64 { return life >> epochShift }

@@ -63,7 +63,7 @@ func TestRemovalWins(t *testing.T) {
 	for _, name := range objects(s) {
 		saved[name] = s.Data(name)
 	}
-	if err := n.o.Remove(context.Background()); err != nil {
+	if err := n.tier.Remove(context.Background(), ns("a")); err != nil {
 		t.Fatal(err)
 	}
 	all(t, n.read(n.o, 0, 160), object.ErrMissing)
@@ -205,7 +205,7 @@ func TestFaultsOfRequests(t *testing.T) {
 			}
 		}})
 	if !n.o.Has(&keys(0, 1)[0]) {
-		t.Error("a caller that gave up made the tier believe that the object store is away")
+		t.Error("after a canceled call the tier takes the object store for away")
 	}
 	if got := good(n.read(n.o, 0, 1)); got != 0 {
 		t.Error("a page came from a store that hangs")
@@ -213,7 +213,7 @@ func TestFaultsOfRequests(t *testing.T) {
 	s.Fail(nil)
 }
 
-// Buffers are bounded: without uploads no more is taken, and nobody waits.
+// Buffers are bounded: without uploads no more is taken, and no caller waits.
 func TestBuffersAreBounded(t *testing.T) {
 	s := objecttest.New()
 	n := start(t, s, func(c *object.Config) { c.Timeouts.Upload = time.Hour })
@@ -224,9 +224,9 @@ func TestBuffersAreBounded(t *testing.T) {
 		}
 		return objecttest.Fault{}
 	})
-	const most = 8 * 127
-	if got := n.add(n.o, 0, most+100); got > most || got < most-8 {
-		t.Errorf("%d pages were taken, %d fit", got, most)
+	const room = 8 * 127
+	if got := n.add(n.o, 0, room+100); got > room || got < room-8 {
+		t.Errorf("%d pages were taken, %d fit", got, room)
 	}
 	st := n.tier.Stats()
 	if st.Dropped == 0 || st.Uploaded != 0 {
@@ -275,7 +275,7 @@ func TestForeignObjects(t *testing.T) {
 	binary.LittleEndian.PutUint16(newer[12:], object.Version+1)
 	ours := objects(two)[0]
 	n = start(t, two)
-	n.o.Remove(context.Background())
+	n.tier.Remove(context.Background(), ns("a"))
 	n.close()
 	names := map[string][]byte{"node1/pages/0000001000000777": theirs,
 		"node1/pages/0000001000000778": newer, "node1/pages/readme": []byte("text"),
@@ -376,15 +376,15 @@ func TestTwoProcesses(t *testing.T) {
 	second.flush()
 	first.add(first.o, 20, 30)
 	first.flush()
-	err := first.o.Remove(context.Background())
+	err := first.tier.Remove(context.Background(), ns("a"))
 	if err == nil || !strings.Contains(err.Error(), "another process") {
 		t.Errorf("%v", err)
 	}
-	if err := first.o.Remove(context.Background()); err == nil {
+	if err := first.tier.Remove(context.Background(), ns("a")); err == nil {
 		t.Error("a removal that is not durable was acknowledged")
 	}
 	first.read(first.o, 0, 30)
-	if err := second.o.Remove(context.Background()); err != nil {
+	if err := second.tier.Remove(context.Background(), ns("a")); err != nil {
 		t.Fatal(err)
 	}
 	all(t, second.read(second.o, 0, 30), object.ErrMissing)
@@ -417,7 +417,7 @@ func TestStartWithoutObjectStore(t *testing.T) {
 	if n.add(n.o, 50, 60) != 0 {
 		t.Error("pages were taken")
 	}
-	if err := n.o.Remove(context.Background()); !errors.Is(err, object.ErrAway) {
+	if err := n.tier.Remove(context.Background(), ns("a")); !errors.Is(err, object.ErrAway) {
 		t.Errorf("%v", err)
 	}
 	s.Fail(nil)
@@ -464,7 +464,7 @@ func TestRemovedBytesAreCounted(t *testing.T) {
 		}
 		return objecttest.Fault{}
 	})
-	if err := n.o.Remove(t.Context()); err != nil {
+	if err := n.tier.Remove(t.Context(), ns("a")); err != nil {
 		t.Fatal(err)
 	}
 	if left := n.tier.Stats().Removed; left < 10*size {

@@ -25,7 +25,7 @@ type Reading struct {
 }
 
 // Run is how many of the keys, from the first one on, one request reads; at least 1, and no more
-// pages than fit into so many bytes.
+// pages than fit into bytes.
 func (o *Owner) Run(keys []page.Key, bytes int) int {
 	t := o.t
 	t.mu.Lock()
@@ -35,9 +35,9 @@ func (o *Owner) Run(keys []page.Key, bytes int) int {
 		return 1
 	}
 	loc := t.pages.At(n).Loc
-	most := min(len(keys), min(bytes, MaxRangeBytes)/o.pageBytes)
+	limit := min(len(keys), min(bytes, MaxRangeBytes)/o.pageBytes)
 	i := 1
-	for i < most && t.followsLocked(o, &keys[i], loc+uint32(i)) {
+	for i < limit && t.followsLocked(o, &keys[i], loc+uint32(i)) {
 		i++
 	}
 	return i
@@ -228,7 +228,7 @@ func (o *Owner) readRange(ctx context.Context, p *run, r Reading) error {
 			return 0, nil
 		})
 	if ctx.Err() != nil && err != nil {
-		err = context.Canceled // whatever else went wrong: the caller gave up
+		err = context.Canceled // whatever else went wrong: the caller canceled it
 	}
 	return err
 }

@@ -8,15 +8,12 @@ import (
 	"github.com/kvspray/kvspray/store/page"
 )
 
-// Remove forgets all pages of an owner, durably: after it returned nil, none of them comes back,
+// Remove forgets all pages of a namespace, durably: after it returned nil, none of them comes back,
 // whatever happens to the objects. After an error they may come back when their objects are found,
-// unless this process writes its ledger before. The objects are deleted in the background.
-func (o *Owner) Remove(ctx context.Context) error { return o.t.RemoveSpace(ctx, o.id) }
-
-// RemoveSpace is Remove for a namespace that may have no owner: one whose objects are not found
-// yet, or that has none. Where the object store has no era of it there is nothing to do, and no
-// request.
-func (t *Tier) RemoveSpace(ctx context.Context, id page.ID) error {
+// unless this process writes its ledger before. The objects are deleted in the background. A
+// namespace without an owner has no objects, or they are not found yet. Where the object store has
+// no era of it there is nothing to do, and no request.
+func (t *Tier) Remove(ctx context.Context, id page.ID) error {
 	t.mu.Lock()
 	if t.state == opening {
 		defer t.mu.Unlock()

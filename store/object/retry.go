@@ -116,7 +116,7 @@ func (t *Tier) readRange(ctx context.Context, name string, off int64, b []byte) 
 			return 0, err
 		}
 		n, err := io.ReadFull(body, b)
-		_ = body.Close() // all its bytes are here, or the error says so
+		_ = body.Close() // all its bytes are here, or there is an error
 		return n, err
 	})
 	return err

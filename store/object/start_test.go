@@ -58,7 +58,8 @@ func TestPutWhileLoading(t *testing.T) {
 		}
 		close(read)
 		<-spilled
-		if err := n.owner("b").Remove(t.Context()); err != nil {
+		n.owner("b")
+		if err := n.tier.Remove(t.Context(), ns("b")); err != nil {
 			t.Fatal(err)
 		}
 		eventually(t, "dead objects are deleted", func() bool { return s.Data(dead) == nil })

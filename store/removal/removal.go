@@ -1,4 +1,4 @@
-// Package removal is what a node knows of the removals of namespaces in the whole cluster.
+// Package removal keeps a node's list of removals of namespaces in the whole cluster.
 //
 // A removal has a stamp, and of two removals of one namespace the one with the higher stamp is the
 // later one. A node knows a removal, then removes its pages of the namespace, and then has applied
@@ -158,13 +158,13 @@ func (l *List) Forget(now time.Time) {
 // drop forgets the earliest removal that is applied, if it is earlier than a stamp.
 func (l *List) drop(stamp uint64) bool {
 	var oldest page.ID
-	least := stamp
+	lowest := stamp
 	for id, e := range l.entries {
-		if e.applied == e.known && e.known < least {
-			oldest, least = id, e.known
+		if e.applied == e.known && e.known < lowest {
+			oldest, lowest = id, e.known
 		}
 	}
-	if least == stamp {
+	if lowest == stamp {
 		return false
 	}
 	delete(l.entries, oldest)

@@ -146,7 +146,7 @@ func (c *cable) add(boot transfer.Boot) *node {
 	if err := n.Attach(n.store); err != nil {
 		c.t.Fatal(err)
 	}
-	if n.space, err = n.store.Space(namespace, store.Share{}, store.Share{}); err != nil {
+	if n.space, err = n.store.Space(namespace, store.Shares{}); err != nil {
 		c.t.Fatal(err)
 	}
 	region, err := mem.NewAnonymous("engine", 64*pageBytes)

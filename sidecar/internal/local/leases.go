@@ -1,8 +1,8 @@
 // Package local keeps the leases that a sidecar serves without the executor, because no other
 // sidecar takes part: copies between an engine's regions, and pages of the node's store.
 //
-// Invariants: a lease is open from Run until its function has returned. A worker's memory is
-// released after its last lease (After). Each lease has one goroutine; Wait joins them.
+// Invariants: a lease is open from Open to its end. A worker's memory is released after its last
+// lease (After). A lease of Run has one goroutine; Wait returns after the last lease.
 package local
 
 import (
@@ -44,10 +44,20 @@ func New(ctx context.Context) *Leases {
 		last: map[*engines.Worker]func(){}}
 }
 
-// Run opens a lease and serves it by serve, on a goroutine of its own. The context has the lease's
-// deadline, and ends when the lease is canceled; its cause is one of the errors above.
+// Run opens a lease and serves it by serve, on a goroutine of its own.
 func (l *Leases) Run(w *engines.Worker, id uint64, deadline time.Duration,
 	serve func(context.Context)) {
+	ctx, end := l.Open(w, id, deadline)
+	go func() {
+		defer end()
+		serve(ctx)
+	}()
+}
+
+// Open opens a lease, until end is called, once. The context ends at the deadline, and when the
+// lease is canceled; its cause is one of the errors above.
+func (l *Leases) Open(w *engines.Worker, id uint64, deadline time.Duration) (_ context.Context,
+	end func()) {
 	ctx, cancel := context.WithCancelCause(l.ctx)
 	l.mu.Lock()
 	if l.open[w] == nil {
@@ -55,13 +65,14 @@ func (l *Leases) Run(w *engines.Worker, id uint64, deadline time.Duration,
 	}
 	l.open[w][id] = open{ctx, cancel}
 	l.mu.Unlock()
-	l.wg.Go(func() {
-		timed, stop := context.WithTimeoutCause(ctx, deadline, ErrLate)
-		serve(timed)
-		stop()
+	l.wg.Add(1)
+	late := time.AfterFunc(deadline, func() { cancel(ErrLate) })
+	return ctx, func() {
+		late.Stop()
 		cancel(nil)
 		l.ended(w, id)
-	})
+		l.wg.Done()
+	}
 }
 
 // Cancel reports whether the lease is one of these, and cancels it.

@@ -20,13 +20,13 @@ import (
 var errDrained = &store.RequestError{Field: "pool", Problem: "this node's store is drained: it " +
 	"takes no pages until its sidecar restarts", Remedy: "go on without storing them"}
 
-// tierWaits are the gets whose slowest page came from one tier.
+// tierWaits are the gets whose slowest page was in one tier.
 type tierWaits struct{ gets, us atomic.Uint64 }
 
 // Waits returns how many gets had their slowest page from a tier, and their time in all.
 func (s *Service) Waits(tier string) (gets, us uint64) {
-	for t, name := range tierNames {
-		if name == tier {
+	for t := range s.waits {
+		if store.Tier(t).String() == tier {
 			return s.waits[t].gets.Load(), s.waits[t].us.Load()
 		}
 	}
@@ -39,8 +39,8 @@ func (s *Service) waited(slowest store.Tier, took time.Duration) {
 	s.waits[slowest].us.Add(uint64(took.Microseconds()))
 }
 
-// left ends the count of a put that began.
-func (s *Service) left(r *connector.Pages) {
+// endPut ends the count of a put that began.
+func (s *Service) endPut(r *connector.Pages) {
 	if !r.Put {
 		return
 	}
@@ -99,7 +99,7 @@ func (s *Service) hold(id page.ID) (*namespace, func(), error) {
 }
 
 // Keys lists keys of pages of a namespace.
-func (s *Service) Keys(id [32]byte, tier string, first uint32, most int) (*nodeapi.StoreKeys,
+func (s *Service) Keys(id [32]byte, tier string, first uint32, limit int) (*nodeapi.StoreKeys,
 	error) {
 	t, ok := map[string]store.Tier{"memory": store.Memory, "disk": store.Disk}[tier]
 	if !ok {
@@ -111,7 +111,7 @@ func (s *Service) Keys(id [32]byte, tier string, first uint32, most int) (*nodea
 		return nil, err
 	}
 	defer leave()
-	keys, next, err := ns.space.Keys(t, first, make([]page.Key, 0, most))
+	keys, next, err := ns.space.Keys(t, first, make([]page.Key, 0, limit))
 	if err != nil {
 		return nil, err
 	}
@@ -151,9 +151,6 @@ var errVerifying = errors.New("store: another page is being verified; try again"
 
 var outcomeNames = map[store.Outcome]string{store.Hit: "hit", store.Miss: "miss",
 	store.Damaged: "damaged", store.Failed: "failed", store.Canceled: "canceled"}
-
-var tierNames = map[store.Tier]string{store.Memory: "memory", store.Disk: "disk",
-	store.Object: "object", store.Peer: "peer"}
 
 // Verify reads a page as a get does, which compares it with its checksum, and returns the checksum
 // of what was read. A damaged copy is reported also where another tier has replaced it. The
@@ -203,10 +200,10 @@ func (s *Service) Verify(ctx context.Context, id, key [32]byte) (*nodeapi.StoreV
 	case r.Replaced:
 		out.Outcome = outcomeNames[store.Damaged]
 		out.Problem = "a copy in a nearer tier differed from its checksum, and is dropped; a good one " +
-			"was read: " + tierNames[r.Tier]
+			"was read: " + r.Tier.String()
 	case r.Outcome == store.Hit:
 		bytes, _ := region.Bytes()
-		out.Tier, out.Bytes = tierNames[r.Tier], n
+		out.Tier, out.Bytes = r.Tier.String(), n
 		out.CRC32C = fmt.Sprintf("%08x", mem.CRC32C(0, bytes))
 	}
 	return out, nil

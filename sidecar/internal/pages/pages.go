@@ -5,8 +5,8 @@
 // touches the engine's blocks, whatever its disks still do.
 //
 // Ownership: a worker's pools belong to its session. Each holds its namespace open, until Gone. One
-// mutex guards pools and namespaces; it is never held while the store works. The leases' goroutines
-// are package local's.
+// mutex guards pools and namespaces; it is never held while the store works. A get from memory goes
+// from the goroutine that reads the engine's ring to one of the store's, which completes it.
 package pages
 
 import (
@@ -17,6 +17,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvspray/kvspray/connector"
@@ -114,7 +115,7 @@ func (s *Service) Open(w *engines.Worker, p connector.Pool) (id page.ID, err err
 	if s.o.Shares != nil {
 		shares = s.o.Shares(id)
 	}
-	space, err := s.o.Store.Space(p.Namespace, shares.Memory, shares.Disk)
+	space, err := s.o.Store.Space(p.Namespace, shares)
 	if err != nil {
 		return id, err
 	}
@@ -172,23 +173,38 @@ func (s *Service) leaveLocked(ns *namespace) {
 	}
 }
 
-// Start serves a lease. The connector bounds how many a worker has.
+// Start serves a lease. The connector bounds how many a worker has. The goroutine that ends the
+// batch completes the lease, or one of its own if the lease ends first.
 func (s *Service) Start(w *engines.Worker, r connector.Pages) {
-	s.o.Leases.Run(w, r.Lease.ID, r.Deadline, func(ctx context.Context) {
-		began := time.Now()
-		c := engines.Completion{Lease: r.Lease, Received: true}
-		batch, err := s.begin(w, &r)
-		if err != nil {
-			c.Status, c.Reason = refused, err.Error()
-		} else {
-			s.follow(ctx, batch, &c)
-			s.left(&r)
-		}
-		c.Took = time.Since(began)
-		if cerr := s.o.Complete(w, c); cerr != nil {
-			s.o.Log.Debug("completion not delivered", "lease", c.Lease.String(), "err", cerr)
+	began := time.Now()
+	ctx, end := s.o.Leases.Open(w, r.Lease.ID, r.Deadline)
+	complete := func(c engines.Completion) {
+		c.Lease, c.Received, c.Took = r.Lease, true, time.Since(began)
+		if err := s.o.Complete(w, c); err != nil {
+			s.o.Log.Debug("completion not delivered", "lease", c.Lease.String(), "err", err)
 		}
 		s.ended(w, &r, &c)
+		end()
+	}
+	batch, err := s.begin(w, &r)
+	if err != nil {
+		complete(engines.Completion{Status: refused, Reason: err.Error()})
+		return
+	}
+	var first atomic.Bool // the batch's end, or the lease's
+	stop := context.AfterFunc(ctx, func() {
+		if first.CompareAndSwap(false, true) {
+			fence(batch, s.o.Log)
+			s.endPut(&r)
+			cause := context.Cause(ctx)
+			complete(engines.Completion{Status: local.Status(cause), Reason: cause.Error()})
+		}
+	})
+	batch.Then(func() {
+		if stop(); first.CompareAndSwap(false, true) {
+			s.endPut(&r)
+			complete(completion(batch))
+		}
 	})
 }
 
@@ -206,7 +222,7 @@ func (s *Service) begin(w *engines.Worker, r *connector.Pages) (_ *store.Batch, 
 	}
 	defer func() {
 		if err != nil {
-			s.left(r)
+			s.endPut(r)
 		}
 	}()
 	if p == nil {
@@ -235,21 +251,18 @@ func (s *Service) begin(w *engines.Worker, r *connector.Pages) (_ *store.Batch, 
 	return p.ns.space.Put(keys, before, p.memory, r.Blocks)
 }
 
-// follow waits for the end of a batch, or for its fence if the lease ends first.
-func (s *Service) follow(ctx context.Context, b *store.Batch, c *engines.Completion) {
-	select {
-	case <-b.Done():
-	case <-ctx.Done():
-		b.Cancel()
-		// Without a bound: a block that the store may still write is not the engine's. The shim gives
-		// up a sidecar that does not answer.
-		if err := b.Fence(context.Background()); err != nil {
-			s.o.Log.Error("store: fence", "err", err)
-		}
-		cause := context.Cause(ctx)
-		c.Status, c.Reason = local.Status(cause), cause.Error()
-		return
+// fence cancels a batch, and returns once the store does not touch its blocks any more. It has no
+// bound: a block that the store may still write is not the engine's. The shim gives up a sidecar
+// that does not answer.
+func fence(b *store.Batch, log *slog.Logger) {
+	b.Cancel()
+	if err := b.Fence(context.Background()); err != nil {
+		log.Error("store: fence", "err", err)
 	}
+}
+
+// completion is that of a batch that is done.
+func completion(b *store.Batch) (c engines.Completion) {
 	c.Pages = make([]byte, len(b.Results()))
 	for i, r := range b.Results() {
 		c.Pages[i] = connector.PageResult(uint8(r.Outcome), uint8(r.Tier), r.Durable)
@@ -260,6 +273,7 @@ func (s *Service) follow(ctx context.Context, b *store.Batch, c *engines.Complet
 			c.Bytes += uint64(b.PageBytes())
 		}
 	}
+	return c
 }
 
 // Exists reports which pages are in all of the namespaces: those of one rank each. A namespace that
@@ -316,7 +330,7 @@ func (s *Service) existsIn(id page.ID, h page.Hashes) (page.Bitmap, error) {
 
 // errUnsure: a get waits for no removal. The engine computes the pages.
 var errUnsure = &store.RequestError{Field: "pool", Problem: "a removal of the namespace is under " +
-	"way, or this node has not heard of its peers' removals since it started", Remedy: "compute the " +
+	"way, or this node has not received its peers' removals since it started", Remedy: "compute the " +
 	"pages, and put them"}
 
 // Times of a removal.

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"log/slog"
 	"math/rand/v2"
+	"runtime/debug"
 	"strings"
 	"sync"
 	"testing"
@@ -310,7 +311,7 @@ func TestWorkerGone(t *testing.T) {
 	all(t, r.put(1), store.Stored)
 	r.Gone(r.w)
 	if found := r.exists(1); found.Count() != 0 {
-		t.Error("pages of a namespace that nobody has open")
+		t.Error("pages of a namespace that is not open were found")
 	}
 	if c := r.serve(r.request(false, 1)); c.Status != engines.StatusRefused ||
 		!strings.Contains(c.Reason, "7 is not open") {
@@ -371,6 +372,24 @@ func TestRefusesRequests(t *testing.T) {
 		if c := r.serve(p); c.Status != engines.StatusRefused || !strings.Contains(c.Reason, want) {
 			t.Errorf("%+v, want %q", c, want)
 		}
+	}
+}
+
+// No goroutine is between the caller of Start and the store's worker. The one that comes last to a
+// get's end completes it.
+func TestTheStoresWorkerCompletesAGet(t *testing.T) {
+	r := start(t, nil)
+	r.put(1)
+	var by []byte
+	r.o.Complete = func(_ *engines.Worker, c engines.Completion) error {
+		by = debug.Stack()
+		r.ended <- c
+		return nil
+	}
+	all(t, r.get(1), store.Hit)
+	if !bytes.Contains(by, []byte("store.(*stage).work")) &&
+		!bytes.Contains(by, []byte("store.(*Batch).Then")) {
+		t.Errorf("a get was completed by another goroutine:\n%s", by)
 	}
 }
 
@@ -535,8 +554,8 @@ func TestWaitsOfTheSlowestTier(t *testing.T) {
 		}
 		p := connector.Pages{}
 		r.Service.ended(r.w, &p, &c)
-		if gets, us := r.Waits(tierNames[tier]); gets != 1 || us != 1000 {
-			t.Errorf("%s: %d gets of %d us", tierNames[tier], gets, us)
+		if gets, us := r.Waits(tier.String()); gets != 1 || us != 1000 {
+			t.Errorf("%s: %d gets of %d us", tier, gets, us)
 		}
 	}
 }
@@ -569,8 +588,8 @@ func TestPinsOfTheDisk(t *testing.T) {
 		t.Errorf("%d pages are pinned, and %d bytes are counted", kept, bytes)
 	}
 	memory := r.o.Store.Capacities()[store.Memory]
-	if most := (capacity + memory) / tenantPinnedShare; bytes > most || kept == 0 {
-		t.Errorf("%d bytes are pinned, want some, and at most %d", bytes, most)
+	if limit := (capacity + memory) / tenantPinnedShare; bytes > limit || kept == 0 {
+		t.Errorf("%d bytes are pinned, want some, and at most %d", bytes, limit)
 	}
 	if !refused {
 		t.Error("no pin is refused because of the disk")

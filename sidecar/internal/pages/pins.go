@@ -129,9 +129,9 @@ func (s *Service) countPins(tenant string, more pinned) error {
 				of.pages)
 		}
 		for tier, bytes := range of.sum.bytes {
-			if most := tiers[tier] / uint64(of.oneShare); more.bytes[tier] > 0 && bytes > most {
+			if limit := tiers[tier] / uint64(of.oneShare); more.bytes[tier] > 0 && bytes > limit {
 				problem = fmt.Sprintf("%d bytes %s would be pinned in the tier %s: at most 1/%d of it, %d",
-					bytes, of.whose, tierNames[store.Tier(tier)], of.oneShare, most)
+					bytes, of.whose, store.Tier(tier), of.oneShare, limit)
 			}
 		}
 		if problem != "" {

@@ -157,10 +157,10 @@ func (d *Directory) divide(keys []page.Key) []owner {
 	for i := range keys {
 		k := directory.ShortOf(&keys[i])
 		w := k.Word()
-		best, most := 0, uint64(0)
+		best, highest := 0, uint64(0)
 		for j := range all {
-			if s := mix(w ^ all[j].seed); s >= most {
-				best, most = j, s
+			if s := mix(w ^ all[j].seed); s >= highest {
+				best, highest = j, s
 			}
 		}
 		o := &all[best]
@@ -330,7 +330,7 @@ func (d *Directory) answered(from transfer.Boot, m *peerv1.PageHolders) error {
 	return nil
 }
 
-// check bounds an answer about so many keys.
+// check bounds an answer about n keys.
 func check(m *peerv1.PageHolders, keys int) error {
 	if len(m.Holders) > maxPerReply {
 		return fmt.Errorf("directory: answer with %d holders: at most %d", len(m.Holders), maxPerReply)

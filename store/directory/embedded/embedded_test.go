@@ -54,7 +54,7 @@ func (n *net) join(t testing.TB, b transfer.Boot, capacity int) *Directory {
 			d, lost := n.all[to], n.lost
 			n.mu.Unlock()
 			if d == nil {
-				return errors.New("nobody is there")
+				return errors.New("no member is there")
 			}
 			if lost != nil && lost(to, f) {
 				return nil
@@ -154,7 +154,7 @@ func TestLookup(t *testing.T) {
 		}
 	}
 	if n.holders(t, c, randomKeys(1000)) != 1000 {
-		t.Error("holders of pages that nobody has")
+		t.Error("holders of pages that no node announced")
 	}
 	if err := n.all[a].Withdraw(t.Context(), keys[:50]); err != nil {
 		t.Fatal(err)

@@ -1,7 +1,7 @@
 // Package redis is a directory in a Redis or Valkey service, or a cluster of either.
 //
 // A page has a sorted set of its holders, by the end of their hints. The set has the longest of
-// these times to live, so the service forgets what nobody repeats. Answers are foreign: a member
+// these times to live, so the service forgets what is not repeated. Answers are foreign: a member
 // that is no holder is skipped. The service has hints only: it may lose all of them.
 package redis
 

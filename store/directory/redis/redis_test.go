@@ -111,7 +111,7 @@ func check(t *testing.T, at string) {
 	}
 	for i, f := 0, b.of(t, randomKeys(100)); i < 100; i++ {
 		for h := range f.Of(i) {
-			t.Fatalf("%v has a page that nobody has", h)
+			t.Fatalf("%v has a page that no node announced", h)
 		}
 	}
 	// Time ends hints, also those of keys that others keep alive.

@@ -23,8 +23,8 @@ var errKilled = &object.ConfigError{Field: "process", Problem: "it was killed"}
 type Fault struct {
 	Err  error // the request returns it, and nothing is done
 	Lost error // it is done, and its answer is this error
-	Cut  int64 // of a Get: the body ends after so many bytes, if that is not 0
-	Flip int64 // of a Get: one bit in so many bytes is another one, if that is not 0
+	Cut  int64 // of a Get: the body ends after this many bytes; 0: it is whole
+	Flip int64 // of a Get: one bit in this many bytes is another one; 0: none
 	Hold <-chan struct{}
 	// Late has the request reach the store at the next Deliver, whatever becomes of its process, which
 	// gets this error now.
@@ -63,7 +63,7 @@ func (s *Store) Deliver() int {
 	defer s.mu.Unlock()
 	n := len(s.late)
 	for _, run := range s.late {
-		_ = run() // nobody waits for its answer
+		_ = run() // its caller has gone
 	}
 	s.late = nil
 	return n

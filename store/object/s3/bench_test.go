@@ -62,7 +62,7 @@ func benchmarkGet(b *testing.B, pageBytes, readers int) {
 	defer func() { _ = s.Close() }() // nothing is left to upload
 	ns := page.Namespace{Weights: "w", DType: "d", Layout: "l", PageTokens: 16,
 		PageBytes: pageBytes, Algorithm: "sglang-sha256"}
-	sp, err := s.Space(ns, store.Share{}, store.Share{})
+	sp, err := s.Space(ns, store.Shares{})
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -116,7 +116,7 @@ func benchmarkGet(b *testing.B, pageBytes, readers int) {
 	}
 	// What the fetchers need, so that hardly a page is in memory for the next get.
 	quota := uint64(readers * object.MaxRangeBytes)
-	again, err := s.Space(ns, store.Share{Quota: quota}, store.Share{})
+	again, err := s.Space(ns, store.Shares{store.Memory: store.Share{Quota: quota}})
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -191,7 +191,7 @@ func newClient(b *testing.B, server string) (*minio.Client, func()) {
 	return c, transport.CloseIdleConnections
 }
 
-// readRanges reads ranges with so many goroutines, into memory.
+// readRanges reads ranges with several goroutines, into memory.
 func readRanges(b *testing.B, spans []span, readers int, to []byte,
 	get func(span) (io.ReadCloser, error)) {
 	b.Helper()
@@ -207,7 +207,7 @@ func readRanges(b *testing.B, spans []span, readers int, to []byte,
 				body, err := get(spans[i])
 				if err == nil {
 					_, err = io.ReadFull(body, to[i*object.MaxRangeBytes:][:object.MaxRangeBytes])
-					_ = body.Close() // all was read, or the error says so
+					_ = body.Close() // all was read, or there is an error
 				}
 				if err != nil {
 					b.Error(err)

@@ -107,7 +107,7 @@ func (b *bucket) Get(ctx context.Context, name string, off, n int64) (io.ReadClo
 	return &exact{body, n}, nil
 }
 
-// exact is a body of so many bytes.
+// exact is a body of a known length.
 type exact struct {
 	io.ReadCloser
 	left int64

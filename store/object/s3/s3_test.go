@@ -105,7 +105,7 @@ func TestRealServer(t *testing.T) {
 	closeTier(t, tier)
 
 	// A bit flips in the server's own file, and another file is cut.
-	files, err := filepath.Glob(filepath.Join(s.folder, bucketName, "node1/pages/*"))
+	files, err := filepath.Glob(filepath.Join(s.dir, bucketName, "node1/pages/*"))
 	if err != nil || len(files) < 3 {
 		t.Fatal(files, err)
 	}
@@ -131,11 +131,11 @@ func TestRealServer(t *testing.T) {
 	if st := tier.Stats(); good < 65 || good > 85 || st.Damaged != 1 || st.Missing == 0 {
 		t.Errorf("%d pages are left, %+v", good, st)
 	}
-	if err := o.Remove(t.Context()); err != nil {
+	if err := tier.Remove(t.Context(), page.ID{1}); err != nil {
 		t.Fatal(err)
 	}
 	testutil.Eventually(t, 10*time.Second, "objects are deleted", func() bool {
-		files, err = filepath.Glob(filepath.Join(s.folder, bucketName, "node1/pages/*"))
+		files, err = filepath.Glob(filepath.Join(s.dir, bucketName, "node1/pages/*"))
 		return err == nil && len(files) == 0
 	})
 	closeTier(t, tier)
@@ -149,13 +149,13 @@ func TestRealServer(t *testing.T) {
 func TestListing(t *testing.T) {
 	s := startServer(t)
 	login(t, rootKey, rootSecret)
-	folder := filepath.Join(s.folder, bucketName, "many")
-	if err := os.Mkdir(folder, 0o755); err != nil {
+	dir := filepath.Join(s.dir, bucketName, "many")
+	if err := os.Mkdir(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
 	const names = 2*object.ListPage + 10
 	for i := range names {
-		if err := os.WriteFile(filepath.Join(folder, fmt.Sprintf("%016x", i)), nil,
+		if err := os.WriteFile(filepath.Join(dir, fmt.Sprintf("%016x", i)), nil,
 			0o644); err != nil {
 			t.Fatal(err)
 		}

@@ -41,10 +41,10 @@ func serverPath(tb testing.TB) string {
 	return path
 }
 
-// server is a real S3 server on a folder, with one bucket.
+// server is a real S3 server on a dir, with one bucket.
 type server struct {
-	url    string
-	folder string
+	url string
+	dir string
 }
 
 const bucketName = "pages"
@@ -53,8 +53,8 @@ func startServer(tb testing.TB) *server {
 	tb.Helper()
 	path := serverPath(tb)
 	base := tb.TempDir()
-	s := &server{folder: filepath.Join(base, "data")}
-	for _, d := range []string{filepath.Join(s.folder, bucketName), filepath.Join(base, "iam"),
+	s := &server{dir: filepath.Join(base, "data")}
+	for _, d := range []string{filepath.Join(s.dir, bucketName), filepath.Join(base, "iam"),
 		filepath.Join(base, "meta")} {
 		if err := os.MkdirAll(d, 0o755); err != nil {
 			tb.Fatal(err)
@@ -69,7 +69,7 @@ func startServer(tb testing.TB) *server {
 	s.url = "http://" + address
 	cmd := exec.Command(path, "--port", address, "--access", rootKey, "--secret", rootSecret,
 		"--quiet", "--keep-alive", "--iam-dir", filepath.Join(base, "iam"), "posix", "--sidecar",
-		filepath.Join(base, "meta"), s.folder)
+		filepath.Join(base, "meta"), s.dir)
 	log, err := os.Create(filepath.Join(base, "log"))
 	if err != nil {
 		tb.Fatal(err)
