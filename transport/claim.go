@@ -159,12 +159,12 @@ func (c *Claim) Leave() {
 	c.mu.Unlock()
 }
 
-// Land reports all chunks of the claim to the grant's Sink, unless the grant was revoked or the
-// claim taken over, and releases the claim. ReasonNone: the chunks have landed.
+// Land reports all chunks of the claim as landed, unless the grant was revoked or the claim taken
+// over, and releases the claim. ReasonNone: the chunks have landed.
 func (c *Claim) Land(lane Lane) transfer.Reason {
 	why := c.Enter()
 	if why == transfer.ReasonNone {
-		c.g.Sink.Landed(lane, c.r)
+		c.g.Landed(lane, c.r)
 		c.landed = true
 		c.Leave()
 	}

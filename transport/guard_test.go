@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/leaktest"
-	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -126,11 +125,9 @@ func BenchmarkGuard(b *testing.B) {
 	}
 }
 
-// counter is a Sink that counts what lands.
+// counter counts what lands.
 type counter struct{ landed [64]atomic.Int32 }
 
-func (c *counter) Resolve(d []mem.Block, _ transfer.Range) ([]mem.Block, error) { return d, nil }
-func (c *counter) Bytes(transfer.Range) (uint64, error)                         { return 0, nil }
 func (c *counter) Landed(_ Lane, r transfer.Range) {
 	for i := r.First; i < r.End(); i++ {
 		c.landed[i].Add(1)
@@ -141,7 +138,7 @@ func span(first, count uint32) transfer.Range { return transfer.Range{First: fir
 
 func TestClaim(t *testing.T) {
 	var sink counter
-	g := &Grant{Sink: &sink}
+	g := &Grant{Landed: sink.Landed}
 	var a, b, c Claim
 	want := func(what string, got, want transfer.Reason) {
 		t.Helper()
@@ -190,8 +187,11 @@ func TestClaim(t *testing.T) {
 func TestClaimsConcurrently(t *testing.T) {
 	for round := range 60 {
 		var words, final [64]atomic.Uint32
-		sink := &recordSink{words: &words, final: &final}
-		g := &Grant{Sink: sink}
+		g := &Grant{Landed: func(_ Lane, r transfer.Range) {
+			for i := r.First; i < r.End(); i++ {
+				final[i].CompareAndSwap(0, words[i].Load())
+			}
+		}}
 		var wg sync.WaitGroup
 		for w := range uint32(4) {
 			wg.Go(func() {
@@ -241,19 +241,8 @@ func TestClaimsConcurrently(t *testing.T) {
 	}
 }
 
-type recordSink struct {
-	counter
-	words, final *[64]atomic.Uint32
-}
-
-func (s *recordSink) Landed(_ Lane, r transfer.Range) {
-	for i := r.First; i < r.End(); i++ {
-		s.final[i].CompareAndSwap(0, s.words[i].Load())
-	}
-}
-
 func TestClaimDoesNotAllocate(t *testing.T) {
-	g := &Grant{Sink: &counter{}}
+	g := &Grant{Landed: new(counter).Landed}
 	var c Claim
 	if n := testing.AllocsPerRun(100, func() {
 		g.Claim(&c, span(3, 8), 1)

@@ -367,11 +367,11 @@ func (n *simNode) perform(a *Action) {
 			s.fatalf("%s: an origin is bound, and its layers are not followed", n.addr)
 		}
 		l := n.leases[a.SendPart.Lease]
-		a.SendPart.Origin.Source = &simSource{snd: a.SendPart, lease: l, version: l.version,
+		a.SendPart.Origin.Memory = &simSource{snd: a.SendPart, lease: l, version: l.version,
 			table: a.SendPart.Blocks}
 	case Update:
 		n.updated++
-		a.SendPart.Origin.Source.(*simSource).table = a.Blocks
+		a.SendPart.Origin.Memory.(*simSource).table = a.Blocks
 	case CloseOrigin:
 		snd := a.SendPart
 		snd.Origin.Revoke()

@@ -125,7 +125,7 @@ func (l *simLane) read(sl transport.Slice) {
 		return
 	}
 	snd := sendingOf(sl)
-	from := sl.Origin.Source.(*simSource)
+	from := sl.Origin.Memory.(*simSource)
 	src, version := from.lease, from.version
 	if !sl.Origin.Enter() {
 		if l.release(sl) {
@@ -150,12 +150,12 @@ func (l *simLane) read(sl transport.Slice) {
 }
 
 func sendingOf(sl transport.Slice) *SendPart {
-	return sl.Origin.Source.(*simSource).snd
+	return sl.Origin.Memory.(*simSource).snd
 }
 
 // simSource connects an origin with its part and the engine's lease.
 type simSource struct {
-	transport.Source
+	transport.Memory
 	snd     *SendPart
 	lease   *simLease
 	version int // of the lease's blocks, at Bind
@@ -217,7 +217,7 @@ func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
 	}
 	if valid && !bad {
 		g.bitmap.Set(sl.Range)
-		g.l.Grant.Receipt.Set(sl.Range)
+		g.l.Grant.Receipt.Set(sl.Range, 0, 0)
 		if g.bitmap.Full() && !g.reported {
 			g.reported = true
 			l.to.event(func() { l.to.ex.Full(s.now, g.l) })
