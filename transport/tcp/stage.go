@@ -267,7 +267,8 @@ func (x *landing) place(l *lane) transfer.Reason {
 			return transfer.ReasonRange
 		}
 		if fresh {
-			if x.blocks, err = x.grant.Memory.Resolve(x.blocks[:0], r); err != nil || lengths(x.blocks) != n {
+			x.blocks, err = x.grant.Memory.Resolve(x.blocks[:0], r)
+			if err != nil || lengths(x.blocks) != n {
 				return transfer.ReasonRange
 			}
 			if why := x.claim.Enter(); why != transfer.ReasonNone {
