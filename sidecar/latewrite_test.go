@@ -186,11 +186,10 @@ func (w watched) Open(ctx context.Context, h transport.Host) ([]transport.Rail, 
 
 func (w watched) Grant(g *transport.Grant) ([]byte, error) {
 	if w.n.backends[0] == w { // once: several backends serve one grant
-		landed, bitmap := g.Landed, transfer.NewBitmap(g.Receipt.Chunks())
-		g.Landed = func(l transport.Lane, r transfer.Range) {
-			bitmap.Set(r)
-			w.a.landed(bitmap.Len() - bitmap.Count())
-			landed(l, r)
+		landed := g.Landed
+		g.Landed = func(l transport.Lane, r transfer.Range, fresh uint32) {
+			w.a.landed(g.Receipt.Chunks() - g.Receipt.Landed())
+			landed(l, r, fresh)
 		}
 	}
 	return w.Backend.Grant(g)

@@ -128,17 +128,23 @@ func BenchmarkGuard(b *testing.B) {
 // counter counts what lands.
 type counter struct{ landed [64]atomic.Int32 }
 
-func (c *counter) Landed(_ Lane, r transfer.Range) {
+func (c *counter) Landed(_ Lane, r transfer.Range, _ uint32) {
 	for i := r.First; i < r.End(); i++ {
 		c.landed[i].Add(1)
 	}
+}
+
+func newGrant(landed func(Lane, transfer.Range, uint32)) *Grant {
+	g := &Grant{Landed: landed}
+	g.Receipt.Reset(64)
+	return g
 }
 
 func span(first, count uint32) transfer.Range { return transfer.Range{First: first, Count: count} }
 
 func TestClaim(t *testing.T) {
 	var sink counter
-	g := &Grant{Landed: sink.Landed}
+	g := newGrant(sink.Landed)
 	var a, b, c Claim
 	want := func(what string, got, want transfer.Reason) {
 		t.Helper()
@@ -187,11 +193,11 @@ func TestClaim(t *testing.T) {
 func TestClaimsConcurrently(t *testing.T) {
 	for round := range 60 {
 		var words, final [64]atomic.Uint32
-		g := &Grant{Landed: func(_ Lane, r transfer.Range) {
+		g := newGrant(func(_ Lane, r transfer.Range, _ uint32) {
 			for i := r.First; i < r.End(); i++ {
 				final[i].CompareAndSwap(0, words[i].Load())
 			}
-		}}
+		})
 		var wg sync.WaitGroup
 		for w := range uint32(4) {
 			wg.Go(func() {
@@ -242,7 +248,7 @@ func TestClaimsConcurrently(t *testing.T) {
 }
 
 func TestClaimDoesNotAllocate(t *testing.T) {
-	g := &Grant{Landed: new(counter).Landed}
+	g := newGrant(new(counter).Landed)
 	var c Claim
 	if n := testing.AllocsPerRun(100, func() {
 		g.Claim(&c, span(3, 8), 1)

@@ -10,8 +10,8 @@ import (
 // MaxBackends bounds the transports that a Receipt distinguishes.
 const MaxBackends = 8
 
-// Receipt records what has landed of a grant: the only record of landed chunks, and the bytes by
-// transport. The grant's Landed writes to it, concurrently.
+// Receipt records what has landed of a grant: the chunks, by their claims, and the bytes by
+// transport, by the grant's Landed. Both write to it concurrently.
 type Receipt struct {
 	chunks *transfer.Bitmap
 	bytes  [MaxBackends]atomic.Uint64 // by index of the backend; duplicates count once
@@ -23,14 +23,8 @@ func (r *Receipt) Reset(n uint32) { r.chunks = transfer.NewBitmap(n) }
 // Chunks is the number of chunks of the grant.
 func (r *Receipt) Chunks() uint32 { return r.chunks.Len() }
 
-// Set records chunks, and their bytes if any was missing. fresh is the number that were missing;
-// full: none is missing any more.
-func (r *Receipt) Set(chunks transfer.Range, backend int, bytes uint64) (fresh uint32, full bool) {
-	if fresh = r.chunks.Set(chunks); fresh > 0 {
-		r.bytes[backend].Add(bytes)
-	}
-	return fresh, r.chunks.Full()
-}
+// Set records chunks, and returns how many of them were missing.
+func (r *Receipt) Set(chunks transfer.Range) (fresh uint32) { return r.chunks.Set(chunks) }
 
 // Landed is the number of chunks that have landed.
 func (r *Receipt) Landed() uint32 { return r.chunks.Count() }
@@ -43,6 +37,9 @@ func (r *Receipt) Full() bool { return r.chunks.Full() }
 
 // Missing lists the missing chunks.
 func (r *Receipt) Missing() iter.Seq[transfer.Range] { return r.chunks.Missing() }
+
+// Add counts bytes of chunks that were missing.
+func (r *Receipt) Add(backend int, bytes uint64) { r.bytes[backend].Add(bytes) }
 
 // Bytes returns the counted bytes of a backend.
 func (r *Receipt) Bytes(backend int) uint64 { return r.bytes[backend].Load() }

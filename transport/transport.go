@@ -107,10 +107,10 @@ type Grant struct {
 	Gen    transfer.Gen
 	Memory Memory
 	// Landed reports that bytes of r are visible in place and passed integrity, while the guard is
-	// still held. Lanes call it concurrently. Duplicates are harmless. It runs before the confirmation
-	// leaves for the sender.
-	Landed  func(lane Lane, r transfer.Range)
-	Receipt Receipt // what has landed, as Landed records it
+	// still held; fresh of the chunks were missing. Lanes call it concurrently. Duplicates are
+	// harmless. It runs before the confirmation leaves for the sender.
+	Landed  func(lane Lane, r transfer.Range, fresh uint32)
+	Receipt Receipt // what has landed; Reset precedes the first Claim
 	Guard
 	claims claims
 }

@@ -152,7 +152,7 @@ func TestAllocatesNothing(t *testing.T) {
 	r := &receiver{d: d, landing: x, space: space}
 	for what, f := range map[string]func(){
 		"slice":    func() { d.Done(l, res) },
-		"landed":   func() { r.landed(l, transfer.Range{First: 1, Count: 2}) },
+		"landed":   func() { r.landed(l, transfer.Range{First: 1, Count: 2}, 1) },
 		"progress": func() { d.Do(func(ex *exec.Exec, now exec.Instant) { ex.Tick(now) }) },
 	} {
 		if n := testing.AllocsPerRun(100, f); n > 0 {

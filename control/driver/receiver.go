@@ -26,7 +26,7 @@ func newReceiver(d *Driver, l *exec.ReceivePart) *receiver {
 }
 
 // landed is the grant's Landed.
-func (r *receiver) landed(l transport.Lane, chunks transfer.Range) {
+func (r *receiver) landed(l transport.Lane, chunks transfer.Range, fresh uint32) {
 	d := r.d
 	n, err := r.space.Bytes(chunks)
 	if err != nil {
@@ -36,14 +36,16 @@ func (r *receiver) landed(l transport.Lane, chunks transfer.Range) {
 	if e == nil { // it is not up any more
 		e, _ = d.laneOf(l)
 	}
-	fresh, full := r.landing.Grant.Receipt.Set(chunks, e.backend, n)
 	if e.inflow != nil {
 		d.came(e.inflow, n)
 	}
-	if fresh > 0 {
-		d.cfg.Observer.Landed(e.transport, e.rail, e.backend, n)
+	if fresh == 0 {
+		return
 	}
-	if full && !r.full.Swap(true) {
+	receipt := &r.landing.Grant.Receipt
+	receipt.Add(e.backend, n)
+	d.cfg.Observer.Landed(e.transport, e.rail, e.backend, n)
+	if receipt.Full() && !r.full.Swap(true) {
 		now := d.enter()
 		d.ex.Full(now, r.landing)
 		d.leave()

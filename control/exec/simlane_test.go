@@ -217,7 +217,7 @@ func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
 	}
 	if valid && !bad {
 		g.bitmap.Set(sl.Range)
-		g.l.Grant.Receipt.Set(sl.Range, 0, 0)
+		g.l.Grant.Receipt.Set(sl.Range)
 		if g.bitmap.Full() && !g.reported {
 			g.reported = true
 			l.to.event(func() { l.to.ex.Full(s.now, g.l) })

@@ -70,8 +70,10 @@ func (e *end) PeerKey(boot transfer.Boot) (transport.Peer, bool) {
 // are not written again.
 func (e *end) Grant(transfer.Boot, transfer.Slot, transfer.Gen) (*transport.Grant,
 	transfer.Reason) {
-	return &transport.Grant{Peer: e.other.boot, Memory: nothing{},
-		Landed: func(transport.Lane, transfer.Range) {}}, transfer.ReasonNone
+	g := &transport.Grant{Peer: e.other.boot, Memory: nothing{},
+		Landed: func(transport.Lane, transfer.Range, uint32) {}}
+	g.Receipt.Reset(sliceBytes / transfer.ChunkBytes)
+	return g, transfer.ReasonNone
 }
 
 // Origin implements transport.Host.

@@ -444,11 +444,11 @@ func (l *lease) at(layer int, i uint32) uint32 {
 // watch counts the chunks that land, and reports now and then twice that all have.
 func (k *sink) watch(g *transport.Grant) {
 	landed := g.Landed
-	g.Landed = func(l transport.Lane, r transfer.Range) {
+	g.Landed = func(l transport.Lane, r transfer.Range, fresh uint32) {
 		if n, err := k.Bytes(r); err == nil {
 			k.s.received[l.Peer()] += n
 		}
-		k.s.run(func() { landed(l, r) })
+		k.s.run(func() { landed(l, r, fresh) })
 		if g.Receipt.Full() && !k.full {
 			k.full = true
 			k.s.twice(func() { k.s.event(func(now exec.Instant) { k.s.ex.Full(now, k.land) }) })

@@ -57,7 +57,7 @@ func landsIn(t *testing.T, seed uint64, change func(*fake.Fabric) func(verbs.Dev
 		content := 2*seed + uint64(slot) + 1
 		src.Write(content)
 		b := transporttest.NewBind(t, p.A, p.B, src, dst, slot, 1)
-		b.Grant.Landed = func(l transport.Lane, r transfer.Range) {
+		b.Grant.Landed = func(l transport.Lane, r transfer.Range, fresh uint32) {
 			f.Still(func() { // look at the memory while nothing moves
 				for c := r.First; c < r.End(); c++ {
 					if _, ok := b.Sink.Holds(content, int(c)); !ok {
@@ -65,7 +65,7 @@ func landsIn(t *testing.T, seed uint64, change func(*fake.Fabric) func(verbs.Dev
 					}
 				}
 			})
-			b.Sink.Landed(l, r)
+			b.Sink.Landed(l, r, fresh)
 		}
 		binds = append(binds, b)
 		for i := range uint32(6) {

@@ -248,6 +248,7 @@ func benchmarkDevicePull(b *testing.B, d importer, block uint64, even bool) {
 				}
 				g := &transport.Grant{Peer: p.src.boot, Slot: 1, Gen: 7, Memory: ends[1],
 					Landed: ends[1].Landed}
+				g.Receipt.Reset(ends[1].space.NumChunks())
 				p.dst.mu.Lock()
 				p.dst.grants[1] = g
 				p.dst.mu.Unlock()

@@ -76,10 +76,10 @@ type holding struct {
 	reached, free chan struct{}
 }
 
-func (h *holding) Landed(l transport.Lane, r transfer.Range) {
+func (h *holding) Landed(l transport.Lane, r transfer.Range, fresh uint32) {
 	close(h.reached)
 	<-h.free
-	h.memory.Landed(l, r)
+	h.memory.Landed(l, r, fresh)
 }
 
 // uploads is a device that keeps what is scattered to it.
@@ -189,6 +189,7 @@ func BenchmarkSmall(b *testing.B) {
 			for b.Loop() {
 				// it has not landed
 				*g = transport.Grant{Peer: g.Peer, Slot: g.Slot, Gen: g.Gen, Memory: to, Landed: to.Landed}
+				g.Receipt.Reset(to.space.NumChunks())
 				if err := p.lane.Move(batch); err != nil {
 					b.Fatal(err)
 				}

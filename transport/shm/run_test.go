@@ -312,6 +312,7 @@ func BenchmarkRuns(b *testing.B) {
 	cells := a.frame[frameHeader+pullFixed:]
 	dst := &destination{regions: map[uint32]*mapping{0: {region: m.region, refs: 1}}, l: l}
 	j := job{l: l, r: m.space.All(), grant: &transport.Grant{Memory: m}}
+	j.grant.Receipt.Reset(m.space.NumChunks())
 	if why, err := dst.sourceLocked(&j, cells); why != 0 || err != nil {
 		b.Fatal(why, err)
 	}

@@ -136,9 +136,9 @@ func (m *memory) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error)
 	return dst, nil
 }
 
-func (m *memory) Bytes(r transfer.Range) (uint64, error)    { return m.space.Bytes(r) }
-func (m *memory) Device() mem.Device                        { return nil }
-func (m *memory) Landed(_ transport.Lane, r transfer.Range) { m.bitmap.Set(r) }
+func (m *memory) Bytes(r transfer.Range) (uint64, error)              { return m.space.Bytes(r) }
+func (m *memory) Device() mem.Device                                  { return nil }
+func (m *memory) Landed(_ transport.Lane, r transfer.Range, _ uint32) { m.bitmap.Set(r) }
 
 func valid(transfer.LeaseID) bool   { return true }
 func invalid(transfer.LeaseID) bool { return false }
@@ -187,6 +187,7 @@ func (p *pair) dial(tb testing.TB) transport.Lane {
 func (p *pair) bind(tb testing.TB, slot transfer.Slot, from, to *memory) (*transport.Origin,
 	*transport.Grant) {
 	g := &transport.Grant{Peer: p.src.boot, Slot: slot, Gen: 7, Memory: to, Landed: to.Landed}
+	g.Receipt.Reset(to.space.NumChunks())
 	p.dst.mu.Lock()
 	p.dst.grants[slot] = g
 	p.dst.mu.Unlock()

@@ -98,7 +98,7 @@ func (w *words) WriteWord(c uint32, v uint64) {
 	w.seen[c] = v
 }
 
-func (w *words) Landed(_ transport.Lane, r transfer.Range) {
+func (w *words) Landed(_ transport.Lane, r transfer.Range, _ uint32) {
 	w.landed += uint64(r.Count) * transfer.ChunkBytes
 	for c := r.First; c < r.End(); c++ {
 		if w.seen[c] != uint64(c)*3 {
@@ -127,6 +127,7 @@ func newStream(a, b *station, i, window int) *stream {
 		ended: map[transfer.Outcome]int{}}
 	b.grants[a.boot] = &transport.Grant{Peer: a.boot, Gen: 1, Memory: s.sink,
 		Landed: s.sink.Landed}
+	b.grants[a.boot].Receipt.Reset(spaceChunks)
 	s.o = &transport.Origin{Peer: b.boot, Gen: 1, Memory: s.sink,
 		Valid: func(transfer.LeaseID) bool { return true }}
 	l, err := a.b.Dial(context.Background(), transport.Peer{Boot: b.boot, Self: a.boot},

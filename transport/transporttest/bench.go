@@ -72,7 +72,9 @@ func (m *Mover) rebind() {
 	m.next = 0
 	m.bind = NewBind(m.tb, m.pair.A, m.pair.B, m.src.Memory, m.dst.Memory, 1, m.gen)
 	m.pair.B.mu.Lock() // which guards the lookup by lanes
-	m.bind.Grant.Memory, m.bind.Grant.Landed = m.dst, func(transport.Lane, transfer.Range) {}
+	m.bind.Grant.Memory = m.dst
+	m.bind.Grant.Landed = func(transport.Lane, transfer.Range, uint32) {}
+	m.bind.Grant.Receipt.Reset(transfer.MaxSlotChunks)
 	m.pair.B.mu.Unlock()
 	m.pair.A.mu.Lock()
 	m.bind.Origin.Memory = m.src

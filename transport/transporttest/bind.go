@@ -37,6 +37,7 @@ func (b *Bind) bindGrant(tb testing.TB, dst *Memory, peer transfer.Boot, slot tr
 	tb.Helper()
 	b.Sink = &Sink{Memory: dst, tb: tb, landed: make([]atomic.Uint32, dst.Chunks())}
 	b.Grant = &transport.Grant{Peer: peer, Slot: slot, Gen: gen, Memory: b.Sink, Landed: b.Sink.Landed}
+	b.Grant.Receipt.Reset(dst.Chunks())
 	b.Sink.grant = b.Grant
 	if b.to.far != nil {
 		return b.to.far.newGrant(tb, b)

@@ -324,7 +324,7 @@ func (s *Sink) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
 }
 
 // Landed is the grant's.
-func (s *Sink) Landed(l transport.Lane, r transfer.Range) {
+func (s *Sink) Landed(l transport.Lane, r transfer.Range, _ uint32) {
 	if l == nil {
 		s.tb.Error("Landed without a lane")
 	}

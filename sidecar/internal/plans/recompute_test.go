@@ -55,7 +55,7 @@ func TestRecompute(t *testing.T) {
 			seg := sp.SegmentOf(chunk)
 			r, _ := sp.Segment(seg)
 			if !slices.Contains(c.missing, [2]int{seg, int(chunk - r.First)}) {
-				s.Set(transfer.Range{First: chunk, Count: 1}, 0, 0)
+				s.Set(transfer.Range{First: chunk, Count: 1})
 			}
 		}
 		if got := New(reg).Recompute([]*exec.ReceivePart{x}); !slices.Equal(got, c.want) {
@@ -65,7 +65,7 @@ func TestRecompute(t *testing.T) {
 	// Of several parts each lacks its own.
 	a, _ := landing(t, reg, l, 64, 0)
 	b, s := landing(t, reg, l, 200, 32)
-	s.Set(transfer.Range{Count: s.Chunks() - 1}, 0, 0)
+	s.Set(transfer.Range{Count: s.Chunks() - 1})
 	if got := New(reg).Recompute([]*exec.ReceivePart{a, b}); !slices.Equal(got, []TokenRange{{0, 64},
 		{160, 200}}) {
 		t.Errorf("two parts: %v", got)
