@@ -151,8 +151,8 @@ func (c *Claim) Leave() {
 	c.mu.Unlock()
 }
 
-// Land records and reports all chunks of the claim as landed, unless the grant was revoked or the claim taken
-// over, and releases the claim. ReasonNone: the chunks have landed.
+// Land records and reports all chunks of the claim as landed, unless the grant was revoked or the
+// claim taken over, and releases the claim. ReasonNone: the chunks have landed.
 func (c *Claim) Land(lane Lane) transfer.Reason {
 	why := c.Enter()
 	if why == transfer.ReasonNone {

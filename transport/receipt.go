@@ -38,8 +38,11 @@ func (r *Receipt) Full() bool { return r.chunks.Full() }
 // Missing lists the missing chunks.
 func (r *Receipt) Missing() iter.Seq[transfer.Range] { return r.chunks.Missing() }
 
-// Add counts bytes of chunks that were missing.
-func (r *Receipt) Add(backend int, bytes uint64) { r.bytes[backend].Add(bytes) }
+// Add counts bytes of chunks that were missing. full: no chunk is missing any more.
+func (r *Receipt) Add(backend int, bytes uint64) (full bool) {
+	r.bytes[backend].Add(bytes)
+	return r.Full()
+}
 
 // Bytes returns the counted bytes of a backend.
 func (r *Receipt) Bytes(backend int) uint64 { return r.bytes[backend].Load() }

@@ -42,10 +42,9 @@ func (r *receiver) landed(l transport.Lane, chunks transfer.Range, fresh uint32)
 	if fresh == 0 {
 		return
 	}
-	receipt := &r.landing.Grant.Receipt
-	receipt.Add(e.backend, n)
+	full := r.landing.Grant.Receipt.Add(e.backend, n)
 	d.cfg.Observer.Landed(e.transport, e.rail, e.backend, n)
-	if receipt.Full() && !r.full.Swap(true) {
+	if full && !r.full.Swap(true) {
 		now := d.enter()
 		d.ex.Full(now, r.landing)
 		d.leave()
