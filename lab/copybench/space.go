@@ -70,7 +70,9 @@ func (s *space) Bytes(r transfer.Range) (uint64, error) {
 func (s *space) Device() mem.Device { return s.region.Device() }
 
 // received is the grant's Landed.
-func (s *space) received(_ transport.Lane, r transfer.Range, _ uint32) { s.landed.Add(int64(r.Count)) }
+func (s *space) received(_ transport.Lane, r transfer.Range, _ uint32) {
+	s.landed.Add(int64(r.Count))
+}
 
 // content is the word at 8-byte step i of the space.
 func content(seed uint64, i int) uint64 {
