@@ -188,7 +188,7 @@ func BenchmarkSmall(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				// it has not landed
-				*g = transport.Grant{Peer: g.Peer, Slot: g.Slot, Gen: g.Gen, Memory: to, Landed: to.Landed}
+				*g = transport.Grant{Peer: g.Peer, Slot: g.Slot, Gen: g.Gen, Memory: to, Landed: g.Landed}
 				g.Receipt.Reset(to.space.NumChunks())
 				if err := p.lane.Move(batch); err != nil {
 					b.Fatal(err)
