@@ -4,7 +4,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -24,17 +23,9 @@ func (l idleLane) Remote() string      { return "lo" }
 func (l idleLane) MaxInFlight() int    { return 16 }
 func (l idleLane) Close() error        { return nil }
 
-type idleSource struct{}
+type idleMemory struct{ transport.Memory }
 
-func (idleSource) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block,
-	error) {
-	return dst, nil
-}
-func (idleSource) Bytes(transfer.Range) (uint64, error) {
-	return 1 << 20,
-		nil
-}
-func (idleSource) Valid(transfer.Range) bool { return true }
+func (idleMemory) Bytes(transfer.Range) (uint64, error) { return 1 << 20, nil }
 
 // BenchmarkDriver is what the driver adds to a slice beside the executor, which has a benchmark of
 // its own: its end is counted, the executor is entered and left. The slice is one that the executor
@@ -45,7 +36,7 @@ func BenchmarkDriver(b *testing.B) {
 	h := r.driver
 	h.LaneUp(l)
 	defer h.LaneDown(l, nil)
-	o := &transport.Origin{Peer: l.Peer(), Source: idleSource{}}
+	o := &transport.Origin{Peer: l.Peer(), Memory: idleMemory{}}
 	res := []transport.Result{{Slice: transport.Slice{Origin: o, Range: transfer.Range{Count: 16},
 		Attempt: 1, Cookie: 1 << 60}, Outcome: transfer.Landed,
 		Took: time.Millisecond}}

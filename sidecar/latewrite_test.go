@@ -185,8 +185,12 @@ func (w watched) Open(ctx context.Context, h transport.Host) ([]transport.Rail, 
 }
 
 func (w watched) Grant(g *transport.Grant) ([]byte, error) {
-	if _, ok := g.Sink.(*watchedSink); !ok { // once: several backends serve one grant
-		g.Sink = &watchedSink{Sink: g.Sink, a: w.a, bitmap: transfer.NewBitmap(g.Receipt.Chunks())}
+	if w.n.backends[0] == w { // once: several backends serve one grant
+		landed := g.Landed
+		g.Landed = func(l transport.Lane, r transfer.Range, fresh uint32) {
+			w.a.landed(g.Receipt.Chunks() - g.Receipt.Landed())
+			landed(l, r, fresh)
+		}
 	}
 	return w.Backend.Grant(g)
 }
@@ -205,20 +209,6 @@ func (h watchedHost) Refused(l transport.Lane, r transfer.Reason) {
 	h.Host.Refused(l, r)
 	h.a.refused()
 }
-
-type watchedSink struct {
-	transport.Sink
-	a      *attack
-	bitmap *transfer.Bitmap
-}
-
-func (s *watchedSink) Landed(l transport.Lane, r transfer.Range) {
-	s.bitmap.Set(r)
-	s.a.landed(s.bitmap.Len() - s.bitmap.Count())
-	s.Sink.Landed(l, r)
-}
-
-func (s *watchedSink) Device() mem.Device { return transport.DeviceOf(s.Sink) }
 
 // attacked starts two sidecars under an attack.
 func attacked(t *testing.T, a *attack, order ...string) (p, d *running) {

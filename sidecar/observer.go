@@ -64,9 +64,9 @@ func (o *observer) FrameRefused(l transport.Lane, why transfer.Reason) {
 }
 
 // Landed implements driver.Observer.
-func (o *observer) Landed(l transport.Lane, backend int, bytes uint64) {
+func (o *observer) Landed(transport, rail string, backend int, bytes uint64) {
 	o.totals.bytes[backend].Add(bytes)
-	o.metrics.Landed(l.Backend(), l.Local(), bytes)
+	o.metrics.Landed(transport, rail, bytes)
 }
 
 var causes = map[exec.Cause]string{exec.ByCommit: metrics.CauseCommit,

@@ -35,7 +35,6 @@ type Claim struct {
 type claims struct {
 	mu     sync.Mutex
 	active []*Claim      // at most one per lane and slice in flight
-	landed []uint64      // a bit per chunk; grows to the last chunk seen
 	ended  chan struct{} // closed when the next device's claim ends; made by ClaimDevice
 }
 
@@ -93,7 +92,7 @@ func (g *Grant) claimLocked(c *Claim, r transfer.Range, attempt uint32, d Device
 	kept, held := s.active[:0], false
 	for _, o := range s.active {
 		if overlaps(o.r, r) {
-			if o.takeOver(s) {
+			if o.takeOver() {
 				continue
 			}
 			held = true
@@ -105,23 +104,18 @@ func (g *Grant) claimLocked(c *Claim, r transfer.Range, attempt uint32, d Device
 	}
 	s.active = append(s.active, c)
 	c.g, c.r, c.attempt, c.device, c.lost, c.landed = g, r, attempt, d, false, false
-	s.growLocked(r.End())
 	return transfer.ReasonNone
 }
 
 // takeOver ends the claim; its owner notices at the next Enter. False: a device holds it and could
 // not be stopped. Called with the grant's claims locked.
-func (c *Claim) takeOver(s *claims) bool {
+func (c *Claim) takeOver() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	switch {
-	case c.landed: // between its Land and its removal
-		s.setLocked(c.r)
-	case c.device != nil && !c.device.Stop():
+	if c.device != nil && !c.landed && !c.device.Stop() {
 		return false
-	default:
-		c.lost = true
 	}
+	c.lost = true
 	return true
 }
 
@@ -129,11 +123,9 @@ func (c *Claim) takeOver(s *claims) bool {
 // state is "to be written". Landed chunks are read and discarded, not written. r must lie within
 // the claim.
 func (c *Claim) Fresh(r transfer.Range) (count uint32, fresh bool) {
-	s := &c.g.claims
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	fresh = !s.hasLocked(r.First)
-	for count = 1; count < r.Count && s.hasLocked(r.First+count) != fresh; count++ {
+	b := c.g.Receipt.chunks
+	fresh = !b.Has(r.First)
+	for count = 1; count < r.Count && b.Has(r.First+count) != fresh; count++ {
 	}
 	return count, fresh
 }
@@ -159,12 +151,12 @@ func (c *Claim) Leave() {
 	c.mu.Unlock()
 }
 
-// Land reports all chunks of the claim to the grant's Sink, unless the grant was revoked or the
+// Land records and reports all chunks of the claim as landed, unless the grant was revoked or the
 // claim taken over, and releases the claim. ReasonNone: the chunks have landed.
 func (c *Claim) Land(lane Lane) transfer.Reason {
 	why := c.Enter()
 	if why == transfer.ReasonNone {
-		c.g.Sink.Landed(lane, c.r)
+		c.g.Landed(lane, c.r, c.g.Receipt.Set(c.r))
 		c.landed = true
 		c.Leave()
 	}
@@ -189,9 +181,6 @@ func (c *Claim) Release() {
 			break
 		}
 	}
-	if c.landed {
-		s.setLocked(c.r)
-	}
 	if c.device != nil && s.ended != nil {
 		close(s.ended)
 		s.ended = nil
@@ -200,22 +189,6 @@ func (c *Claim) Release() {
 }
 
 func overlaps(a, b transfer.Range) bool { return a.First < b.End() && b.First < a.End() }
-
-func (s *claims) growLocked(end uint32) {
-	if n := int(end+63) / 64; n > len(s.landed) {
-		grown := make([]uint64, max(n, 2*len(s.landed)))
-		copy(grown, s.landed)
-		s.landed = grown
-	}
-}
-
-func (s *claims) setLocked(r transfer.Range) {
-	for c := r.First; c < r.End(); c++ {
-		s.landed[c/64] |= 1 << (c % 64)
-	}
-}
-
-func (s *claims) hasLocked(c uint32) bool { return s.landed[c/64]&(1<<(c%64)) != 0 }
 
 var laneIDs atomic.Uint64
 

@@ -20,7 +20,7 @@ func (d *device) Stop() bool {
 // claim stays.
 func TestClaimDevice(t *testing.T) {
 	var sink counter
-	g := &Grant{Sink: &sink}
+	g := newGrant(sink.Landed)
 	d := &device{obeys: true}
 	var device, other Claim
 	want := func(what string, got, want transfer.Reason) {

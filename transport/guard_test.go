@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/leaktest"
-	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -126,22 +125,26 @@ func BenchmarkGuard(b *testing.B) {
 	}
 }
 
-// counter is a Sink that counts what lands.
+// counter counts what lands.
 type counter struct{ landed [64]atomic.Int32 }
 
-func (c *counter) Resolve(d []mem.Block, _ transfer.Range) ([]mem.Block, error) { return d, nil }
-func (c *counter) Bytes(transfer.Range) (uint64, error)                         { return 0, nil }
-func (c *counter) Landed(_ Lane, r transfer.Range) {
+func (c *counter) Landed(_ Lane, r transfer.Range, _ uint32) {
 	for i := r.First; i < r.End(); i++ {
 		c.landed[i].Add(1)
 	}
+}
+
+func newGrant(landed func(Lane, transfer.Range, uint32)) *Grant {
+	g := &Grant{Landed: landed}
+	g.Receipt.Reset(64)
+	return g
 }
 
 func span(first, count uint32) transfer.Range { return transfer.Range{First: first, Count: count} }
 
 func TestClaim(t *testing.T) {
 	var sink counter
-	g := &Grant{Sink: &sink}
+	g := newGrant(sink.Landed)
 	var a, b, c Claim
 	want := func(what string, got, want transfer.Reason) {
 		t.Helper()
@@ -190,8 +193,11 @@ func TestClaim(t *testing.T) {
 func TestClaimsConcurrently(t *testing.T) {
 	for round := range 60 {
 		var words, final [64]atomic.Uint32
-		sink := &recordSink{words: &words, final: &final}
-		g := &Grant{Sink: sink}
+		g := newGrant(func(_ Lane, r transfer.Range, _ uint32) {
+			for i := r.First; i < r.End(); i++ {
+				final[i].CompareAndSwap(0, words[i].Load())
+			}
+		})
 		var wg sync.WaitGroup
 		for w := range uint32(4) {
 			wg.Go(func() {
@@ -241,19 +247,8 @@ func TestClaimsConcurrently(t *testing.T) {
 	}
 }
 
-type recordSink struct {
-	counter
-	words, final *[64]atomic.Uint32
-}
-
-func (s *recordSink) Landed(_ Lane, r transfer.Range) {
-	for i := r.First; i < r.End(); i++ {
-		s.final[i].CompareAndSwap(0, s.words[i].Load())
-	}
-}
-
 func TestClaimDoesNotAllocate(t *testing.T) {
-	g := &Grant{Sink: &counter{}}
+	g := newGrant(new(counter).Landed)
 	var c Claim
 	if n := testing.AllocsPerRun(100, func() {
 		g.Claim(&c, span(3, 8), 1)

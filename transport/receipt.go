@@ -10,8 +10,8 @@ import (
 // MaxBackends bounds the transports that a Receipt distinguishes.
 const MaxBackends = 8
 
-// Receipt records what has landed of a grant: the only record of landed chunks, and the bytes by
-// transport. The grant's Sink writes to it, concurrently.
+// Receipt records what has landed of a grant: the chunks, by their claims, and the bytes by
+// transport, by the grant's Landed. Both write to it concurrently.
 type Receipt struct {
 	chunks *transfer.Bitmap
 	bytes  [MaxBackends]atomic.Uint64 // by index of the backend; duplicates count once
@@ -38,8 +38,11 @@ func (r *Receipt) Full() bool { return r.chunks.Full() }
 // Missing lists the missing chunks.
 func (r *Receipt) Missing() iter.Seq[transfer.Range] { return r.chunks.Missing() }
 
-// Add counts bytes of chunks that were missing.
-func (r *Receipt) Add(backend int, bytes uint64) { r.bytes[backend].Add(bytes) }
+// Add counts bytes of chunks that were missing. full: no chunk is missing any more.
+func (r *Receipt) Add(backend int, bytes uint64) (full bool) {
+	r.bytes[backend].Add(bytes)
+	return r.Full()
+}
 
 // Bytes returns the counted bytes of a backend.
 func (r *Receipt) Bytes(backend int) uint64 { return r.bytes[backend].Load() }

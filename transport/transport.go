@@ -87,63 +87,45 @@ type Peer struct {
 	Key  [32]byte      // from the handshake; both ends prove when a lane opens that they hold it
 }
 
-// Sink is the receiving end of one grant. The executor's side implements it. Lanes call Resolve and
-// Landed concurrently.
-type Sink interface {
+// Memory finds the bytes of a transfer space in one side's memory. Lanes call it concurrently.
+type Memory interface {
 	// Resolve appends the memory of chunks r, in transfer-space order, to dst. It must not allocate
-	// when dst has room. An error means that r is outside the grant.
+	// when dst has room. An error means that r is outside the space.
 	Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error)
 	// Bytes is the length of chunks r; the payload of a frame must match it.
 	Bytes(r transfer.Range) (uint64, error)
-	// Landed reports that bytes of r are visible in place and passed integrity, while the grant's
-	// guard is still held. Duplicates are harmless. It runs before the confirmation leaves for the
-	// sender.
-	Landed(lane Lane, r transfer.Range)
+	// Device is the device that the memory lies on; nil: host memory. A backend whose CPU moves bytes
+	// stages whole slices through a device's buffers instead of small pieces through its own.
+	Device() mem.Device
 }
 
-// Grant binds a Sink to (peer, slot, generation) in the backends of the receiver. Backends that
+// Grant binds the receiver's memory to (peer, slot, generation) in its backends. Backends that
 // write with their own CPU write under a Claim, which holds the Guard. Not to be copied.
 type Grant struct {
-	Peer    transfer.Boot
-	Slot    transfer.Slot
-	Gen     transfer.Gen
-	Sink    Sink
-	Receipt Receipt // what has landed, as Sink records it
+	Peer   transfer.Boot
+	Slot   transfer.Slot
+	Gen    transfer.Gen
+	Memory Memory
+	// Landed reports that bytes of r are visible in place and passed integrity, while the guard is
+	// still held; fresh of the chunks were missing. Lanes call it concurrently. Duplicates are
+	// harmless. It runs before the confirmation leaves for the sender.
+	Landed  func(lane Lane, r transfer.Range, fresh uint32)
+	Receipt Receipt // what has landed; Reset precedes the first Claim
 	Guard
 	claims claims
 }
 
-// Source is the sending end, which a lane reads. The executor's side implements it.
-type Source interface {
-	Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error)
-	Bytes(r transfer.Range) (uint64, error)
-	// Valid reports whether the lease still covered bytes of r that were read before this call.
-	// False is final: the source of those bytes is invalidated.
-	Valid(r transfer.Range) bool
-}
-
-// OnDevice is implemented by a Sink or a Source whose memory may lie on a device. A backend whose
-// CPU moves bytes then stages whole slices through the device's buffers instead of small pieces
-// through its own.
-type OnDevice interface {
-	Device() mem.Device // nil: host memory
-}
-
-// DeviceOf returns the device of a Sink or a Source; nil for host memory.
-func DeviceOf(end any) mem.Device {
-	if d, ok := end.(OnDevice); ok {
-		return d.Device()
-	}
-	return nil
-}
-
-// Origin binds a Source to (peer, slot, generation) in the backends of the sender.
+// Origin binds the sender's memory to (peer, slot, generation) in its backends.
 type Origin struct {
 	Peer   transfer.Boot
 	Slot   transfer.Slot
 	Gen    transfer.Gen
-	Source Source
-	Token  []byte // returned by the receiver's backend for the grant, if any
+	Memory Memory
+	Lease  transfer.LeaseID
+	// Valid reports whether Lease still covered bytes that were read before this call. False is
+	// final: the source of those bytes is invalidated. Lanes call it concurrently.
+	Valid func(transfer.LeaseID) bool
+	Token []byte // returned by the receiver's backend for the grant, if any
 	Guard
 }
 
@@ -177,8 +159,8 @@ type Lane interface {
 	Remote() string // the peer's name for it
 	// Move accepts slices. It does not block and does not keep the slice header. The executor
 	// bounds the slices in flight by MaxInFlight. An error means that nothing was accepted. Move
-	// may call the Source before it returns (a small slice leaves at once), so the caller holds no
-	// lock that the Source takes. It never calls Host.
+	// may call the origin's Memory and Valid before it returns (a small slice leaves at once), so the
+	// caller holds no lock that these take. It never calls Host.
 	Move(batch []Slice) error
 	MaxInFlight() int // slices
 	// Close ends the lane; its slices end NotLanded or InDoubt. Idempotent.

@@ -20,7 +20,7 @@ type bindName struct {
 // only actions and the ends of closes write to them.
 type binds struct {
 	mu      sync.RWMutex // protects all below
-	grants  map[bindName]*Receiver
+	grants  map[bindName]*receiver
 	origins map[bindName]*sender // a newer origin of a slot replaces one that is being closed
 	senders map[*exec.SendPart]*sender
 }
@@ -28,17 +28,16 @@ type binds struct {
 // sender is the sending end of one part.
 type sender struct {
 	sending     *exec.SendPart
-	source      Source
 	quarantined atomic.Bool // its origin could not be closed, and the close is retried
 }
 
-func (b *binds) put(r *Receiver) {
+func (b *binds) put(r *receiver) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.grants[grantName(r.landing)] = r
 }
 
-func (b *binds) receiver(l *exec.ReceivePart) *Receiver {
+func (b *binds) receiver(l *exec.ReceivePart) *receiver {
 	b.mu.RLock()
 	defer b.mu.RUnlock()
 	if r := b.grants[grantName(l)]; r != nil && r.landing == l {
@@ -153,7 +152,6 @@ func (d *Driver) BoundTo(boot transfer.Boot) (count int) {
 func (d *Driver) offer(a *exec.Action) {
 	for _, l := range a.ReceiveParts {
 		r := newReceiver(d, l)
-		l.Grant.Sink = r
 		for _, b := range d.backends {
 			token, err := b.Grant(&l.Grant)
 			if err != nil {
@@ -230,21 +228,20 @@ func (d *Driver) quarantine(in *atomic.Bool, err error) {
 }
 
 func (d *Driver) bind(s *exec.SendPart) {
-	src, err := d.cfg.Memory.Source(s)
+	m, err := d.cfg.Memory.Sender(s)
 	if err != nil {
 		d.broken(s, err)
 		return
 	}
-	s.Origin.Source = src
-	d.binds.putSender(&sender{sending: s, source: src})
+	s.Origin.Memory, s.Origin.Lease, s.Origin.Valid = m, s.Lease, s.Worker.SourceValid
+	d.binds.putSender(&sender{sending: s})
 }
 
 func (d *Driver) update(a *exec.Action) {
-	x := d.binds.sender(a.SendPart)
-	if x == nil {
+	if d.binds.sender(a.SendPart) == nil {
 		return
 	}
-	if err := x.source.SetTables(a.Blocks); err != nil {
+	if err := d.cfg.Memory.Extend(a.SendPart, a.Blocks); err != nil {
 		d.broken(a.SendPart, err)
 	}
 }

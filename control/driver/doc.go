@@ -18,7 +18,6 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
-	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -88,21 +87,11 @@ type Engines interface {
 // Memory finds the memory of parts.
 type Memory interface {
 	// Receiver returns the memory that a part is received into.
-	Receiver(l *exec.ReceivePart) ReceiveMemory
-	// Source returns the sending end of a part.
-	Source(s *exec.SendPart) (Source, error)
-}
-
-// ReceiveMemory resolves the chunks of a part, as transport.Sink does.
-type ReceiveMemory interface {
-	transport.OnDevice
-	Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error)
-}
-
-// Source is a transport.Source whose block tables may be replaced by longer ones.
-type Source interface {
-	transport.Source
-	SetTables(blocks [][]uint32) error
+	Receiver(l *exec.ReceivePart) transport.Memory
+	// Sender returns the memory that a part is sent from.
+	Sender(s *exec.SendPart) (transport.Memory, error)
+	// Extend replaces the block tables of a part that is sent by longer ones.
+	Extend(s *exec.SendPart, blocks [][]uint32) error
 }
 
 // Rails describes the local rails.
@@ -124,8 +113,8 @@ type Observer interface {
 	// Slice is the end of a slice of so many bytes.
 	Slice(l transport.Lane, r *transport.Result, bytes uint64)
 	FrameRefused(l transport.Lane, why transfer.Reason)
-	// Landed counts bytes of chunks that were missing before; backend is the index of the lane's.
-	Landed(l transport.Lane, backend int, bytes uint64)
+	// Landed counts bytes of chunks that were missing before; backend is the index of the transport.
+	Landed(transport, rail string, backend int, bytes uint64)
 	// Fenced is the end of a fence, before the executor receives it.
 	Fenced(cause exec.Cause, took time.Duration)
 	// Quarantined counts parts whose blocks are withheld, from the first failure of a fence or of a

@@ -49,7 +49,7 @@ func New(c Config) *Driver {
 	d.tick = d.Tick
 	d.Events = &Events{d: d, queries: map[uint64]func(engines.Admission){},
 		fenced: map[*engines.Worker]func(){}}
-	d.binds.grants, d.binds.origins = map[bindName]*Receiver{}, map[bindName]*sender{}
+	d.binds.grants, d.binds.origins = map[bindName]*receiver{}, map[bindName]*sender{}
 	d.binds.senders = map[*exec.SendPart]*sender{}
 	d.lanes.byID = map[uint64]*lane{}
 	d.inflows.all = map[inflowName]*inflow{}

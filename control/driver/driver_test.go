@@ -12,7 +12,6 @@ import (
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/lease"
-	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -38,19 +37,13 @@ func (nothing) LaneRefused(transport.Lane, error)               {}
 func (nothing) LaneDown(transport.Lane, bool)                   {}
 func (nothing) Slice(transport.Lane, *transport.Result, uint64) {}
 func (nothing) FrameRefused(transport.Lane, transfer.Reason)    {}
-func (nothing) Landed(transport.Lane, int, uint64)              {}
+func (nothing) Landed(string, string, int, uint64)              {}
 func (nothing) Fenced(exec.Cause, time.Duration)                {}
 func (nothing) Quarantined(int)                                 {}
 func (nothing) Sent(*exec.SendPart)                             {}
-func (nothing) Receiver(*exec.ReceivePart) ReceiveMemory        { return nowhere{} }
-func (nothing) Source(*exec.SendPart) (Source, error)           { return nil, nil }
-
-type nowhere struct{}
-
-func (nowhere) Device() mem.Device { return nil }
-func (nowhere) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block, error) {
-	return dst, nil
-}
+func (nothing) Receiver(*exec.ReceivePart) transport.Memory     { return nil }
+func (nothing) Sender(*exec.SendPart) (transport.Memory, error) { return nil, nil }
+func (nothing) Extend(*exec.SendPart, [][]uint32) error         { return nil }
 
 // newDriver returns a driver of a new executor.
 func newDriver(p Process, n nothing) *Driver {
@@ -139,16 +132,16 @@ func (stillLane) Local() string       { return "lo" }
 func (stillLane) Remote() string      { return "lo" }
 func (stillLane) MaxInFlight() int    { return 16 }
 
-type stillSource struct{ transport.Source }
+type stillMemory struct{ transport.Memory }
 
-func (stillSource) Bytes(transfer.Range) (uint64, error) { return 1 << 20, nil }
+func (stillMemory) Bytes(transfer.Range) (uint64, error) { return 1 << 20, nil }
 
 // The end of a slice, a landed chunk and an event of the executor allocate nothing in the driver.
 func TestAllocatesNothing(t *testing.T) {
 	d := newDriver(still{}, nothing{})
 	var l transport.Lane = stillLane{}
 	d.LaneUp(l)
-	res := []transport.Result{{Slice: transport.Slice{Origin: &transport.Origin{Source: stillSource{}},
+	res := []transport.Result{{Slice: transport.Slice{Origin: &transport.Origin{Memory: stillMemory{}},
 		Range: transfer.Range{Count: 16}, Attempt: 1, Cookie: 1 << 60}, Outcome: transfer.Landed}}
 	space, err := transfer.NewSpace([]uint64{64 * transfer.ChunkBytes})
 	if err != nil {
@@ -156,10 +149,10 @@ func TestAllocatesNothing(t *testing.T) {
 	}
 	x := &exec.ReceivePart{}
 	x.Grant.Receipt.Reset(space.NumChunks())
-	r := &Receiver{d: d, landing: x, memory: nowhere{}, space: space}
+	r := &receiver{d: d, landing: x, space: space}
 	for what, f := range map[string]func(){
 		"slice":    func() { d.Done(l, res) },
-		"landed":   func() { r.Landed(l, transfer.Range{First: 1, Count: 2}) },
+		"landed":   func() { r.landed(l, transfer.Range{First: 1, Count: 2}, 1) },
 		"progress": func() { d.Do(func(ex *exec.Exec, now exec.Instant) { ex.Tick(now) }) },
 	} {
 		if n := testing.AllocsPerRun(100, f); n > 0 {

@@ -21,6 +21,8 @@ type lanes struct {
 
 type lane struct {
 	transport.Lane
+	transport, rail string // the lane's Backend and Local
+	backend         int    // index of its backend
 	// from its peer over its rail; nil: the rail has no queue that could overflow
 	inflow  *inflow
 	asked   uint64        // acknowledged bytes at the last ask; of the goroutine that performs
@@ -53,10 +55,16 @@ func (d *Driver) PeerKey(boot transfer.Boot) (transport.Peer,
 	return d.cfg.Peers.PeerKey(boot)
 }
 
+func (d *Driver) laneOf(l transport.Lane) (*lane, transport.Caps) {
+	e := &lane{Lane: l, transport: l.Backend(), rail: l.Local(), down: make(chan struct{})}
+	i, caps := d.backendOf(e.transport)
+	e.backend = i
+	return e, caps
+}
+
 // LaneUp implements transport.Host.
 func (d *Driver) LaneUp(l transport.Lane) {
-	_, caps := d.backendOf(l.Backend())
-	e := &lane{Lane: l, down: make(chan struct{})}
+	e, caps := d.laneOf(l)
 	r, known := d.cfg.Rails.Rail(l.Backend(), l.Local())
 	if !caps.SameHost {
 		e.inflow = d.inflows.of(inflowName{l.Peer(), l.Backend(), l.Local()}, r.Gbps)
@@ -120,8 +128,8 @@ func (d *Driver) Done(l transport.Lane, res []transport.Result) {
 	for i := range res {
 		r := &res[i]
 		var bytes uint64
-		if r.Origin != nil && r.Origin.Source != nil {
-			if b, err := r.Origin.Source.Bytes(r.Range); err == nil {
+		if r.Origin != nil && r.Origin.Memory != nil {
+			if b, err := r.Origin.Memory.Bytes(r.Range); err == nil {
 				bytes = b
 			}
 		}

@@ -1,6 +1,6 @@
-// Package engines has the values that engines and the control layer exchange: workers, the leases
-// that they open, and how these end. Package connector turns messages of engines into them;
-// control/exec and control/driver work with them, and import no code of the engine side.
+// Package engines has the values that engines and the control layer exchange: workers, their
+// memory, the leases that they open, and how these end. Package connector turns messages of engines
+// into them; control/exec and control/driver work with them, and import no code of the engine side.
 package engines
 
 import (

@@ -21,8 +21,8 @@ const (
 	Connect Kind = iota + 1
 	// Send puts Frame on the control lanes to Peer.
 	Send
-	// Offer makes the grants of ReceiveParts live (Sink, Host.Grant, backends), fills the tokens into
-	// their parts and sends Frame to Peer.
+	// Offer makes the grants of ReceiveParts live (Memory, Landed, Host.Grant, backends), fills the
+	// tokens into their parts and sends Frame to Peer.
 	Offer
 	// Fence revokes the guard of ReceivePart at once, then fences it in every backend; FenceDone
 	// follows.

@@ -5,6 +5,9 @@ import (
 	"testing"
 	"time"
 
+	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/reflect/protoreflect"
+
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec/internal/endpoint"
 	"github.com/kvspray/kvspray/control/exec/internal/source"
@@ -66,6 +69,36 @@ func TestMatchInAnyOrder(t *testing.T) {
 			}
 		})
 	}
+}
+
+// addFields adds a field of a later release to a message and to all in it.
+func addFields(m protoreflect.Message) {
+	field := protowire.AppendTag(nil, 1000, protowire.VarintType)
+	m.SetUnknown(protowire.AppendVarint(field, 1))
+	m.Range(func(d protoreflect.FieldDescriptor, v protoreflect.Value) bool {
+		switch {
+		case d.Message() == nil || d.IsMap():
+		case d.IsList():
+			for i := range v.List().Len() {
+				addFields(v.List().Get(i).Message())
+			}
+		default:
+			addFields(v.Message())
+		}
+		return true
+	})
+}
+
+// Unknown fields of a later release in grants, their replies and all other frames are ignored.
+func TestLaterFrames(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 1, 0)
+	s.later = true
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 300, 32, 30*sec)
+	src := p.intent(pw, 1, testKey(1, 1), 300, 1, 30*sec)
+	p.steps(src)
+	s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
+	wantStatus(t, src, engines.StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 }
 
 // No chunk is sent before it is ready, and the front of each layer is sent as soon as it is.

@@ -62,6 +62,7 @@ type sim struct {
 	faults   float64 // probability of anything bad
 	trace    []string
 	compared int
+	later    bool // frames are of a later release
 }
 
 func newSim(t testing.TB, seed uint64, faults float64) *sim {
@@ -367,11 +368,11 @@ func (n *simNode) perform(a *Action) {
 			s.fatalf("%s: an origin is bound, and its layers are not followed", n.addr)
 		}
 		l := n.leases[a.SendPart.Lease]
-		a.SendPart.Origin.Source = &simSource{snd: a.SendPart, lease: l, version: l.version,
+		a.SendPart.Origin.Memory = &simSource{snd: a.SendPart, lease: l, version: l.version,
 			table: a.SendPart.Blocks}
 	case Update:
 		n.updated++
-		a.SendPart.Origin.Source.(*simSource).table = a.Blocks
+		a.SendPart.Origin.Memory.(*simSource).table = a.Blocks
 	case CloseOrigin:
 		snd := a.SendPart
 		snd.Origin.Revoke()
@@ -441,6 +442,9 @@ func (n *simNode) sendTo(to transfer.Boot, f *peerv1.ControlFrame) {
 		return
 	}
 	f = proto.Clone(f).(*peerv1.ControlFrame)
+	if s.later {
+		addFields(f.ProtoReflect())
+	}
 	d := s.delay(time.Millisecond)
 	if s.chance(s.faults / 4) {
 		d = s.delay(2 * time.Second) // the control lane is cut for a while

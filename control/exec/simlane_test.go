@@ -125,7 +125,7 @@ func (l *simLane) read(sl transport.Slice) {
 		return
 	}
 	snd := sendingOf(sl)
-	from := sl.Origin.Source.(*simSource)
+	from := sl.Origin.Memory.(*simSource)
 	src, version := from.lease, from.version
 	if !sl.Origin.Enter() {
 		if l.release(sl) {
@@ -150,12 +150,12 @@ func (l *simLane) read(sl transport.Slice) {
 }
 
 func sendingOf(sl transport.Slice) *SendPart {
-	return sl.Origin.Source.(*simSource).snd
+	return sl.Origin.Memory.(*simSource).snd
 }
 
 // simSource connects an origin with its part and the engine's lease.
 type simSource struct {
-	transport.Source
+	transport.Memory
 	snd     *SendPart
 	lease   *simLease
 	version int // of the lease's blocks, at Bind

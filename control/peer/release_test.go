@@ -1,6 +1,7 @@
 package peer
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -12,6 +13,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/peer/hello"
@@ -103,17 +105,75 @@ func TestReleaseInPeerUp(t *testing.T) {
 	}
 }
 
+// later answers the calls of peers like a later release, and passes on what such a release asks.
+type later struct{ peerv1.PeerServer }
+
+func (l later) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.HelloReply, error) {
+	addField(q)
+	addField(q.Versions)
+	addField(q.Rails...)
+	r, err := l.PeerServer.Hello(ctx, q)
+	if err == nil {
+		addField(r)
+		addField(r.Rails...)
+	}
+	return r, err
+}
+
+func (l later) Describe(ctx context.Context, q *peerv1.DescribeRequest) (*peerv1.DescribeReply,
+	error) {
+	addField(q)
+	r, err := l.PeerServer.Describe(ctx, q)
+	addField(r)
+	return r, err
+}
+
+// addField adds a field of a later release to messages.
+func addField[M proto.Message](all ...M) {
+	field := protowire.AppendTag(nil, 1000, protowire.BytesType)
+	field = protowire.AppendBytes(field, []byte("of a later release"))
+	for _, m := range all {
+		m.ProtoReflect().SetUnknown(field)
+	}
+}
+
+// Hello and Describe ignore unknown fields of a later release, in requests and in replies.
+func TestLaterCalls(t *testing.T) {
+	rail := func(o *Options) {
+		o.Rails = func() []*peerv1.Rail { return []*peerv1.Rail{{Transport: "tcp", Name: "lo"}} }
+	}
+	a, b := start(t, rail), start(t, rail)
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	srv := grpc.NewServer()
+	peerv1.RegisterPeerServer(srv, later{newService(b.dialer)})
+	done := make(chan struct{})
+	go func() { defer close(done); _ = srv.Serve(ln) }()
+	defer func() { srv.Stop(); <-done }()
+	a.Connect(ln.Addr().String())
+	for _, x := range []struct{ at, of *node }{{a, b}, {b, a}} {
+		x.at.until("up", func() bool { return len(x.at.ups)+len(x.at.failed) > 0 })
+		if len(x.at.failed) > 0 || x.at.ups[0].Boot != x.of.opt.Boot || len(x.at.ups[0].Rails) != 1 {
+			t.Fatalf("up: %+v, failed: %v", x.at.ups, x.at.failed)
+		}
+	}
+	if l, err := a.Mesh.Describe(t.Context(), b.opt.Boot, [32]byte{1}, [32]byte{}); err != nil ||
+		string(l) != "layout 0" {
+		t.Errorf("describe: %q %v", l, err)
+	}
+}
+
 // Frames of a later release: unknown fields in a message and frames of an unknown kind lose nothing
 // of what is known, in order.
 func TestLaterFrames(t *testing.T) {
 	a, b := start(t, nil), start(t, nil)
 	join(t, a, b)
-	field := protowire.AppendTag(nil, 1000, protowire.BytesType)
-	field = protowire.AppendBytes(field, []byte("of a later release"))
 	for i := range uint64(3) {
 		known := commit(i + 1)
-		known.GetCommit().ProtoReflect().SetUnknown(field)
-		known.GetCommit().GetDestination().ProtoReflect().SetUnknown(field)
+		addField(known.GetCommit())
+		addField(known.GetCommit().GetDestination())
 		for _, f := range []*peerv1.ControlFrame{known, {}} { // an unknown body reads as none
 			if err := a.Send(b.opt.Boot, f); err != nil {
 				t.Fatal(err)

@@ -111,7 +111,9 @@ func (s *sink) obey(ctx context.Context, c *command, r *reply) error {
 		return nil
 	case c.Open != nil:
 		s.space.landed.Store(0)
-		s.grant = &transport.Grant{Peer: s.setup.Parent, Slot: 1, Gen: c.Open.Gen, Sink: s.space}
+		s.grant = &transport.Grant{Peer: s.setup.Parent, Slot: 1, Gen: c.Open.Gen, Memory: s.space,
+			Landed: s.space.received}
+		s.grant.Receipt.Reset(uint32(s.setup.Total / chunk))
 		token, err := s.backend.Grant(s.grant)
 		s.host.mu.Lock()
 		s.host.grant = s.grant

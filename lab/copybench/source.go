@@ -228,7 +228,8 @@ func (s *source) moveAll(ctx context.Context, seed uint64) (sample, error) {
 	if err := s.ask(&command{Open: &opening{Gen: s.gen}}, &r); err != nil {
 		return sample{}, err
 	}
-	o := &transport.Origin{Peer: s.setup.Child, Slot: 1, Gen: s.gen, Source: s.space, Token: r.Token}
+	o := &transport.Origin{Peer: s.setup.Child, Slot: 1, Gen: s.gen, Memory: s.space,
+		Valid: func(transfer.LeaseID) bool { return true }, Token: r.Token}
 	s.host.mu.Lock()
 	s.host.origin = o
 	s.host.mu.Unlock()

@@ -43,7 +43,7 @@ func (s *space) used(b int) []byte {
 	return s.bytes[s.at[b]:][:min(s.block, s.total-b*s.block)]
 }
 
-// Resolve implements transport.Sink and transport.Source.
+// Resolve implements transport.Memory.
 func (s *space) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
 	off, end := int(r.First)*chunk, int(r.End())*chunk
 	if r.Count == 0 || end > s.total {
@@ -58,7 +58,7 @@ func (s *space) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) 
 	return dst, nil
 }
 
-// Bytes implements transport.Sink and transport.Source.
+// Bytes implements transport.Memory.
 func (s *space) Bytes(r transfer.Range) (uint64, error) {
 	if r.Count == 0 || int(r.End())*chunk > s.total {
 		return 0, fmt.Errorf("chunks %d+%d of %d", r.First, r.Count, s.total/chunk)
@@ -66,11 +66,13 @@ func (s *space) Bytes(r transfer.Range) (uint64, error) {
 	return uint64(r.Count) * chunk, nil
 }
 
-// Landed implements transport.Sink.
-func (s *space) Landed(_ transport.Lane, r transfer.Range) { s.landed.Add(int64(r.Count)) }
+// Device implements transport.Memory.
+func (s *space) Device() mem.Device { return s.region.Device() }
 
-// Valid implements transport.Source.
-func (s *space) Valid(transfer.Range) bool { return true }
+// received is the grant's Landed.
+func (s *space) received(_ transport.Lane, r transfer.Range, _ uint32) {
+	s.landed.Add(int64(r.Count))
+}
 
 // content is the word at 8-byte step i of the space.
 func content(seed uint64, i int) uint64 {

@@ -70,7 +70,10 @@ func (e *end) PeerKey(boot transfer.Boot) (transport.Peer, bool) {
 // are not written again.
 func (e *end) Grant(transfer.Boot, transfer.Slot, transfer.Gen) (*transport.Grant,
 	transfer.Reason) {
-	return &transport.Grant{Peer: e.other.boot, Sink: nothing{}}, transfer.ReasonNone
+	g := &transport.Grant{Peer: e.other.boot, Memory: nothing{},
+		Landed: func(transport.Lane, transfer.Range, uint32) {}}
+	g.Receipt.Reset(sliceBytes / transfer.ChunkBytes)
+	return g, transfer.ReasonNone
 }
 
 // Origin implements transport.Host.
@@ -90,7 +93,8 @@ func (e *end) LaneUp(l transport.Lane) {
 
 func (e *end) more(l transport.Lane) {
 	// A refusal is a lane that is gone, on which nothing more is carried.
-	_ = l.Move([]transport.Slice{{Origin: &transport.Origin{Peer: e.other.boot, Source: nothing{}},
+	_ = l.Move([]transport.Slice{{Origin: &transport.Origin{Peer: e.other.boot, Memory: nothing{},
+		Valid: func(transfer.LeaseID) bool { return true }},
 		Range: transfer.Range{Count: sliceBytes / transfer.ChunkBytes}, Attempt: 1}})
 }
 
@@ -120,9 +124,7 @@ func (nothing) Bytes(r transfer.Range) (uint64, error) {
 	return uint64(r.Count) * transfer.ChunkBytes, nil
 }
 
-func (nothing) Valid(transfer.Range) bool { return true }
-
-func (nothing) Landed(transport.Lane, transfer.Range) {}
+func (nothing) Device() mem.Device { return nil }
 
 func (nothing) ReadWord(uint32) uint64 { return 0 }
 

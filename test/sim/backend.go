@@ -16,10 +16,9 @@ type backend struct {
 	s *sidecar
 }
 
-// Grant has the fabric write words.
+// Grant has the sidecar watch what lands.
 func (b backend) Grant(g *transport.Grant) ([]byte, error) {
-	k := b.s.sinks[g]
-	k.Sink, g.Sink = g.Sink, k
+	b.s.sinks[g].watch(g)
 	token, err := b.Backend.Grant(g)
 	if err != nil {
 		b.s.c.violation("%s: grant: %v", b.s.n.addr, err)

@@ -335,6 +335,13 @@ func (l *lease) ended(x engines.Completion) {
 	}
 }
 
+// valid reports whether the blocks of a source lease are still those of the progress that the
+// executor has.
+func (s *sidecar) valid(id transfer.LeaseID) bool {
+	l := s.owner(id)
+	return l != nil && l.t.epoch == id.Epoch
+}
+
 func (s *sidecar) owner(id transfer.LeaseID) *lease {
 	id.Epoch = 0
 	return s.owners[id]
@@ -372,11 +379,9 @@ var errModel = errors.New("sim: memory is modelled")
 
 // source is what lanes read.
 type source struct {
-	s    *sidecar
-	l    *lease
-	plan *plan
-	// of the progress that the executor knows of, which the blocks may have left behind already
-	epoch  uint32
+	s      *sidecar
+	l      *lease
+	plan   *plan
 	closed bool
 }
 
@@ -386,7 +391,8 @@ func (s *source) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block, error)
 
 func (s *source) Bytes(r transfer.Range) (uint64, error) { return s.plan.space.Bytes(r) }
 
-func (s *source) Valid(transfer.Range) bool { return s.l.t.epoch == s.epoch }
+// Device implements transport.Memory.
+func (s *source) Device() mem.Device { return nil }
 
 // ReadWord implements simfabric.WordSource.
 func (s *source) ReadWord(chunk uint32) uint64 {
@@ -398,18 +404,14 @@ func (s *source) ReadWord(chunk uint32) uint64 {
 	return garbage
 }
 
-// SetTables implements driver.Source: words have no tables.
-func (s *source) SetTables([][]uint32) error { return nil }
-
 // sink is one part of a grant of a destination.
 type sink struct {
-	transport.Sink // the driver's
-	s              *sidecar
-	l              *lease
-	land           *exec.ReceivePart
-	plan           *plan
-	fenced         bool
-	full           bool
+	s      *sidecar
+	l      *lease
+	land   *exec.ReceivePart
+	plan   *plan
+	fenced bool
+	full   bool
 }
 
 func (k *sink) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block,
@@ -417,7 +419,9 @@ func (k *sink) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block,
 	return dst, errModel
 }
 
-// Device implements transport.OnDevice.
+func (k *sink) Bytes(r transfer.Range) (uint64, error) { return k.plan.space.Bytes(r) }
+
+// Device implements transport.Memory.
 func (k *sink) Device() mem.Device { return nil }
 
 // WriteWord implements simfabric.WordSink.
@@ -437,14 +441,17 @@ func (l *lease) at(layer int, i uint32) uint32 {
 	return uint32(layer-held(l.rank, len(l.e.boots)).lo)*l.t.perLayer() + i
 }
 
-// Landed passes chunks to the driver, now and then twice.
-func (k *sink) Landed(l transport.Lane, r transfer.Range) {
-	if n, err := k.plan.space.Bytes(r); err == nil {
-		k.s.received[l.Peer()] += n
-	}
-	k.s.run(func() { k.Sink.Landed(l, r) })
-	if k.land.Grant.Receipt.Full() && !k.full {
-		k.full = true
-		k.s.twice(func() { k.s.event(func(now exec.Instant) { k.s.ex.Full(now, k.land) }) })
+// watch counts the chunks that land, and reports now and then twice that all have.
+func (k *sink) watch(g *transport.Grant) {
+	landed := g.Landed
+	g.Landed = func(l transport.Lane, r transfer.Range, fresh uint32) {
+		if n, err := k.Bytes(r); err == nil {
+			k.s.received[l.Peer()] += n
+		}
+		k.s.run(func() { landed(l, r, fresh) })
+		if g.Receipt.Full() && !k.full {
+			k.full = true
+			k.s.twice(func() { k.s.event(func(now exec.Instant) { k.s.ex.Full(now, k.land) }) })
+		}
 	}
 }

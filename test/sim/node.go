@@ -127,7 +127,8 @@ func (s *sidecar) register(e *engine) {
 		own := held(r, len(e.boots))
 		w := &engines.Worker{Name: s.n.addr, Boot: boot, Place: engines.Place{Engine: s.n.addr, PP: r,
 			PPSize: len(e.boots)},
-			Geometry: geometry(r, len(e.boots)),
+			Geometry:    geometry(r, len(e.boots)),
+			SourceValid: s.valid,
 			Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: blockTokens,
 				Layers: make([]layout.Layer, own.hi-own.lo)}}}}
 		s.workers = append(s.workers, w)

@@ -6,7 +6,6 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/control/driver"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/transfer"
@@ -158,7 +157,7 @@ func (e simEngines) Forget(*engines.Worker)         {}
 // memory is modeled: one word stands for a chunk's bytes.
 type memory struct{ s *sidecar }
 
-func (m memory) Receiver(land *exec.ReceivePart) driver.ReceiveMemory {
+func (m memory) Receiver(land *exec.ReceivePart) transport.Memory {
 	s := m.s
 	if _, why := s.drv.Grant(land.Grant.Peer, land.Grant.Slot, land.Grant.Gen); why !=
 		transfer.ReasonUnknownSlot {
@@ -176,14 +175,17 @@ func (m memory) Receiver(land *exec.ReceivePart) driver.ReceiveMemory {
 	return k
 }
 
-func (m memory) Source(x *exec.SendPart) (driver.Source, error) {
+func (m memory) Sender(x *exec.SendPart) (transport.Memory, error) {
 	s := m.s
 	l := s.owner(x.Lease)
-	src := &source{s: s, l: l, plan: x.Plan.(*plan), epoch: x.Lease.Epoch}
+	src := &source{s: s, l: l, plan: x.Plan.(*plan)}
 	l.sources = append(l.sources, src)
 	s.sources[&x.Origin] = src
 	return src, nil
 }
+
+// Extend implements driver.Memory: words have no tables.
+func (m memory) Extend(*exec.SendPart, [][]uint32) error { return nil }
 
 // local describes the local rails.
 type local struct{ s *sidecar }
@@ -205,7 +207,7 @@ type observer struct{ s *sidecar }
 func (o observer) LaneUp(transport.Lane)                           {}
 func (o observer) LaneDown(transport.Lane, bool)                   {}
 func (o observer) Slice(transport.Lane, *transport.Result, uint64) {}
-func (o observer) Landed(transport.Lane, int, uint64)              {}
+func (o observer) Landed(string, string, int, uint64)              {}
 func (o observer) Fenced(exec.Cause, time.Duration)                {}
 func (o observer) Quarantined(int)                                 {}
 func (o observer) Sent(*exec.SendPart)                             {}

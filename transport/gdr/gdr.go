@@ -264,7 +264,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 // Grant only begins to register the memory, which takes long the first time. A cache is one region,
 // or one per layer: the other regions follow with their slices.
 func (b *Backend) Grant(g *transport.Grant) ([]byte, error) {
-	blocks, err := g.Sink.Resolve(nil, transfer.Range{Count: 1})
+	blocks, err := g.Memory.Resolve(nil, transfer.Range{Count: 1})
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.closed {

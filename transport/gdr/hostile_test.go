@@ -222,8 +222,8 @@ func TestDeviceThatDoesNotAnswer(t *testing.T) {
 	until(t, "the lane's end and the dialler wait for the device",
 		func() bool { return here.is(func(d *oddDevice) bool { return d.waiting >= 2 }) })
 	src := transporttest.NewMemory(t, shape)
-	grant := &transport.Grant{Peer: p.B.Boot, Slot: 7, Gen: 1, Sink: transporttest.NewBind(t, p.B, p.A,
-		src, transporttest.NewMemory(t, shape), 7, 1).Sink}
+	grant := &transport.Grant{Peer: p.B.Boot, Slot: 7, Gen: 1,
+		Memory: transporttest.NewBind(t, p.B, p.A, src, transporttest.NewMemory(t, shape), 7, 1).Sink}
 	for range 100 { // whenever the dialler takes its locks
 		within(t, "Grant", func() {
 			if _, err := backend.Grant(grant); err != nil {

@@ -19,25 +19,6 @@ import (
 // The fabric's seed draws one; that these runs would find a gdr that relies on too much is shown
 // with three that do.
 
-// watchedSink looks at the memory of what lands while nothing moves.
-type watchedSink struct {
-	*transporttest.Sink
-	f     *fake.Fabric
-	seed  uint64
-	wrong *atomic.Int64 // chunks that count as landed and are not there
-}
-
-func (s *watchedSink) Landed(l transport.Lane, r transfer.Range) {
-	s.f.Still(func() {
-		for c := r.First; c < r.End(); c++ {
-			if _, ok := s.Holds(s.seed, int(c)); !ok {
-				s.wrong.Add(1)
-			}
-		}
-	})
-	s.Sink.Landed(l, r)
-}
-
 // landsIn moves what two slots hold over three lanes at once in the order of a seed, each slice
 // twice and some of them over each other, and counts the chunks that were not there when they
 // counted as landed. change may put something between gdr and its devices.
@@ -68,7 +49,7 @@ func landsIn(t *testing.T, seed uint64, change func(*fake.Fabric) func(verbs.Dev
 	}
 	small := transporttest.Shape{Chunks: 12, BlockBytes: 512, Shuffle: true, TailBytes: 1000}
 	small.BlockBytes <<= seed % 5
-	var amiss atomic.Int64
+	var amiss atomic.Int64 // chunks that count as landed and are not there
 	var all sync.WaitGroup
 	var binds []*transporttest.Bind
 	for slot := range transfer.Slot(2) {
@@ -76,7 +57,16 @@ func landsIn(t *testing.T, seed uint64, change func(*fake.Fabric) func(verbs.Dev
 		content := 2*seed + uint64(slot) + 1
 		src.Write(content)
 		b := transporttest.NewBind(t, p.A, p.B, src, dst, slot, 1)
-		b.Grant.Sink = &watchedSink{b.Sink, f, content, &amiss}
+		b.Grant.Landed = func(l transport.Lane, r transfer.Range, fresh uint32) {
+			f.Still(func() { // look at the memory while nothing moves
+				for c := r.First; c < r.End(); c++ {
+					if _, ok := b.Sink.Holds(content, int(c)); !ok {
+						amiss.Add(1)
+					}
+				}
+			})
+			b.Sink.Landed(l, r, fresh)
+		}
 		binds = append(binds, b)
 		for i := range uint32(6) {
 			r := transfer.Range{First: i * 2, Count: min(3, src.Chunks()-i*2)}

@@ -141,7 +141,7 @@ func (dst *destination) asked(h head) error {
 		if h.r.Count == 0 || h.r.Count > maxSliceChunks ||
 			uint64(h.r.First)+uint64(h.r.Count) > transfer.MaxSlotChunks {
 			why = transfer.ReasonRange
-		} else if n, err := g.Sink.Bytes(h.r); err != nil {
+		} else if n, err := g.Memory.Bytes(h.r); err != nil {
 			why = transfer.ReasonRange
 		} else if n != h.bytes {
 			why = transfer.ReasonLength
@@ -289,14 +289,14 @@ func (dst *destination) offer(g *transport.Grant, h *head, r *receiving, wait bo
 		part := transfer.Range{First: at.First, Count: n}
 		at = transfer.Range{First: at.First + n, Count: at.Count - n}
 		if !fresh {
-			bytes, err := g.Sink.Bytes(part)
+			bytes, err := g.Memory.Bytes(part)
 			if err != nil || bytes > maxSpan {
 				return errRange
 			}
 			r.runs = append(r.runs, single(span{len: uint32(bytes)}))
 			continue
 		}
-		if r.blocks, err = g.Sink.Resolve(r.blocks[:0], part); err != nil {
+		if r.blocks, err = g.Memory.Resolve(r.blocks[:0], part); err != nil {
 			return errRange
 		}
 		if r.runs, r.keys, err = dst.l.runs(r.runs, r.keys, r.blocks, access{remote: true,

@@ -115,7 +115,7 @@ func (src *source) move(batch []transport.Slice) error {
 		if s.s.Range.Count > maxSliceChunks {
 			s.err = fmt.Errorf("gdr: a slice of %d chunks: at most %d", s.s.Range.Count, maxSliceChunks)
 		} else {
-			s.bytes, s.err = s.s.Origin.Source.Bytes(s.s.Range)
+			s.bytes, s.err = s.s.Origin.Memory.Bytes(s.s.Range)
 		}
 		if s.err != nil {
 			s.state, s.why = failed, transfer.ReasonRange
@@ -173,7 +173,7 @@ func (src *source) launch(id uint8, wait bool) error {
 	}
 	s.reading = true
 	var err error
-	if s.blocks, err = o.Source.Resolve(s.blocks[:0], s.s.Range); err != nil {
+	if s.blocks, err = o.Memory.Resolve(s.blocks[:0], s.s.Range); err != nil {
 		return src.giveUp(id, transfer.ReasonRange, err)
 	}
 	if s.src, s.keys, err = src.l.runs(s.src[:0], s.keys, s.blocks, access{wait: wait}); errors.Is(err,
@@ -348,7 +348,7 @@ func (src *source) judge() {
 		o := s.s.Origin
 		valid := o.Enter()
 		if valid {
-			valid = o.Source.Valid(s.s.Range)
+			valid = o.Valid(o.Lease)
 			o.Leave()
 		}
 		if !valid {

@@ -114,7 +114,7 @@ func (s *source) pullSome(a *asker, m *moved, r transfer.Range) (uint32, transfe
 	}
 	o := m.s.Origin
 	most := uint32(maxPullBytes / transfer.ChunkBytes)
-	if transport.DeviceOf(o.Source) != nil {
+	if o.Memory.Device() != nil {
 		most = deviceSlice / transfer.ChunkBytes
 	}
 	if a.most != 0 {
@@ -128,7 +128,7 @@ func (s *source) pullSome(a *asker, m *moved, r transfer.Range) (uint32, transfe
 	}
 	defer o.Leave()
 	for {
-		blocks, err := o.Source.Resolve(a.blocks[:0], r)
+		blocks, err := o.Memory.Resolve(a.blocks[:0], r)
 		a.blocks = blocks[:0]
 		if err != nil {
 			return 0, transfer.ReasonRange, fmt.Errorf("shm: resolve chunks [%d, +%d): %w", r.First,
@@ -180,7 +180,7 @@ func (s *source) send(a *asker, m *moved, r transfer.Range, blocks []mem.Block) 
 		mem.Copy(a.frame[at:], from)
 	}
 	endPush(a.frame)
-	if !o.Source.Valid(r) {
+	if !o.Valid(o.Lease) {
 		return 0, transfer.ReasonDisowned, fmt.Errorf("shm: slot %d.%d: the source of chunks [%d, +%d) "+
 			"was invalidated", o.Slot, o.Gen, r.First, r.Count)
 	}

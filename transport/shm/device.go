@@ -8,7 +8,6 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
-	"github.com/kvspray/kvspray/transport"
 )
 
 // The GPU's copy engines move GPU memory, and are efficient only with large batches: a mover takes
@@ -29,7 +28,7 @@ func (j *job) onDevice() bool {
 		}
 	}
 	g, _ := j.l.b.host.Grant(j.l.peer, j.slot, j.gen)
-	return g != nil && transport.DeviceOf(g.Sink) != nil
+	return g != nil && g.Memory.Device() != nil
 }
 
 // batch is the current work of a mover.
@@ -254,7 +253,7 @@ func (j *job) imported() bool {
 // whole adds all of a pull, which is the common case: each side's blocks unchanged, since a device
 // walks two lists together.
 func (m *batch) whole(j *job) transfer.Reason {
-	dst, err := j.grant.Sink.Resolve(m.dst, j.r)
+	dst, err := j.grant.Memory.Resolve(m.dst, j.r)
 	if err != nil {
 		return transfer.ReasonRange
 	}

@@ -121,9 +121,9 @@ func TestHintWarms(t *testing.T) {
 	for slot := range transfer.Slot(2) { // two regions of it
 		from, to := scattered(t, &d, 1<<20, 16<<10, 1, false), scattered(t, &d, 1<<20, 16<<10, 2, false)
 		o, g := p.bind(t, slot, from.memory, to.memory)
-		o.Source = from
+		o.Memory = from
 		p.dst.mu.Lock()
-		g.Sink = to
+		g.Memory = to
 		p.dst.mu.Unlock()
 		p.move(t, o, from.space, 4, p.lane)
 	}
@@ -138,9 +138,9 @@ func TestHintWarms(t *testing.T) {
 	}
 	from, to := scattered(t, &d, 1<<20, 16<<10, 1, false), scattered(t, &d, 1<<20, 16<<10, 2, false)
 	o, g := p.bind(t, 9, from.memory, to.memory)
-	o.Source = from
+	o.Memory = from
 	p.dst.mu.Lock()
-	g.Sink = to
+	g.Memory = to
 	p.dst.mu.Unlock()
 	p.move(t, o, from.space, 4, p.lane) // after everything that the hint announced
 	if n := d.warmed.Load(); n != 1 {
@@ -170,9 +170,9 @@ func TestBlocksOutOfStep(t *testing.T) {
 	from, to := scattered(t, instant{}, chunks*transfer.ChunkBytes, 16<<10, 1, false),
 		scattered(t, instant{}, chunks*transfer.ChunkBytes, 16<<10, 2, false)
 	o, g := p.bind(t, 1, from.memory, to.memory)
-	o.Source = from
+	o.Memory = from
 	p.dst.mu.Lock()
-	g.Sink = &short{to, 7}
+	g.Memory = &short{to, 7}
 	p.dst.mu.Unlock()
 	var batch []transport.Slice
 	for i := range uint32(chunks) {
@@ -226,7 +226,8 @@ func benchmarkDevicePull(b *testing.B, d importer, block uint64, even bool) {
 	const bytes = 1 << 30
 	ends := []*deviceMemory{scattered(b, d, bytes, block, 0, even), scattered(b, d, bytes,
 		block, 1, even)}
-	o := &transport.Origin{Peer: p.dst.boot, Slot: 1, Gen: 7, Source: ends[0]}
+	o := &transport.Origin{Peer: p.dst.boot, Slot: 1, Gen: 7, Memory: ends[0],
+		Valid: valid}
 	const chunks, slices = deviceSlice / transfer.ChunkBytes, bytes / deviceSlice
 	batch := make([]transport.Slice, 1)
 	b.SetBytes(deviceSlice)
@@ -245,7 +246,9 @@ func benchmarkDevicePull(b *testing.B, d importer, block uint64, even bool) {
 				for moved > ended {
 					await()
 				}
-				g := &transport.Grant{Peer: p.src.boot, Slot: 1, Gen: 7, Sink: ends[1]}
+				g := &transport.Grant{Peer: p.src.boot, Slot: 1, Gen: 7, Memory: ends[1],
+					Landed: ends[1].Landed}
+				g.Receipt.Reset(ends[1].space.NumChunks())
 				p.dst.mu.Lock()
 				p.dst.grants[1] = g
 				p.dst.mu.Unlock()

@@ -77,7 +77,7 @@ func (j *job) admit() transfer.Reason {
 		return reason
 	}
 	j.grant = g
-	want, err := g.Sink.Bytes(j.r)
+	want, err := g.Memory.Bytes(j.r)
 	if err != nil {
 		return transfer.ReasonRange
 	}
@@ -90,7 +90,7 @@ func (j *job) admit() transfer.Reason {
 // resolve finds the grant's memory.
 func (j *job) resolve() transfer.Reason {
 	var err error
-	if j.blocks, err = j.grant.Sink.Resolve(j.blocks[:0], j.r); err != nil {
+	if j.blocks, err = j.grant.Memory.Resolve(j.blocks[:0], j.r); err != nil {
 		return transfer.ReasonRange
 	}
 	return transfer.ReasonNone
@@ -114,7 +114,7 @@ func (j *job) copy() transfer.Reason {
 func (j *job) walk(f func(bytes uint64, fresh bool) transfer.Reason) transfer.Reason {
 	for rest := j.r; rest.Count > 0; {
 		n, fresh := j.claim.Fresh(rest)
-		bytes, err := j.grant.Sink.Bytes(transfer.Range{First: rest.First, Count: n})
+		bytes, err := j.grant.Memory.Bytes(transfer.Range{First: rest.First, Count: n})
 		if err != nil {
 			return transfer.ReasonRange
 		}

@@ -164,11 +164,11 @@ func TestLinksCarry(t *testing.T) {
 				to.fill(byte(i + 100))
 				o, g := p.bind(t, transfer.Slot(i+1), from, to)
 				if c.src {
-					o.Source = onDevice(t, l.Device, from)
+					o.Memory = onDevice(t, l.Device, from)
 				}
 				if c.dst {
 					p.dst.mu.Lock()
-					g.Sink = onDevice(t, l.Device, to)
+					g.Memory = onDevice(t, l.Device, to)
 					p.dst.mu.Unlock()
 				}
 				p.move(t, o, from.space, 24, p.lane)
@@ -198,7 +198,7 @@ func TestLinksFence(t *testing.T) {
 	from.fill(1)
 	o, g := p.bind(t, 1, from, to)
 	p.dst.mu.Lock()
-	g.Sink = onDevice(t, l.Device, to)
+	g.Memory = onDevice(t, l.Device, to)
 	p.dst.mu.Unlock()
 	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err !=
 		nil {
@@ -255,7 +255,7 @@ func TestLinksLeaveOut(t *testing.T) {
 		e.from.fill(byte(i + 1))
 		e.o, e.g = p.bind(t, transfer.Slot(i+1), e.from, e.to)
 		p.dst.mu.Lock()
-		e.g.Sink = onDevice(t, l.Device, e.to)
+		e.g.Memory = onDevice(t, l.Device, e.to)
 		p.dst.mu.Unlock()
 	}
 	for i := range minMovers { // every mover is held
@@ -265,7 +265,7 @@ func TestLinksLeaveOut(t *testing.T) {
 	last := &ends[minMovers+1]
 	l.mu.Lock()
 	l.hook = func(dst []mem.Block) {
-		if at, _ := last.g.Sink.Resolve(nil, transfer.Range{Count: 1}); at[0].Region == dst[0].Region {
+		if at, _ := last.g.Memory.Resolve(nil, transfer.Range{Count: 1}); at[0].Region == dst[0].Region {
 			last.g.Revoke() // it has been claimed, and not entered
 		}
 	}
@@ -299,7 +299,7 @@ func TestLinksAskedInTime(t *testing.T) {
 	from, to := newMemory(t, 1<<20, 1<<20, 1), newMemory(t, 1<<20, 1<<20, 2)
 	o, g := p.bind(t, 1, from, to)
 	p.dst.mu.Lock()
-	g.Sink = onDevice(t, l.Device, to)
+	g.Memory = onDevice(t, l.Device, to)
 	p.dst.mu.Unlock()
 	fenced := make(chan error, 1)
 	l.mu.Lock()
@@ -331,10 +331,10 @@ func TestLinksDisowned(t *testing.T) {
 	l := newTracks(t)
 	p := newPair(t, Config{Devices: l.Device, Links: l, Workers: 8})
 	from, to := newMemory(t, 4<<20, 1<<20, 1), newMemory(t, 4<<20, 1<<20, 2)
-	from.valid = func(transfer.Range) bool { return false }
 	o, g := p.bind(t, 1, from, to)
+	o.Valid = invalid
 	p.dst.mu.Lock()
-	g.Sink = onDevice(t, l.Device, to)
+	g.Memory = onDevice(t, l.Device, to)
 	p.dst.mu.Unlock()
 	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err !=
 		nil {
@@ -356,7 +356,7 @@ func TestLinksForget(t *testing.T) {
 	from.fill(1)
 	o, g := p.bind(t, 1, from, to)
 	p.dst.mu.Lock()
-	g.Sink = onDevice(t, l.Device, to)
+	g.Memory = onDevice(t, l.Device, to)
 	p.dst.mu.Unlock()
 	p.move(t, o, from.space, 16, p.lane)
 	from.fill(2)

@@ -54,7 +54,7 @@ func TestPushInDoubt(t *testing.T) {
 	held := &holding{memory: to, reached: make(chan struct{}), free: make(chan struct{})}
 	o, g := p.bind(t, 1, from, to)
 	p.dst.mu.Lock()
-	g.Sink = held
+	g.Landed = held.Landed
 	p.dst.mu.Unlock()
 	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err !=
 		nil {
@@ -76,10 +76,10 @@ type holding struct {
 	reached, free chan struct{}
 }
 
-func (h *holding) Landed(l transport.Lane, r transfer.Range) {
+func (h *holding) Landed(l transport.Lane, r transfer.Range, fresh uint32) {
 	close(h.reached)
 	<-h.free
-	h.memory.Landed(l, r)
+	h.memory.Landed(l, r, fresh)
 }
 
 // uploads is a device that keeps what is scattered to it.
@@ -119,7 +119,7 @@ func TestPushToDevice(t *testing.T) {
 		from.fill(byte(i))
 		o, g := p.bind(t, transfer.Slot(i), from, to.memory)
 		p.dst.mu.Lock()
-		g.Sink = to
+		g.Memory = to
 		p.dst.mu.Unlock()
 		batch = append(batch, transport.Slice{Origin: o, Range: from.space.All(), Attempt: 1,
 			Cookie: uint64(i)})
@@ -188,7 +188,8 @@ func BenchmarkSmall(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				// it has not landed
-				*g = transport.Grant{Peer: g.Peer, Slot: g.Slot, Gen: g.Gen, Sink: g.Sink}
+				*g = transport.Grant{Peer: g.Peer, Slot: g.Slot, Gen: g.Gen, Memory: to, Landed: g.Landed}
+				g.Receipt.Reset(to.space.NumChunks())
 				if err := p.lane.Move(batch); err != nil {
 					b.Fatal(err)
 				}

@@ -48,7 +48,7 @@ func frameOf(t *testing.T, l *lane, m *memory, r transfer.Range) (cells int, got
 		t.Fatal(err)
 	}
 	var a asker
-	fits, _, err := l.src.list(&a, &moved{s: transport.Slice{Origin: &transport.Origin{Source: m}}}, r,
+	fits, _, err := l.src.list(&a, &moved{s: transport.Slice{Origin: &transport.Origin{Memory: m}}}, r,
 		blocks)
 	if err != nil || !fits {
 		t.Fatalf("list: %v, %v", fits, err)
@@ -305,13 +305,14 @@ func BenchmarkRuns(b *testing.B) {
 		b.Fatal(err)
 	}
 	var a asker
-	slice := &moved{s: transport.Slice{Origin: &transport.Origin{Source: m}}}
+	slice := &moved{s: transport.Slice{Origin: &transport.Origin{Memory: m}}}
 	if fits, _, err := l.src.list(&a, slice, m.space.All(), list); !fits || err != nil {
 		b.Fatal(fits, err)
 	}
 	cells := a.frame[frameHeader+pullFixed:]
 	dst := &destination{regions: map[uint32]*mapping{0: {region: m.region, refs: 1}}, l: l}
-	j := job{l: l, r: m.space.All(), grant: &transport.Grant{Sink: m}}
+	j := job{l: l, r: m.space.All(), grant: &transport.Grant{Memory: m}}
+	j.grant.Receipt.Reset(m.space.NumChunks())
 	if why, err := dst.sourceLocked(&j, cells); why != 0 || err != nil {
 		b.Fatal(why, err)
 	}

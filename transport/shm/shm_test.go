@@ -92,7 +92,6 @@ type memory struct {
 	space  *transfer.Space
 	blocks []mem.Block
 	each   uint64
-	valid  func(transfer.Range) bool
 	bitmap *transfer.Bitmap
 }
 
@@ -106,8 +105,7 @@ func newMemory(tb testing.TB, bytes, blockBytes uint64, seed uint64) *memory {
 	if err != nil {
 		tb.Fatal(err)
 	}
-	m := &memory{space: sp, each: blockBytes, bitmap: transfer.NewBitmap(sp.NumChunks()),
-		valid: func(transfer.Range) bool { return true }}
+	m := &memory{space: sp, each: blockBytes, bitmap: transfer.NewBitmap(sp.NumChunks())}
 	blocks := rand.New(rand.NewPCG(seed, 1)).Perm(int(2 * bytes / blockBytes))
 	for _, i := range blocks[:bytes/blockBytes] {
 		m.blocks = append(m.blocks, mem.Block{Region: r, Off: uint64(i) * blockBytes, Len: blockBytes})
@@ -138,9 +136,12 @@ func (m *memory) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error)
 	return dst, nil
 }
 
-func (m *memory) Bytes(r transfer.Range) (uint64, error)    { return m.space.Bytes(r) }
-func (m *memory) Valid(r transfer.Range) bool               { return m.valid(r) }
-func (m *memory) Landed(_ transport.Lane, r transfer.Range) { m.bitmap.Set(r) }
+func (m *memory) Bytes(r transfer.Range) (uint64, error)              { return m.space.Bytes(r) }
+func (m *memory) Device() mem.Device                                  { return nil }
+func (m *memory) Landed(_ transport.Lane, r transfer.Range, _ uint32) { m.bitmap.Set(r) }
+
+func valid(transfer.LeaseID) bool   { return true }
+func invalid(transfer.LeaseID) bool { return false }
 
 func equal(a, b *memory) bool {
 	for i := range a.blocks {
@@ -185,7 +186,8 @@ func (p *pair) dial(tb testing.TB) transport.Lane {
 
 func (p *pair) bind(tb testing.TB, slot transfer.Slot, from, to *memory) (*transport.Origin,
 	*transport.Grant) {
-	g := &transport.Grant{Peer: p.src.boot, Slot: slot, Gen: 7, Sink: to}
+	g := &transport.Grant{Peer: p.src.boot, Slot: slot, Gen: 7, Memory: to, Landed: to.Landed}
+	g.Receipt.Reset(to.space.NumChunks())
 	p.dst.mu.Lock()
 	p.dst.grants[slot] = g
 	p.dst.mu.Unlock()
@@ -195,7 +197,7 @@ func (p *pair) bind(tb testing.TB, slot transfer.Slot, from, to *memory) (*trans
 			tb.Error(err)
 		}
 	})
-	return &transport.Origin{Peer: p.dst.boot, Slot: slot, Gen: 7, Source: from}, g
+	return &transport.Origin{Peer: p.dst.boot, Slot: slot, Gen: 7, Memory: from, Valid: valid}, g
 }
 
 func (n *node) result(tb testing.TB) transport.Result {
@@ -295,13 +297,11 @@ func testRefusals(t *testing.T, n, each uint64) {
 			transfer.ReasonRevoked, false},
 		"closed origin": {func(o *transport.Origin, _ *transport.Grant) { o.Revoke() },
 			transfer.NotLanded, transfer.ReasonSourceGone, true},
-		"disowned": {func(o *transport.Origin, _ *transport.Grant) {
-			m := *from
-			m.valid = func(transfer.Range) bool { return false }
-			o.Source = &m
-		}, transfer.NotLanded, transfer.ReasonDisowned, true},
+		"disowned": {func(o *transport.Origin, _ *transport.Grant) { o.Valid = invalid },
+			transfer.NotLanded, transfer.ReasonDisowned, true},
 		"other length": {func(_ *transport.Origin, g *transport.Grant) {
-			g.Sink = newMemory(t, n-each, each, 3)
+			m := newMemory(t, n-each, each, 3)
+			g.Memory, g.Landed = m, m.Landed
 		}, transfer.Rejected, transfer.ReasonLength, false},
 		"a later attempt holds it": {func(_ *transport.Origin, g *transport.Grant) {
 			var c transport.Claim
@@ -415,7 +415,7 @@ func TestSilentPeer(t *testing.T) {
 	release := sync.OnceFunc(func() { close(hang) })
 	t.Cleanup(release) // also where the test fails
 	p.dst.mu.Lock()
-	g.Sink = &hanging{memory: to, entered: entered, hang: hang}
+	g.Memory = &hanging{memory: to, entered: entered, hang: hang}
 	p.dst.mu.Unlock()
 	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err !=
 		nil {
@@ -529,7 +529,7 @@ func TestSuperseded(t *testing.T) {
 	old.fill(2)
 	o, _ := p.bind(t, 1, from, to)
 	p.move(t, o, from.space, 16, p.lane)
-	late := &transport.Origin{Peer: o.Peer, Slot: o.Slot, Gen: o.Gen, Source: old}
+	late := &transport.Origin{Peer: o.Peer, Slot: o.Slot, Gen: o.Gen, Memory: old, Valid: valid}
 	if err := p.lane.Move([]transport.Slice{{Origin: late, Range: from.space.All(),
 		Attempt: 1}}); err != nil {
 		t.Fatal(err)

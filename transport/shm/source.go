@@ -260,7 +260,7 @@ func (s *source) pulled(tag uint64, reason transfer.Reason) error {
 	}
 	p := &s.pulls[i]
 	p.reading = false
-	o, r := p.m.s.Origin, p.r
+	o := p.m.s.Origin
 	s.l.b.endRead(o)
 	if reason != transfer.ReasonNone {
 		s.endLocked(i, refusal(reason), reason)
@@ -272,7 +272,7 @@ func (s *source) pulled(tag uint64, reason transfer.Reason) error {
 	// Under the guard: once CloseOrigin has revoked it, no pull can be declared valid.
 	valid := o.Enter()
 	if valid {
-		valid = o.Source.Valid(r)
+		valid = o.Valid(o.Lease)
 		o.Leave()
 	}
 	s.mu.Lock()
@@ -373,7 +373,7 @@ func (s *source) move(batch []transport.Slice) error {
 		m := s.newMovedLocked(batch[i], now)
 		s.mu.Unlock()
 		if s.asks != nil && (m.s.Range.Count > askHere || len(s.asks) > 0) &&
-			transport.DeviceOf(m.s.Origin.Source) != nil {
+			m.s.Origin.Memory.Device() != nil {
 			s.asks <- m
 			continue
 		}

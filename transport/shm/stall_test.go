@@ -43,11 +43,11 @@ func TestSlicesWaitForPulls(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p := newPair(t, Config{Workers: 2})
-			from.valid = func(transfer.Range) bool { return c.valid }
 			o, g := p.bind(t, 1, from, to)
+			o.Valid = func(transfer.LeaseID) bool { return c.valid }
 			busy := &gated{to, make(chan struct{})}
 			p.dst.mu.Lock()
-			g.Sink = busy
+			g.Memory = busy
 			p.dst.mu.Unlock()
 			for i := range uint32(slices) {
 				s := transport.Slice{Origin: o, Range: transfer.Range{First: i * count, Count: count},

@@ -14,16 +14,15 @@ import (
 // Name is the backend's.
 const Name = "sim"
 
-// WordSource is a transport.Source whose memory is modeled: one word per chunk stands for its
-// bytes.
+// WordSource is the memory of an origin that is modeled: one word per chunk stands for its bytes.
 type WordSource interface {
-	transport.Source
+	transport.Memory
 	ReadWord(chunk uint32) uint64
 }
 
-// WordSink is a transport.Sink whose memory is modeled.
+// WordSink is the memory of a grant that is modeled.
 type WordSink interface {
-	transport.Sink
+	transport.Memory
 	WriteWord(chunk uint32, word uint64)
 }
 

@@ -15,7 +15,7 @@
 // Not modeled: packets within a chunk (a lost one costs a round trip and half the window), CPU
 // time, the kernel's buffers.
 //
-// Content is bytes if a Source and a Sink have memory, and one word per chunk if they implement
+// Content is bytes, and one word per chunk if the memories of an origin and a grant implement
 // WordSource and WordSink.
 //
 // Everything happens in Step and Run, in the order of time and then of scheduling; the only

@@ -132,7 +132,7 @@ func (e *end) Move(batch []transport.Slice) error {
 		e.f.flights++
 		fl := &flight{id: e.f.flights, e: e, s: s, began: e.f.now, left: s.Range.Count}
 		e.flights = append(e.flights, fl)
-		n, err := s.Origin.Source.Bytes(s.Range)
+		n, err := s.Origin.Memory.Bytes(s.Range)
 		why := transfer.ReasonRange
 		if err == nil && s.Origin.Revoked() {
 			err, why = errSourceClosed, transfer.ReasonSourceGone
@@ -146,7 +146,7 @@ func (e *end) Move(batch []transport.Slice) error {
 		}
 		fl.total, fl.uniform = n, n == uint64(s.Range.Count)*transfer.ChunkBytes
 		fl.have = make([]uint64, (s.Range.Count+63)/64)
-		if _, ok := s.Origin.Source.(WordSource); ok {
+		if _, ok := s.Origin.Memory.(WordSource); ok {
 			fl.words = make([]uint64, s.Range.Count)
 		} else {
 			fl.data = make([][]byte, s.Range.Count)
@@ -168,10 +168,10 @@ var (
 
 // resolve checks whether a source with memory has memory for the slice.
 func (fl *flight) resolve() error {
-	if _, ok := fl.s.Origin.Source.(WordSource); ok {
+	if _, ok := fl.s.Origin.Memory.(WordSource); ok {
 		return nil
 	}
-	_, err := fl.s.Origin.Source.Resolve(nil, fl.s.Range)
+	_, err := fl.s.Origin.Memory.Resolve(nil, fl.s.Range)
 	return err
 }
 

@@ -83,7 +83,7 @@ func (fl *flight) size(idx uint32) int {
 	if fl.uniform {
 		return transfer.ChunkBytes
 	}
-	n, err := fl.s.Origin.Source.Bytes(transfer.Range{First: fl.s.Range.First + idx, Count: 1})
+	n, err := fl.s.Origin.Memory.Bytes(transfer.Range{First: fl.s.Range.First + idx, Count: 1})
 	if err != nil {
 		return 0
 	}
@@ -107,11 +107,11 @@ func (fl *flight) read(idx uint32, n int) {
 	}
 	defer o.Leave()
 	if fl.words != nil {
-		fl.words[idx] = o.Source.(WordSource).ReadWord(chunk)
+		fl.words[idx] = o.Memory.(WordSource).ReadWord(chunk)
 		return
 	}
 	buf := make([]byte, n)
-	blocks, err := o.Source.Resolve(nil, transfer.Range{First: chunk, Count: 1})
+	blocks, err := o.Memory.Resolve(nil, transfer.Range{First: chunk, Count: 1})
 	if err == nil {
 		err = eachBlock(blocks, buf, (*mem.Region).ReadAt)
 	}
@@ -138,7 +138,7 @@ func eachBlock(blocks []mem.Block, buf []byte, do func(*mem.Region, []byte, uint
 // trailer records whether everything that was read was valid; it travels with the last chunk.
 func (fl *flight) trailer() {
 	if o := fl.s.Origin; fl.lost == transfer.ReasonNone && (o.Revoked() ||
-		!o.Source.Valid(fl.s.Range)) {
+		!o.Valid(o.Lease)) {
 		fl.lost, fl.err = transfer.ReasonDisowned, errInvalidated
 	}
 }

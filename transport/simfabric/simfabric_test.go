@@ -91,14 +91,14 @@ func (w *words) Bytes(r transfer.Range) (uint64, error) {
 	}
 	return uint64(r.Count) * transfer.ChunkBytes, nil
 }
-func (w *words) Valid(transfer.Range) bool { return true }
-func (w *words) ReadWord(c uint32) uint64  { return uint64(c) * 3 }
+func (w *words) Device() mem.Device       { return nil }
+func (w *words) ReadWord(c uint32) uint64 { return uint64(c) * 3 }
 func (w *words) WriteWord(c uint32, v uint64) {
 	w.writes++
 	w.seen[c] = v
 }
 
-func (w *words) Landed(_ transport.Lane, r transfer.Range) {
+func (w *words) Landed(_ transport.Lane, r transfer.Range, _ uint32) {
 	w.landed += uint64(r.Count) * transfer.ChunkBytes
 	for c := r.First; c < r.End(); c++ {
 		if w.seen[c] != uint64(c)*3 {
@@ -125,8 +125,11 @@ func newStream(a, b *station, i, window int) *stream {
 	a.t.Helper()
 	s := &stream{a: a, sink: &words{t: a.t, seen: map[uint32]uint64{}},
 		ended: map[transfer.Outcome]int{}}
-	b.grants[a.boot] = &transport.Grant{Peer: a.boot, Gen: 1, Sink: s.sink}
-	s.o = &transport.Origin{Peer: b.boot, Gen: 1, Source: s.sink}
+	b.grants[a.boot] = &transport.Grant{Peer: a.boot, Gen: 1, Memory: s.sink,
+		Landed: s.sink.Landed}
+	b.grants[a.boot].Receipt.Reset(spaceChunks)
+	s.o = &transport.Origin{Peer: b.boot, Gen: 1, Memory: s.sink,
+		Valid: func(transfer.LeaseID) bool { return true }}
 	l, err := a.b.Dial(context.Background(), transport.Peer{Boot: b.boot, Self: a.boot},
 		a.rails[i], b.rails[i])
 	if err != nil {

@@ -5,6 +5,7 @@ import (
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
 )
 
 const (
@@ -12,12 +13,6 @@ const (
 	fragmentBytes  = fragmentChunks * transfer.ChunkBytes // at most, in one system call
 	iovMax         = 1024                                 // UIO_MAXIOV
 )
-
-// resolver is what transport.Sink and transport.Source have in common.
-type resolver interface {
-	Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error)
-	Bytes(r transfer.Range) (uint64, error)
-}
 
 // fragment is a bounded run of chunks of the frame under way: where its bytes are, and how far the
 // kernel got.
@@ -34,7 +29,7 @@ type fragment struct {
 }
 
 // load resolves chunks r. It does not touch the memory.
-func (p *fragment) load(from resolver, r transfer.Range) error {
+func (p *fragment) load(from transport.Memory, r transfer.Range) error {
 	want, err := from.Bytes(r)
 	if err != nil {
 		return err

@@ -198,7 +198,7 @@ func (l *lane) Move(batch []transport.Slice) error {
 	}
 	ready := 0
 	for _, s := range batch {
-		if dev := transport.DeviceOf(s.Origin.Source); dev != nil {
+		if dev := s.Origin.Memory.Device(); dev != nil {
 			l.stage.putLocked(entry{Slice: s, began: now, dev: dev})
 			continue
 		}

@@ -153,8 +153,10 @@ func (r *receiver) frame() error {
 	default:
 		r.why = r.claim.Land(r.l)
 	}
-	r.claim.Release()
-	r.l.land.drop(r.place)
+	if r.why != transfer.ReasonNone {
+		r.claim.Release()
+		r.l.land.drop(r.place)
+	}
 	r.place, r.grant = nil, nil
 	e := r.l.verdict(h, r.why)
 	if r.l.land.busy() {
@@ -191,7 +193,7 @@ func (r *receiver) begin() {
 		}
 		return
 	}
-	n, err := r.grant.Sink.Bytes(h.Range)
+	n, err := r.grant.Memory.Bytes(h.Range)
 	switch {
 	case err != nil:
 		r.why = transfer.ReasonRange
@@ -222,7 +224,7 @@ func (r *receiver) load() {
 		} else {
 			var fresh bool
 			c.Count, fresh = r.claim.Fresh(c)
-			switch err := r.p.load(r.grant.Sink, c); {
+			switch err := r.p.load(r.grant.Memory, c); {
 			case err != nil || uint64(r.p.left) > r.todo:
 				r.why = transfer.ReasonRange
 			case fresh:

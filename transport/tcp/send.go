@@ -142,7 +142,7 @@ func (t *sender) gather(inline bool) bool {
 
 // begin opens a frame, or ends its slice here if its source is lost already.
 func (t *sender) begin(e entry) {
-	n, err := e.Origin.Source.Bytes(e.Range)
+	n, err := e.Origin.Memory.Bytes(e.Range)
 	why := transfer.ReasonRange
 	if err == nil && n > uint64(e.Range.Count)*transfer.ChunkBytes {
 		err = fmt.Errorf("tcp: chunks %d+%d have %d bytes", e.Range.First, e.Range.Count, n)
@@ -258,7 +258,7 @@ func (t *sender) load() {
 		r := transfer.Range{First: t.next, Count: min(fragmentChunks, t.cur.Range.End()-t.next)}
 		err := errUneven
 		if r.Count > 0 {
-			err = t.p.load(t.cur.Origin.Source, r)
+			err = t.p.load(t.cur.Origin.Memory, r)
 		}
 		if err == nil && uint64(t.p.left) > t.todo {
 			err = errUneven
@@ -355,7 +355,7 @@ func (t *sender) fill() error {
 // says holds for all.
 func (t *sender) finishFrame() {
 	tr := wire.Trailer{Status: wire.StatusValid, Seq: t.cur.seq, CRC32C: t.sum}
-	if !t.lost && (t.cur.Origin.Revoked() || !t.cur.Origin.Source.Valid(t.cur.Range)) {
+	if !t.lost && (t.cur.Origin.Revoked() || !t.cur.Origin.Valid(t.cur.Origin.Lease)) {
 		t.lose(transfer.ReasonDisowned, errDisowned)
 	}
 	if t.lost {

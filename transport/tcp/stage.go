@@ -99,7 +99,7 @@ func (s *stager) hand(e entry) {
 // fill gathers a slice, under the origin's guard. Whatever is wrong with the slice itself, the
 // sender finds out again.
 func (s *stager) fill(e *entry) {
-	n, err := e.Origin.Source.Bytes(e.Range)
+	n, err := e.Origin.Memory.Bytes(e.Range)
 	if err != nil || n == 0 || n > uint64(e.dev.LendBytes()) {
 		return
 	}
@@ -118,7 +118,7 @@ func (s *stager) fill(e *entry) {
 		s.giveBack(e)
 		return
 	}
-	s.blocks, err = e.Origin.Source.Resolve(s.blocks[:0], e.Range)
+	s.blocks, err = e.Origin.Memory.Resolve(s.blocks[:0], e.Range)
 	if err == nil && lengths(s.blocks) != n {
 		err = errUneven
 	}
@@ -186,7 +186,7 @@ func (d *lander) init(l *lane) { d.l = l }
 // take gives the reader a buffer for a frame of n bytes; nil where the memory is the host's, or no
 // buffer is to be had. It waits for the device where landSlots frames are on their way.
 func (d *lander) take(g *transport.Grant, n uint64) *landing {
-	dev := transport.DeviceOf(g.Sink)
+	dev := g.Memory.Device()
 	if dev == nil || n == 0 || n > uint64(dev.LendBytes()) {
 		return nil
 	}
@@ -262,12 +262,13 @@ func (x *landing) place(l *lane) transfer.Reason {
 	for rest := x.h.Range; rest.Count > 0; {
 		count, fresh := x.claim.Fresh(rest)
 		r := transfer.Range{First: rest.First, Count: count}
-		n, err := x.grant.Sink.Bytes(r)
+		n, err := x.grant.Memory.Bytes(r)
 		if err != nil || n > uint64(len(buf)) {
 			return transfer.ReasonRange
 		}
 		if fresh {
-			if x.blocks, err = x.grant.Sink.Resolve(x.blocks[:0], r); err != nil || lengths(x.blocks) != n {
+			x.blocks, err = x.grant.Memory.Resolve(x.blocks[:0], r)
+			if err != nil || lengths(x.blocks) != n {
 				return transfer.ReasonRange
 			}
 			if why := x.claim.Enter(); why != transfer.ReasonNone {

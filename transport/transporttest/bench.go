@@ -34,10 +34,6 @@ func (w wrapped) Bytes(r transfer.Range) (b uint64, err error) {
 	return b, nil
 }
 
-func (w wrapped) Landed(transport.Lane, transfer.Range) {}
-
-func (w wrapped) Valid(transfer.Range) bool { return true }
-
 // Mover pushes slices through one lane with a window. For benchmarks and allocation tests.
 type Mover struct {
 	tb       testing.TB
@@ -76,10 +72,12 @@ func (m *Mover) rebind() {
 	m.next = 0
 	m.bind = NewBind(m.tb, m.pair.A, m.pair.B, m.src.Memory, m.dst.Memory, 1, m.gen)
 	m.pair.B.mu.Lock() // which guards the lookup by lanes
-	m.bind.Grant.Sink = m.dst
+	m.bind.Grant.Memory = m.dst
+	m.bind.Grant.Landed = func(transport.Lane, transfer.Range, uint32) {}
+	m.bind.Grant.Receipt.Reset(transfer.MaxSlotChunks)
 	m.pair.B.mu.Unlock()
 	m.pair.A.mu.Lock()
-	m.bind.Origin.Source = m.src
+	m.bind.Origin.Memory = m.src
 	m.pair.A.mu.Unlock()
 }
 

@@ -36,7 +36,8 @@ func (b *Bind) bindGrant(tb testing.TB, dst *Memory, peer transfer.Boot, slot tr
 	gen transfer.Gen) []byte {
 	tb.Helper()
 	b.Sink = &Sink{Memory: dst, tb: tb, landed: make([]atomic.Uint32, dst.Chunks())}
-	b.Grant = &transport.Grant{Peer: peer, Slot: slot, Gen: gen, Sink: b.Sink}
+	b.Grant = &transport.Grant{Peer: peer, Slot: slot, Gen: gen, Memory: b.Sink, Landed: b.Sink.Landed}
+	b.Grant.Receipt.Reset(dst.Chunks())
 	b.Sink.grant = b.Grant
 	if b.to.far != nil {
 		return b.to.far.newGrant(tb, b)
@@ -59,7 +60,8 @@ func (b *Bind) bindGrant(tb testing.TB, dst *Memory, peer transfer.Boot, slot tr
 func (b *Bind) bindOrigin(src *Memory, peer transfer.Boot, slot transfer.Slot, gen transfer.Gen,
 	token []byte) {
 	b.Source = &Source{Memory: src}
-	b.Origin = &transport.Origin{Peer: peer, Slot: slot, Gen: gen, Source: b.Source, Token: token}
+	b.Origin = &transport.Origin{Peer: peer, Slot: slot, Gen: gen, Memory: b.Source,
+		Valid: b.Source.Valid, Token: token}
 	b.from.mu.Lock()
 	defer b.from.mu.Unlock()
 	b.from.origins[slot] = b.Origin

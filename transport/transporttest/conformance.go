@@ -398,8 +398,8 @@ func testRefusals(t *testing.T, f Factory) {
 		}
 	}
 	other := func(slot transfer.Slot, gen transfer.Gen) *transport.Origin {
-		o := &transport.Origin{Peer: p.B.Boot, Slot: slot, Gen: gen, Source: b.Source,
-			Token: b.Origin.Token}
+		o := &transport.Origin{Peer: p.B.Boot, Slot: slot, Gen: gen, Memory: b.Source,
+			Valid: b.Source.Valid, Token: b.Origin.Token}
 		p.A.mu.Lock()
 		p.A.origins[slot] = o
 		p.A.mu.Unlock()

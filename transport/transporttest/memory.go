@@ -141,7 +141,7 @@ func (m *Memory) Replace(r *mem.Region) {
 	}
 }
 
-// Device implements transport.OnDevice.
+// Device implements transport.Memory.
 func (m *Memory) Device() mem.Device { return m.Region.Device() }
 
 // Chunks of the space.
@@ -158,7 +158,7 @@ func (m *Memory) check(r transfer.Range) error {
 	return nil
 }
 
-// Resolve is that of Sink and Source.
+// Resolve implements transport.Memory.
 func (m *Memory) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
 	if err := m.check(r); err != nil {
 		return dst, err
@@ -169,7 +169,7 @@ func (m *Memory) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error)
 	return dst, nil
 }
 
-// Bytes is that of Sink and Source.
+// Bytes implements transport.Memory.
 func (m *Memory) Bytes(r transfer.Range) (n uint64, err error) {
 	if err := m.check(r); err != nil {
 		return 0, err
@@ -277,7 +277,7 @@ func (m *Memory) Filled(c byte) (int, bool) {
 	return 0, true
 }
 
-// Sink is a transport.Sink that checks content as it lands.
+// Sink is the memory of a grant. It checks content as it lands.
 type Sink struct {
 	*Memory
 	tb     testing.TB
@@ -315,7 +315,7 @@ func (s *Sink) Count() int {
 	return int(s.count.Load())
 }
 
-// Resolve implements transport.Sink.
+// Resolve implements transport.Memory.
 func (s *Sink) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
 	if s.Reject.Load() {
 		return dst, errors.New("this sink resolves nothing")
@@ -323,8 +323,8 @@ func (s *Sink) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
 	return s.Memory.Resolve(dst, r)
 }
 
-// Landed implements transport.Sink.
-func (s *Sink) Landed(l transport.Lane, r transfer.Range) {
+// Landed is the grant's.
+func (s *Sink) Landed(l transport.Lane, r transfer.Range, _ uint32) {
 	if l == nil {
 		s.tb.Error("Landed without a lane")
 	}
@@ -343,14 +343,14 @@ func (s *Sink) Landed(l transport.Lane, r transfer.Range) {
 // Full reports whether every chunk has landed.
 func (s *Sink) Full() bool { return s.Count() == len(s.length) }
 
-// Source is a transport.Source whose validity a test decides.
+// Source is the memory of an origin whose validity a test decides.
 type Source struct {
 	*Memory
 	Invalid atomic.Bool
 	Broken  atomic.Bool // Resolve fails
 }
 
-// Resolve implements transport.Source.
+// Resolve implements transport.Memory.
 func (s *Source) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
 	if s.Broken.Load() {
 		return dst, errors.New("this source resolves nothing")
@@ -358,5 +358,5 @@ func (s *Source) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error)
 	return s.Memory.Resolve(dst, r)
 }
 
-// Valid implements transport.Source.
-func (s *Source) Valid(transfer.Range) bool { return !s.Invalid.Load() }
+// Valid is the origin's.
+func (s *Source) Valid(transfer.LeaseID) bool { return !s.Invalid.Load() }

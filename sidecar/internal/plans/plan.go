@@ -1,5 +1,5 @@
-// Package plans makes the executor's plans from the layouts of engines, and finds the memory of
-// their chunks. A Planner belongs to one process; all of its plans come from it.
+// Package plans makes the executor's plans from the layouts of engines, and binds them to the
+// memory of workers. A Planner belongs to one process; all of its plans come from it.
 package plans
 
 import (
@@ -12,6 +12,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
+	"github.com/kvspray/kvspray/transport"
 )
 
 // Bounds of a planner's caches. A full cache is emptied, and its content computed again.
@@ -55,20 +56,34 @@ func New(reg *parseblock.Registry) *Planner {
 // received is a plan with the receiver's own memory bound to it.
 type received struct {
 	*parseblock.Plan
-	side *parseblock.Resolver
+	memory *engines.Memory
 }
 
 // The executor keeps plans as interfaces. All plans of a process come from its planner, and these
 // functions are the only ones that look behind the interface.
 
-// receivedPlan is what Receive or Divide made.
-func receivedPlan(l *exec.ReceivePart) received { return l.Plan.(received) }
-
-// Received is the plan of a part that is received.
-func Received(l *exec.ReceivePart) *parseblock.Plan { return receivedPlan(l).Plan }
+// Received is the plan of a part that is received; Receive or Divide made it.
+func Received(l *exec.ReceivePart) *parseblock.Plan { return l.Plan.(received).Plan }
 
 // Sent is the plan of a part that is sent; Send made it.
 func Sent(s *exec.SendPart) *parseblock.Plan { return s.Plan.(*parseblock.Plan) }
+
+// Receiver implements driver.Memory.
+func (p *Planner) Receiver(l *exec.ReceivePart) transport.Memory { return l.Plan.(received).memory }
+
+// Sender implements driver.Memory.
+func (p *Planner) Sender(s *exec.SendPart) (transport.Memory, error) {
+	side, err := Sent(s).Side(p.reg, s.Worker.Layout, s.Blocks)
+	if err != nil {
+		return nil, err
+	}
+	return s.Worker.Memory(side), nil
+}
+
+// Extend implements driver.Memory.
+func (p *Planner) Extend(s *exec.SendPart, blocks [][]uint32) error {
+	return s.Origin.Memory.(*engines.Memory).SetTables(blocks)
+}
 
 // Registry has the strategies of the planner.
 func (p *Planner) Registry() *parseblock.Registry { return p.reg }
@@ -98,7 +113,7 @@ func (p *Planner) receive(w *engines.Worker, x *engines.Expect, m *parseblock.Ma
 	if err := side.Covers(); err != nil {
 		return received{}, err
 	}
-	return received{plan, side}, nil
+	return received{plan, w.Memory(side)}, nil
 }
 
 // Divide plans x from the ranks of another engine.

@@ -9,7 +9,7 @@ import (
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/parseblock"
-	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
 )
 
 // Hashes writes the SHA-256 of every page that a transfer moved, each side from its own memory: the
@@ -38,7 +38,7 @@ func (h Hashes) Received(l *exec.ReceivePart, plan *parseblock.Plan) {
 	}
 	h.pages(PageHash{Side: string(metrics.SideDestination), Xfer: l.Expect.Key.Xfer.String(),
 		Hash: hex.EncodeToString(l.Expect.Key.Hash[:8]),
-		Dest: l.Lease().String(), Rank: l.Part.Rank}, plan, l.Grant.Sink.Resolve)
+		Dest: l.Lease().String(), Rank: l.Part.Rank}, plan, l.Grant.Memory)
 }
 
 // Sent writes the pages of a part that was sent.
@@ -48,12 +48,11 @@ func (h Hashes) Sent(s *exec.SendPart, plan *parseblock.Plan) {
 	}
 	h.pages(PageHash{Side: string(metrics.SideSource), Xfer: s.Key.Xfer.String(),
 		Hash: hex.EncodeToString(s.Key.Hash[:8]),
-		Dest: s.Dest.String(), Rank: s.Worker.Place.Rank()}, plan, s.Origin.Source.Resolve)
+		Dest: s.Dest.String(), Rank: s.Worker.Place.Rank()}, plan, s.Origin.Memory)
 }
 
 // pages cuts each layer's segment into its pages, which are in token order.
-func (h Hashes) pages(line PageHash, plan *parseblock.Plan, resolve func([]mem.Block,
-	transfer.Range) ([]mem.Block, error)) {
+func (h Hashes) pages(line PageHash, plan *parseblock.Plan, m transport.Memory) {
 	var out []any
 	flat := 0
 	sp := plan.Space()
@@ -66,7 +65,7 @@ func (h Hashes) pages(line PageHash, plan *parseblock.Plan, resolve func([]mem.B
 			if bytes == 0 {
 				continue
 			}
-			blocks, err := resolve(nil, r)
+			blocks, err := m.Resolve(nil, r)
 			if err != nil {
 				return
 			}

@@ -62,8 +62,8 @@ var mutants = []mutant{
 	{"a newer origin hides an older one", "control/driver/binds.go", "	return b.senders[s]\n",
 		"	if x := b.origins[originName(s)]; x != nil && x.sending == s {\n		return x\n	}\n	return nil\n",
 		[]string{read, released}},
-	{"a full bitmap is not reported", "control/driver/receiver.go", "if receipt.Full() && " +
-		"!r.full.Swap(true) {", "if false {", []string{path, never}},
+	{"a full bitmap is not reported", "control/driver/receiver.go", "if full && !r.full.Swap(true) {",
+		"if full && false {", []string{path, never}},
 
 	// The commit.
 	{"one chunk less is full", "transfer/bitmap.go", "func (b *Bitmap) Full() bool { return " +

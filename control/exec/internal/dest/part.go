@@ -44,7 +44,7 @@ func causeOf(status uint16) Cause {
 // Part is one part of a grant on the receiver: one (peer, slot, generation) of a
 // destination lease.
 type Part struct {
-	Grant  transport.Grant // Sink is the driver's
+	Grant  transport.Grant // Memory and Landed are the driver's
 	Worker *engines.Worker
 	Expect *engines.Expect
 	Plan   agreement.Plan

@@ -19,7 +19,7 @@ import (
 
 // Part is one part of a grant on the sender: a source lease serves it through one origin.
 type Part struct {
-	Origin transport.Origin // Source is the driver's
+	Origin transport.Origin // Memory, Lease and Valid are the driver's
 	Worker *engines.Worker
 	Lease  transfer.LeaseID // source, at the epoch that the bytes are read under; set by Bind
 	Dest   transfer.LeaseID
