@@ -83,8 +83,8 @@ func TestWedged(t *testing.T) {
 		done := make(chan struct{})
 		go func() { // its action Connect blocks
 			defer close(done)
-			d.Events.Await(engines.Await{Peer: "elsewhere:1", TTL: time.Hour},
-				func(engines.Admission) {})
+			d.Handle([]engines.Event{{Kind: engines.Asked,
+				Await: &engines.Await{Peer: "elsewhere:1", TTL: time.Hour}}})
 		}()
 		synctest.Wait()
 		wedged(wedgedActions)

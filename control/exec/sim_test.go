@@ -414,7 +414,7 @@ func (n *simNode) perform(a *Action) {
 	case HeldOn:
 		n.heldOn = append(n.heldOn, s.now)
 	case Answer:
-		n.answer[a.Await] = a.Admission
+		n.answer[a.Await.Token] = a.Admission
 	case Follow:
 		if n.follow[a.Worker] == a.On {
 			s.fatalf("%s: Follow says %v twice", n.addr, a.On)

@@ -41,6 +41,11 @@ func (s *sidecar) event(fn func(now exec.Instant)) {
 	s.run(func() { s.drv.Do(func(_ *exec.Exec, now exec.Instant) { fn(now) }) })
 }
 
+// engine brings an event of the node's engine to the executor, and performs what follows.
+func (s *sidecar) engine(ev engines.Event) {
+	s.run(func() { s.drv.Handle([]engines.Event{ev}) })
+}
+
 // process is virtual time.
 type process struct{ s *sidecar }
 

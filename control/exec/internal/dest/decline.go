@@ -39,7 +39,7 @@ func (ds *Table) decline(now Instant, addr string, d declined) {
 	ds.endpoints.Drop(ep)
 }
 
-// DeclineAll is Exec.Decline.
+// DeclineAll takes engines.Declined.
 func (ds *Table) DeclineAll(now Instant, d engines.Decline) {
 	if d.World < 1 || d.World > lease.MaxTeam {
 		return

@@ -42,7 +42,7 @@ type Actions interface {
 	Forget(p *Part)
 	// Received ends a lease; parts are those of its last grant.
 	Received(w *engines.Worker, c engines.Completion, trace *core.Trace, parts []*Part)
-	Answer(query uint64, a engines.Admission)
+	Answer(a *engines.Await, ad engines.Admission)
 }
 
 // Table has the destination leases and their grants.
@@ -162,7 +162,7 @@ func (ds *Table) GrantedTo(boot transfer.Boot) (all []*Lease) {
 	return inOrder(slices.Values(all))
 }
 
-// Open is Exec.Expect.
+// Open opens a destination lease.
 func (ds *Table) Open(now Instant, w *engines.Worker, x engines.Expect) {
 	ws := ds.workers.Find(w)
 	if ws == nil || ws.Gone || ws.Leases[x.Lease.ID] != nil {
