@@ -18,6 +18,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -127,7 +128,7 @@ type Observer interface {
 	// Landed counts bytes of chunks that were missing before; backend is the index of the lane's.
 	Landed(l transport.Lane, backend int, bytes uint64)
 	// Fenced is the end of a fence, before the executor receives it.
-	Fenced(cause exec.Cause, took time.Duration)
+	Fenced(cause lease.Cause, took time.Duration)
 	// Quarantined counts parts whose blocks are withheld, from the first failure of a fence or of a
 	// close to its success.
 	Quarantined(by int)

@@ -39,7 +39,7 @@ func (nothing) LaneDown(transport.Lane, bool)                   {}
 func (nothing) Slice(transport.Lane, *transport.Result, uint64) {}
 func (nothing) FrameRefused(transport.Lane, transfer.Reason)    {}
 func (nothing) Landed(transport.Lane, int, uint64)              {}
-func (nothing) Fenced(exec.Cause, time.Duration)                {}
+func (nothing) Fenced(lease.Cause, time.Duration)               {}
 func (nothing) Quarantined(int)                                 {}
 func (nothing) Sent(*exec.SendPart)                             {}
 func (nothing) Receiver(*exec.ReceivePart) ReceiveMemory        { return nowhere{} }

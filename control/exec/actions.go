@@ -7,6 +7,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec/internal/lanes"
 	"github.com/kvspray/kvspray/control/exec/internal/layouts"
 	"github.com/kvspray/kvspray/control/exec/internal/source"
+	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -71,7 +72,7 @@ type Action struct {
 	Kind         Kind
 	On           bool
 	Committed    bool // the receiver committed what was sent
-	Cause        Cause
+	Cause        lease.Cause
 	Peer         transfer.Boot
 	Endpoint     string
 	Text         string
@@ -153,7 +154,7 @@ func (c *actions) Offer(to transfer.Boot, parts []*ReceivePart, f *peerv1.Contro
 	c.emit(Action{Kind: Offer, Peer: to, ReceiveParts: parts, Frame: f})
 }
 
-func (c *actions) Fence(p *ReceivePart, cause Cause) {
+func (c *actions) Fence(p *ReceivePart, cause lease.Cause) {
 	c.emit(Action{Kind: Fence, ReceivePart: p, Cause: cause})
 }
 

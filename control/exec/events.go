@@ -7,6 +7,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec/internal/dest"
 	"github.com/kvspray/kvspray/control/exec/internal/lanes"
 	"github.com/kvspray/kvspray/control/exec/internal/source"
+	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -71,7 +72,7 @@ func (e *Exec) workerGone(now Instant, ev *engines.Event) {
 		e.workers.Vacated = now
 	}
 	for _, d := range dest.Of(ws) {
-		e.dests.CloseBy(now, d, ByEngineGone, engines.StatusFailed, ev.Err.Error())
+		e.dests.CloseBy(now, d, lease.ByEngineGone, engines.StatusFailed, ev.Err.Error())
 	}
 	for _, s := range source.Of(ws) {
 		e.sources.Close(now, s, engines.StatusFailed, ev.Err.Error(), ev.Exited)

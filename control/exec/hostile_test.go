@@ -116,7 +116,7 @@ var hostileGrants = map[string]struct {
 	"huge team": {func(g *peerv1.Grant) { g.TeamSize = 1 << 31 }, 0,
 		"2147483648 receivers"},
 	"no parts": {func(g *peerv1.Grant) { g.Parts = nil }, 0, "0 parts"},
-	"too many parts": {func(g *peerv1.Grant) { g.Parts = make([]*peerv1.Part, MaxParts+1) }, 0,
+	"too many parts": {func(g *peerv1.Grant) { g.Parts = make([]*peerv1.Part, frame.MaxParts+1) }, 0,
 		"257 parts"},
 	"team of 1 byte": {func(g *peerv1.Grant) { g.Team = g.Team[:1] }, 0, "team of 1 bytes"},
 	"slot without bytes": {func(g *peerv1.Grant) {

@@ -9,6 +9,7 @@ import (
 	"github.com/kvspray/kvspray/control/driver"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
+	ends "github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -211,7 +212,7 @@ func (o observer) LaneUp(transport.Lane)                           {}
 func (o observer) LaneDown(transport.Lane, bool)                   {}
 func (o observer) Slice(transport.Lane, *transport.Result, uint64) {}
 func (o observer) Landed(transport.Lane, int, uint64)              {}
-func (o observer) Fenced(exec.Cause, time.Duration)                {}
+func (o observer) Fenced(ends.Cause, time.Duration)                {}
 func (o observer) Quarantined(int)                                 {}
 func (o observer) Sent(*exec.SendPart)                             {}
 

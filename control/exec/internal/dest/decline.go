@@ -79,7 +79,7 @@ func (ds *Table) closeUnsent(now Instant, d *Lease, why string) {
 	}
 	ds.Agenda.Disarm(d.t)
 	if fence {
-		ds.fence(d.live, ByRefusal)
+		ds.fence(d.live, lease.ByRefusal)
 	}
 	ds.decline(now, d.ep.Addr(), declined{id: d.x.Lease, key: d.x.Key, team: d.team,
 		size: d.ws.Place.World(), gen: d.live.gen, reason: why, far: true})
