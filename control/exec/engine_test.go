@@ -2,6 +2,7 @@ package exec
 
 import (
 	"errors"
+	"testing"
 
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/transfer"
@@ -63,4 +64,28 @@ func (e *Exec) Decline(now Instant, d engines.Decline) {
 
 func (e *Exec) SchedulerGone(now Instant, session uint64) {
 	e.one(now, engines.Event{Kind: engines.SchedulerGone, Session: session})
+}
+
+// Lanes get work once, at the end of a batch: what a later event of it cancels is not sent.
+func TestBatchAssignsOnce(t *testing.T) {
+	for _, canceled := range []bool{false, true} {
+		tg := newTarget()
+		in := engines.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1},
+			Key: testKey(1, 2), Tokens: targetTokens, Fanout: 1, Deadline: 30 * sec}
+		tg.ex.Intent(1, tg.w, in)
+		g := goodGrant()
+		g.Hash = in.Key.Hash[:]
+		if err := tg.ex.Message(sec, tg.peer, grantFrame(g)); err != nil {
+			t.Fatal(err)
+		}
+		batch := []engines.Event{{Kind: engines.LayersComplete, Worker: tg.w,
+			Progress: []engines.Progress{{Lease: in.Lease, Tokens: targetTokens, Final: true}}}}
+		if canceled {
+			batch = append(batch, engines.Event{Kind: engines.Canceled, Worker: tg.w, Lease: 2})
+		}
+		tg.ex.Handle(sec, batch)
+		if n := len(only(t, drained(tg.ex), Move)); (n > 0) == canceled {
+			t.Errorf("canceled %v: %d moves", canceled, n)
+		}
+	}
 }
