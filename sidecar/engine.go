@@ -103,12 +103,6 @@ func (e *completions) Complete(a *exec.Action) {
 	}
 }
 
-// Follow implements driver.Engines.
-func (e *completions) Follow(w *engines.Worker, on bool) { w.Session.Follow(on) }
-
-// HeldOn implements driver.Engines.
-func (e *completions) HeldOn(w *engines.Worker, lease uint64) { w.Session.HeldOn(lease) }
-
 // Forget implements driver.Engines.
 func (e *completions) Forget(w *engines.Worker) { e.plans.Forget(w) }
 

@@ -78,10 +78,6 @@ type Peers interface {
 type Engines interface {
 	// Complete performs an exec.Complete.
 	Complete(a *exec.Action)
-	// Follow reports whether anything is sent from a worker's memory.
-	Follow(w *engines.Worker, on bool)
-	// HeldOn reports that a source lease is still held.
-	HeldOn(w *engines.Worker, lease uint64)
 	// Forget drops what was kept for a worker without leases. The driver's lock is held.
 	Forget(w *engines.Worker)
 }

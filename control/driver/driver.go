@@ -169,7 +169,7 @@ func (d *Driver) perform(a *exec.Action) {
 	case exec.Forget:
 		d.binds.forget(a.ReceivePart)
 	case exec.Follow:
-		d.cfg.Engines.Follow(a.Worker, a.On)
+		a.Worker.Session.Follow(a.On)
 	case exec.Bind:
 		d.bind(a.SendPart)
 	case exec.Update:
@@ -188,7 +188,7 @@ func (d *Driver) perform(a *exec.Action) {
 		d.log.Warn("protocol violation by a peer; logged once", "peer", a.Peer.String(),
 			"refused", a.Text)
 	case exec.HeldOn:
-		d.cfg.Engines.HeldOn(a.Worker, a.Lease)
+		a.Worker.Session.HeldOn(a.Lease)
 	case exec.Complete:
 		d.cfg.Engines.Complete(a)
 	case exec.Describe:

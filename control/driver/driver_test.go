@@ -28,8 +28,6 @@ func (nothing) Send(transfer.Boot, *peerv1.ControlFrame)        {}
 func (nothing) Describe(transfer.Boot, [32]byte)                {}
 func (nothing) Compare(exec.Comparison)                         {}
 func (nothing) Complete(*exec.Action)                           {}
-func (nothing) Follow(*engines.Worker, bool)                    {}
-func (nothing) HeldOn(*engines.Worker, uint64)                  {}
 func (nothing) Forget(*engines.Worker)                          {}
 func (nothing) Rail(string, string) (transport.Rail, bool)      { return transport.Rail{}, false }
 func (nothing) DeviceSlices() bool                              { return false }

@@ -247,7 +247,8 @@ func (l *lease) progress(layer int, epoch uint32) {
 	id := l.id
 	id.Epoch = epoch
 	s.engine(engines.Event{Kind: engines.LayersComplete, Worker: s.workers[l.rank],
-		Progress: []engines.Progress{{Lease: id, Layer: layer - own.lo, Tokens: l.t.Tokens, Final: true}}})
+		Progress: []engines.Progress{{Lease: id, Layer: layer - own.lo, Tokens: l.t.Tokens,
+			Final: true}}})
 }
 
 // Preempt takes the source's blocks away on every rank, as an engine does without asking; each says

@@ -155,11 +155,14 @@ func (p peers) Compare(exec.Comparison)                           {} // all engi
 // simEngines is the way back to the played engines.
 type simEngines struct{ s *sidecar }
 
-func (e simEngines) Complete(a *exec.Action)      { e.s.complete(a) }
-func (e simEngines) Follow(*engines.Worker, bool) {}
+func (e simEngines) Complete(a *exec.Action) { e.s.complete(a) }
+func (e simEngines) Forget(*engines.Worker)  {}
 
-func (e simEngines) HeldOn(*engines.Worker, uint64) {}
-func (e simEngines) Forget(*engines.Worker)         {}
+// session implements engines.Session.
+type session struct{}
+
+func (session) Follow(bool)   {}
+func (session) HeldOn(uint64) {}
 
 // memory is modeled: one word stands for a chunk's bytes.
 type memory struct{ s *sidecar }

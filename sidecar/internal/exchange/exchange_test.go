@@ -132,9 +132,9 @@ func (c *cable) add(boot transfer.Boot) *node {
 	if err != nil {
 		c.t.Fatal(err)
 	}
-	n.Exchange = New(Options{Self: boot, Registry: parseblock.Default(), Events: n.events, Directory: c,
-		Removals: n,
-		Changed:  func() <-chan struct{} { return nil }, Metrics: m,
+	n.Exchange = New(Options{Self: boot, Registry: parseblock.Default(), Events: n.events,
+		Directory: c, Removals: n,
+		Changed: func() <-chan struct{} { return nil }, Metrics: m,
 		Log:  slog.New(slog.DiscardHandler),
 		Send: func(to transfer.Boot, f *peerv1.ControlFrame) error { return c.send(boot, to, f) }})
 	n.store, err = store.Open(store.Config{Memory: memory.Config{Bytes: 8 << 20, SlabBytes: 64 << 10,
