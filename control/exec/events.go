@@ -8,6 +8,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec/internal/lanes"
 	"github.com/kvspray/kvspray/control/exec/internal/source"
 	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -120,9 +121,10 @@ func (e *Exec) FenceDone(now Instant, l *ReceivePart, err error) {
 	e.assign(now)
 }
 
-// LaneUp adds a lane. After an error there are too many, and the lane gets no slices.
-func (e *Exec) LaneUp(now Instant, in LaneInfo) error {
-	err := e.dispatch.Up(now, in)
+// LaneUp adds a lane to a peer; its rank is set here. hints: it is a transport.WakeHinter. After an
+// error there are too many, and the lane gets no slices.
+func (e *Exec) LaneUp(now Instant, to transfer.Boot, in spray.LaneInfo, hints bool) error {
+	err := e.dispatch.Up(now, to, in, hints)
 	e.assign(now)
 	return err
 }

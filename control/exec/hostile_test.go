@@ -15,6 +15,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec/internal/frame"
 	"github.com/kvspray/kvspray/control/exec/internal/lanes"
 	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
@@ -45,8 +46,9 @@ func newTargetFor(fanout int) *target {
 	tg.ex.WorkerUp(tg.w)
 	tg.ex.PeerUp(1, "", tg.peer)
 	// a fresh peer has room
-	_ = tg.ex.LaneUp(1, LaneInfo{ID: 1, Peer: tg.peer, Backend: "tcp", Local: "r", Remote: "r",
-		SliceBytes: transfer.ChunkBytes, MaxInFlight: 4})
+	_ = tg.ex.LaneUp(1, tg.peer, spray.LaneInfo{ID: 1,
+		Path:       spray.Path{Transport: "tcp", Local: "r", Remote: "r"},
+		SliceBytes: transfer.ChunkBytes, MaxSlices: 4}, false)
 	tg.ex.Intent(1, tg.w, engines.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1, Epoch: 1},
 		Key: testKey(1, 1), Tokens: targetTokens, Fanout: fanout, Deadline: 30 * sec})
 	for l := range simLayers {

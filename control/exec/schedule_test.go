@@ -9,6 +9,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec/internal/lanes"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -149,8 +150,8 @@ func TestLanesAreBounded(t *testing.T) {
 	var refused error
 	for i := range 2000 {
 		rail := fmt.Sprint("rail", i)
-		if err := p.ex.LaneUp(s.now, LaneInfo{ID: uint64(1000 + i), Peer: boot, Backend: "tcp",
-			Local: rail, Remote: rail}); err != nil {
+		if err := p.ex.LaneUp(s.now, boot, spray.LaneInfo{ID: uint64(1000 + i),
+			Path: spray.Path{Transport: "tcp", Local: rail, Remote: rail}}, false); err != nil {
 			refused = err
 		}
 	}
@@ -393,9 +394,8 @@ func TestDrain(t *testing.T) {
 func TestForgottenPeerGetsNothing(t *testing.T) {
 	for _, forgotten := range []bool{false, true} {
 		tg := newTarget()
-		_ = tg.ex.LaneUp(1, LaneInfo{ID: 2, Peer: tg.peer, Backend: "shm",
-			SliceBytes:  transfer.ChunkBytes,
-			MaxInFlight: 4, WakeHints: true}) // there is room for it
+		_ = tg.ex.LaneUp(1, tg.peer, spray.LaneInfo{ID: 2, Path: spray.Path{Transport: "shm"},
+			SliceBytes: transfer.ChunkBytes, MaxSlices: 4}, true) // there is room for it
 		soon := engines.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1},
 			Key:    testKey(1, 2),
 			Tokens: targetTokens, Fanout: 1, Blocks: [][]uint32{{0}}, Deadline: 30 * sec}

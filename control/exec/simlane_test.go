@@ -2,6 +2,7 @@ package exec
 
 import (
 	"fmt"
+	"github.com/kvspray/kvspray/control/spray"
 	"time"
 
 	"github.com/kvspray/kvspray/transfer"
@@ -41,9 +42,9 @@ func (s *sim) lane(from, to *simNode, backend, rail string) {
 		}
 		from.lanes[l.id] = l
 		from.event(func() {
-			err := from.ex.LaneUp(s.now, LaneInfo{ID: l.id, Peer: to.boot, Backend: backend, Local: rail,
-				Remote:     rail,
-				SliceBytes: 2 * transfer.ChunkBytes, MaxInFlight: 4, WakeHints: backend == "shm"})
+			err := from.ex.LaneUp(s.now, to.boot, spray.LaneInfo{ID: l.id,
+				Path:       spray.Path{Transport: backend, Local: rail, Remote: rail},
+				SliceBytes: 2 * transfer.ChunkBytes, MaxSlices: 4}, backend == "shm")
 			if err != nil {
 				s.fatalf("%v", err)
 			}

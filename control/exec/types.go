@@ -3,6 +3,7 @@ package exec
 import (
 	"github.com/kvspray/kvspray/control/exec/internal/agreement"
 	"github.com/kvspray/kvspray/control/exec/internal/core"
+	"github.com/kvspray/kvspray/control/exec/internal/credit"
 	"github.com/kvspray/kvspray/control/exec/internal/dest"
 	"github.com/kvspray/kvspray/control/exec/internal/endpoint"
 	"github.com/kvspray/kvspray/control/exec/internal/frame"
@@ -30,9 +31,8 @@ type (
 	SendPart    = source.Part
 	Comparison  = source.Comparison
 
-	LaneInfo  = lanes.Info
 	Rail      = lanes.Rail
-	Inflow    = lanes.Inflow
+	Inflow    = credit.Inflow
 	Violation = frame.Violation
 )
 
