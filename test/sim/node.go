@@ -125,11 +125,12 @@ func (s *sidecar) register(e *engine) {
 	s.workers = nil
 	for r, boot := range e.boots {
 		own := held(r, len(e.boots))
-		w := &engines.Worker{Name: s.n.addr, Boot: boot, Session: session{},
-			Place:    engines.Place{Engine: s.n.addr, PP: r, PPSize: len(e.boots)},
+		w := &engines.Worker{Name: s.n.addr, Boot: boot, Place: engines.Place{Engine: s.n.addr, PP: r,
+			PPSize: len(e.boots)},
 			Geometry: geometry(r, len(e.boots)),
 			Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: blockTokens,
 				Layers: make([]layout.Layer, own.hi-own.lo)}}}}
+		w.Session = session{}
 		s.workers = append(s.workers, w)
 		s.engine(engines.Event{Kind: engines.WorkerUp, Worker: w})
 	}
