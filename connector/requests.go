@@ -3,6 +3,7 @@ package connector
 import (
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/kvspray/kvspray/connector/internal/watch"
@@ -41,18 +42,16 @@ func (w *worker) checkTables(what string, tables [][]uint32) (ids int, err error
 // openLocked opens a lease unless a bound or a state forbids it. The shim receives a refusal as a
 // completion.
 func (w *worker) openLocked(rec board.Record, source bool) (*lease, error) {
-	what := map[uint16]string{board.RecIntent: "INTENT", board.RecExpect: "EXPECT",
-		board.RecCopy: "COPY", board.RecGet: "GET", board.RecPut: "PUT", board.RecLoad: "LOAD"}[rec.Type]
-	if rec.Lease == 0 {
-		return nil, &msg.Error{Message: what, Field: "lease", Problem: "0 names no lease",
-			Remedy: "count leases from 1"}
+	if rec.Lease != 0 && w.leases[rec.Lease] == nil {
+		return &lease{id: rec.Lease, source: source}, nil
 	}
-	if _, dup := w.leases[rec.Lease]; dup {
-		return nil, &msg.Error{Message: what, Field: "lease",
-			Problem: fmt.Sprintf("lease %d is open already", rec.Lease),
-			Remedy:  "never reuse an id within one boot"}
+	err := &msg.Error{Message: strings.ToUpper(recordNames[rec.Type]), Field: "lease",
+		Problem: "0 names no lease", Remedy: "count leases from 1"}
+	if rec.Lease != 0 {
+		err.Problem = fmt.Sprintf("lease %d is open already", rec.Lease)
+		err.Remedy = "never reuse an id within one boot"
 	}
-	return &lease{id: rec.Lease, source: source}, nil
+	return nil, err
 }
 
 // refuseLocked ends a lease that was never opened.
@@ -218,35 +217,27 @@ func (w *worker) changeLocked(rec board.Record) error {
 		w.s.hookIgnored(kind)
 		return nil
 	}
-	var err error
-	switch rec.Type {
-	case board.RecCancel:
-		var m *msg.Cancel
+	if rec.Type == board.RecCancel {
 		reason := "cancelled"
-		if m, err = msg.DecodeCancel(rec.Body); err == nil {
+		m, err := msg.DecodeCancel(rec.Body)
+		if err == nil {
 			reason = m.Reason
 		}
 		w.cancelLocked(l, reason)
+		return err
+	}
+	what := strings.ToUpper(kind)
+	if !l.source {
+		return &msg.Error{Message: what, Field: "lease", Problem: fmt.Sprintf("lease %d is a destination",
+			l.id), Remedy: "name a source lease; CANCEL ends a destination lease"}
+	}
+	_, err := msg.DecodeEmpty(what, rec.Body)
+	switch rec.Type {
 	case board.RecPreempt:
-		_, err = msg.DecodeEmpty("PREEMPT", rec.Body)
-		if !l.source {
-			return &msg.Error{Message: "PREEMPT", Field: "lease", Problem: fmt.Sprintf("lease %d is a "+
-				"destination", l.id), Remedy: "write CANCEL"}
-		}
 		w.preemptLocked(l)
 	case board.RecHold:
-		_, err = msg.DecodeEmpty("HOLD", rec.Body)
-		if !l.source {
-			return &msg.Error{Message: "HOLD", Field: "lease", Problem: fmt.Sprintf("lease %d is a "+
-				"destination", l.id)}
-		}
 		w.eventLocked(engines.Event{Kind: engines.Held, Lease: l.id})
 	case board.RecYield:
-		_, err = msg.DecodeEmpty("YIELD", rec.Body)
-		if !l.source {
-			return &msg.Error{Message: "YIELD", Field: "lease", Problem: fmt.Sprintf("lease %d is a "+
-				"destination", l.id)}
-		}
 		w.eventLocked(engines.Event{Kind: engines.Yielded, Lease: l.id})
 	}
 	return err
