@@ -2,9 +2,9 @@ package exec
 
 import (
 	"fmt"
-	"github.com/kvspray/kvspray/control/spray"
 	"time"
 
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
