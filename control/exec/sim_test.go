@@ -17,9 +17,9 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// The simulation connects executors by a fabric in virtual time: control messages are delayed, lanes
-// hang, engines preempt, cancel and die, sidecars die. It checks the promises to engines. Package
-// test/sim has random schedules, with every other fault.
+// The simulation connects executors by a fabric in virtual time: control messages are delayed,
+// lanes hang, engines preempt, cancel and die, sidecars die. It checks the promises to engines.
+// Package test/sim has random schedules, with every other fault.
 
 const (
 	simUnit   = 1024 // bytes of a token in one layer
