@@ -17,18 +17,17 @@ import (
 // layer does not receive a held lease, so nothing can be granted or written.
 type held struct {
 	mark  uint64
-	begin func(left time.Duration) func(Events)
+	begin func(left time.Duration)
 	due   time.Duration // in the time of watch.Now
 	timer *time.Timer   // checks at due if no flag moves
 }
 
-// beginLocked delivers the event that opens l, at once or when the stream has passed the mark.
-// begin receives the rest of the deadline, which counts from the record: the shim waits no longer
-// for a held lease.
+// beginLocked has begin open l, at once or when the stream has passed the mark. begin receives the
+// rest of the deadline, which counts from the record: the shim waits no longer for a held lease.
 func (w *worker) beginLocked(l *lease, mark uint64, deadline time.Duration,
-	begin func(left time.Duration) func(Events)) {
+	begin func(left time.Duration)) {
 	if mark <= w.flags.Mark() {
-		w.eventLocked(begin(deadline))
+		begin(deadline)
 		return
 	}
 	l.held = &held{mark: mark, begin: begin, due: watch.Now() + deadline,
@@ -53,7 +52,7 @@ func (w *worker) followHeldLocked() {
 					"stuck or overloaded", h.mark, mark))
 		case h.mark <= mark:
 			w.unholdLocked(l)
-			w.eventLocked(h.begin(h.due - at))
+			h.begin(h.due - at)
 		}
 	}
 }

@@ -85,9 +85,9 @@ func (w *worker) copyLocked(rec board.Record) error {
 	w.copies++
 	l.useLocked(q.added)
 	q.Lease, q.Deadline = w.leaseID(l), w.s.duration(q.deadlineMS, w.s.opt.Deadline)
-	w.beginLocked(l, q.after, q.Deadline, func(left time.Duration) func(Events) {
+	w.beginLocked(l, q.after, q.Deadline, func(left time.Duration) {
 		q.Deadline = left
-		return func(e Events) { e.Copy(w.pub, q.Copy) }
+		w.starts = append(w.starts, func() { w.s.opt.Copy(w.pub, q.Copy) })
 	})
 	return nil
 }

@@ -3,6 +3,7 @@ package connector_test
 import (
 	"fmt"
 	"runtime"
+	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -47,31 +48,29 @@ func holds(t *testing.T, what string, limit float64, during func(time.Duration))
 		during)
 }
 
-// counting is a control layer that costs nothing: the measurement is of the connector.
-type counting struct {
-	*recorder
-	layers atomic.Int64 // of which progress was reported
-}
-
-func (c *counting) Progress(_ *engines.Worker, p []engines.Progress) {
-	c.layers.Add(int64(len(p)))
-}
-
 // TestMeasureConnectorCPU holds the watcher to its promises, with two engines in processes of their
 // own: nothing when idle, and little while both run a step of 32 layers every 20 ms.
 func TestMeasureConnectorCPU(t *testing.T) {
 	testutil.Measures(t)
-	events := &counting{}
+	var layers atomic.Int64 // of which progress was reported
+	// Counting costs nothing: the measurement is of the connector.
 	r := start(t, func(o *connector.Options) {
-		events.recorder = o.Events.(*recorder)
-		o.Events = events
+		record := o.Events
+		o.Events = func(batch []engines.Event) {
+			for i := range batch {
+				layers.Add(int64(len(batch[i].Progress)))
+			}
+			record(slices.DeleteFunc(batch, func(ev engines.Event) bool {
+				return ev.Kind == engines.LayersComplete
+			}))
+		}
 	})
 	a := startChild(t, r.socket)
 	b := startChild(t, r.socket)
 	r.rec.until(t, "intents", func() bool { return len(r.rec.intents) == 2 })
 
 	holds(t, "idle, two sessions with a lease open each", idleShare, func(time.Duration) {
-		if n := events.layers.Load(); n != 0 {
+		if n := layers.Load(); n != 0 {
 			t.Fatalf("%d layers moved", n)
 		}
 	})
@@ -81,10 +80,10 @@ func TestMeasureConnectorCPU(t *testing.T) {
 		must(t, err)
 		child.expect(t, "decoding")
 	}
-	before := events.layers.Load()
+	before := layers.Load()
 	follows := func(spent time.Duration) {
 		// A watcher that does not look is cheap, too.
-		seen, want := events.layers.Load()-before, int64(2*childShape.Layers)*int64(spent/decodePeriod)
+		seen, want := layers.Load()-before, int64(2*childShape.Layers)*int64(spent/decodePeriod)
 		before += seen
 		if seen < want*8/10 && !testutil.Race {
 			t.Errorf("%d layers reported of %d: the watcher is too slow to follow", seen, want)

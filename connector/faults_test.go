@@ -239,8 +239,8 @@ func TestBadPackets(t *testing.T) {
 	x, h := key()
 	go func() {
 		r.rec.until(t, "await", func() bool { return len(r.rec.awaits) == 1 })
-		r.rec.seen().replies[0](engines.Admission{State: "admitted", Tokens: 5})
-		r.rec.seen().replies[0](engines.Admission{State: "gone"}) // only the first counts
+		r.rec.seen().awaits[0].Reply(engines.Admission{State: "admitted", Tokens: 5})
+		r.rec.seen().awaits[0].Reply(engines.Admission{State: "gone"}) // only the first counts
 	}()
 	a, err := s.Await(testContext(t), x, h, "p:1", 5, time.Second)
 	must(t, err)
@@ -436,7 +436,8 @@ func TestBrokenRing(t *testing.T) {
 
 func TestListen(t *testing.T) {
 	r := start(t, nil)
-	opt := connector.Options{Socket: r.socket, Events: r.rec, Endpoint: func() string { return "" }}
+	opt := connector.Options{Socket: r.socket, Events: r.rec.handle, Copy: r.rec.copy,
+		Endpoint: func() string { return "" }}
 	second, err := connector.New(opt)
 	must(t, err)
 	if err := second.Listen(); err == nil || !strings.Contains(err.Error(), "another sidecar") {
@@ -470,8 +471,8 @@ func TestListen(t *testing.T) {
 	if err := fourth.Listen(); err == nil || !strings.Contains(err.Error(), "has this path") {
 		t.Errorf("a file was replaced: %v", err)
 	}
-	if _, err := connector.New(connector.Options{Socket: "/" + strings.Repeat("x", 120), Events: r.rec,
-		Endpoint: opt.Endpoint}); err == nil {
+	if _, err := connector.New(connector.Options{Socket: "/" + strings.Repeat("x", 120),
+		Events: opt.Events, Copy: opt.Copy, Endpoint: opt.Endpoint}); err == nil {
 		t.Error("an endless socket path")
 	}
 }

@@ -104,8 +104,14 @@ func TestExpectAndRecompute(t *testing.T) {
 		ex.Partner != connector.DefaultPartner {
 		t.Fatalf("expect %+v", ex)
 	}
+	for _, typ := range []uint16{board.RecPreempt, board.RecHold, board.RecYield} { // of sources only
+		must(t, w.Push(typ, id, (&msg.Empty{}).Append(nil), false))
+	}
 	must(t, w.Cancel(id, "aborted", false))
 	r.rec.until(t, "cancel", func() bool { return r.rec.cancels[id] == "aborted" })
+	if r.bad.get("preempt")+r.bad.get("hold")+r.bad.get("yield") != 3 {
+		t.Errorf("records that name no source lease were accepted: %+v", r.rec.seen())
+	}
 	must(t, r.Complete(r.lastUp(t), engines.Completion{Lease: ex.Lease, Received: true,
 		Status: board.Cancelled, Took: 3 * time.Millisecond,
 		Transport: "tcp", Recompute: [][2]uint32{{16, 48}}}))

@@ -33,17 +33,17 @@ func TestMain(m *testing.M) {
 	leaktest.Main(m)
 }
 
-// recorder is a control layer that records its calls.
+// recorder is a control layer that records its events.
 type recorder struct {
 	mu      sync.Mutex
 	changed chan struct{}
-	turn    sync.Mutex // held while Turn hangs
+	turn    sync.Mutex // held while empty batches hang
 	events
 	autoGone bool // fence at once
 	onIntent func(*engines.Worker, engines.Intent)
 }
 
-// events holds the calls so far.
+// events holds the events so far.
 type events struct {
 	ups       []*engines.Worker
 	gone      []error
@@ -61,11 +61,10 @@ type events struct {
 	yields    []uint64
 	// sessions of Await that are over
 	schedulersGone []uint64
-	replies        []func(engines.Admission)
 	order          []string
 }
 
-// seen returns the calls so far. The server may continue: slices only grow, the map is a copy.
+// seen returns the events so far. The server may continue: slices only grow, the map is a copy.
 func (r *recorder) seen() events {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -102,88 +101,75 @@ func (r *recorder) note(what string, f func()) {
 	r.changed = make(chan struct{})
 }
 
-func (r *recorder) WorkerUp(w *engines.Worker) {
-	r.note("up",
-		func() { r.ups = append(r.ups, w) })
-}
-
-func (r *recorder) WorkerGone(w *engines.Worker, why error, fenced func()) {
-	auto := false
-	r.note("gone", func() {
-		r.gone = append(r.gone, why)
-		r.fenced = append(r.fenced, fenced)
-		auto = r.autoGone
-	})
-	if auto {
-		fenced()
+// handle is Options.Events.
+func (r *recorder) handle(batch []engines.Event) {
+	for i := range batch {
+		r.one(&batch[i])
+	}
+	if len(batch) == 0 {
+		r.turn.Lock()
+		defer r.turn.Unlock()
 	}
 }
 
-func (r *recorder) Intent(w *engines.Worker, in engines.Intent) {
-	var f func(*engines.Worker, engines.Intent)
-	r.note(fmt.Sprint("intent ", in.Lease.ID), func() {
-		r.intents = append(r.intents, in)
-		f = r.onIntent
-	})
-	if f != nil {
-		f(w, in)
+func (r *recorder) one(ev *engines.Event) {
+	var after func()
+	switch ev.Kind {
+	case engines.WorkerUp:
+		r.note("up", func() { r.ups = append(r.ups, ev.Worker) })
+	case engines.WorkerGone:
+		r.note("gone", func() {
+			r.gone = append(r.gone, ev.Err)
+			r.fenced = append(r.fenced, ev.Fenced)
+			if r.autoGone {
+				after = ev.Fenced
+			}
+		})
+	case engines.SourceOpened:
+		r.note(fmt.Sprint("intent ", ev.Intent.Lease.ID), func() {
+			r.intents = append(r.intents, *ev.Intent)
+			if f := r.onIntent; f != nil {
+				after = func() { f(ev.Worker, *ev.Intent) }
+			}
+		})
+	case engines.LayersComplete:
+		r.note(fmt.Sprint("progress ", ev.Progress[0].Lease.ID),
+			func() { r.progress = append(r.progress, ev.Progress...) })
+	case engines.DestOpened:
+		r.note(fmt.Sprint("expect ", ev.Expect.Lease.ID),
+			func() { r.expects = append(r.expects, *ev.Expect) })
+	case engines.Canceled:
+		r.note(fmt.Sprint("cancel ", ev.Lease), func() { r.cancels[ev.Lease] = ev.Reason })
+	case engines.Preempted:
+		r.note(fmt.Sprint("preempt ", ev.Lease), func() { r.preempts = append(r.preempts, ev.Lease) })
+	case engines.StepAnnounced:
+		r.note(fmt.Sprint("announced ", len(ev.Leases)),
+			func() { r.announced = append(r.announced, ev.Leases...) })
+	case engines.Held:
+		r.note(fmt.Sprint("hold ", ev.Lease), func() { r.holds = append(r.holds, ev.Lease) })
+	case engines.Yielded:
+		r.note(fmt.Sprint("yield ", ev.Lease), func() { r.yields = append(r.yields, ev.Lease) })
+	case engines.SchedulerGone:
+		r.note("scheduler gone", func() { r.schedulersGone = append(r.schedulersGone, ev.Session) })
+	case engines.Asked:
+		r.note("await", func() { r.awaits = append(r.awaits, *ev.Await) })
+	case engines.Declined:
+		r.note("decline", func() { r.declines = append(r.declines, *ev.Decline) })
+	}
+	if after != nil {
+		after()
 	}
 }
 
-func (r *recorder) Progress(w *engines.Worker, p []engines.Progress) {
-	r.note(fmt.Sprint("progress ", p[0].Lease.ID), func() { r.progress = append(r.progress, p...) })
-}
-
-func (r *recorder) Expect(w *engines.Worker, ex engines.Expect) {
-	r.note(fmt.Sprint("expect ", ex.Lease.ID), func() { r.expects = append(r.expects, ex) })
-}
-
-func (r *recorder) Copy(w *engines.Worker, c connector.Copy) {
+// copy is Options.Copy.
+func (r *recorder) copy(_ *engines.Worker, c connector.Copy) {
 	r.note(fmt.Sprint("copy ", c.Lease.ID), func() { r.copies = append(r.copies, c) })
 }
 
-func (r *recorder) Cancel(w *engines.Worker, lease uint64, reason string) {
-	r.note(fmt.Sprint("cancel ", lease), func() { r.cancels[lease] = reason })
-}
-
-func (r *recorder) Preempt(w *engines.Worker, lease uint64) {
-	r.note(fmt.Sprint("preempt ", lease), func() { r.preempts = append(r.preempts, lease) })
-}
-
-func (r *recorder) Announced(w *engines.Worker, all []transfer.LeaseID) {
-	r.note(fmt.Sprint("announced ", len(all)), func() { r.announced = append(r.announced, all...) })
-}
-
-func (r *recorder) Hold(w *engines.Worker, lease uint64) {
-	r.note(fmt.Sprint("hold ", lease), func() { r.holds = append(r.holds, lease) })
-}
-
-func (r *recorder) Yield(w *engines.Worker, lease uint64) {
-	r.note(fmt.Sprint("yield ", lease), func() { r.yields = append(r.yields, lease) })
-}
-
-func (r *recorder) SchedulerGone(session uint64) {
-	r.note("scheduler gone", func() { r.schedulersGone = append(r.schedulersGone, session) })
-}
-
-func (r *recorder) Await(a engines.Await, reply func(engines.Admission)) {
-	r.note("await", func() { r.awaits = append(r.awaits, a); r.replies = append(r.replies, reply) })
-}
-
-func (r *recorder) Turn() {
-	r.turn.Lock()
-	defer r.turn.Unlock()
-	r.note("turn", func() {})
-}
-
-// hang keeps Turn from returning until release is called.
+// hang keeps an empty batch from returning until release is called.
 func (r *recorder) hang() (release func()) {
 	r.turn.Lock()
 	return r.turn.Unlock
-}
-
-func (r *recorder) Decline(d engines.Decline) {
-	r.note("decline", func() { r.declines = append(r.declines, d) })
 }
 
 // retired is why each worker that is gone went. A child's exit may be noted at any moment, so it is
@@ -262,7 +248,7 @@ func start(t testing.TB, change func(*connector.Options)) *rig {
 		bad: &counter{n: map[string]int{}}}
 	opt := connector.Options{Socket: r.socket, Boot: transfer.Boot{1, 2, 3}, Node: "node",
 		Endpoint: func() string { return "127.0.0.1:1" },
-		Events:   r.rec, Log: slog.New(slog.NewTextHandler(r.logs, nil))}
+		Events:   r.rec.handle, Copy: r.rec.copy, Log: slog.New(slog.NewTextHandler(r.logs, nil))}
 	opt.Hooks.Malformed = r.bad.add
 	opt.Hooks.Ignored = func(k string) { r.bad.add("ignored " + k) }
 	if change != nil {

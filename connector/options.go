@@ -4,6 +4,7 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
@@ -77,10 +78,16 @@ type Options struct {
 	Node     string
 	HostBoot string        // kernel boot id; read from /proc when empty
 	Endpoint func() string // "host:port" that peers dial; called for each WELCOME
-	Events   Events
-	Log      *slog.Logger
-	Limits   Limits
-	Hooks    Hooks
+	// Events takes events, in their order for each worker, and does not block. It may change the
+	// batch, and does not keep it. An empty batch asks for nothing: the return proves that the control
+	// layer does not hang.
+	Events func([]engines.Event)
+	// Copy opens a lease for copies, in the order of the worker's ring. It does not block. The lease
+	// ends like a destination lease.
+	Copy   func(*engines.Worker, Copy)
+	Log    *slog.Logger
+	Limits Limits
+	Hooks  Hooks
 	// AllowUIDs are further users whose processes may connect. Mode 0600 keeps them out of the
 	// socket unless the directory and the socket are shared on purpose (SocketMode).
 	AllowUIDs  []uint32

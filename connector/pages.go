@@ -168,9 +168,9 @@ func (w *worker) pagesLocked(rec board.Record) error {
 	pool.leases++
 	w.pools.open++
 	l.useLocked(pool.regions)
-	w.beginLocked(l, after, p.Deadline, func(left time.Duration) func(Events) {
+	w.beginLocked(l, after, p.Deadline, func(left time.Duration) {
 		p.Deadline = left
-		return func(Events) { w.s.opt.Store.Start(w.pub, *p) }
+		w.starts = append(w.starts, func() { w.s.opt.Store.Start(w.pub, *p) })
 	})
 	return nil
 }

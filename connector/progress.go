@@ -47,7 +47,7 @@ func (p *steps) stepLocked(rec board.Record) error {
 		}
 	}
 	if announced != nil {
-		p.w.eventLocked(func(e Events) { e.Announced(p.w.pub, announced) })
+		p.w.eventLocked(engines.Event{Kind: engines.StepAnnounced, Leases: announced})
 	}
 	return err
 }
@@ -183,6 +183,6 @@ func (p *steps) followLocked() {
 		}
 	}
 	if out != nil {
-		p.w.eventLocked(func(e Events) { e.Progress(p.w.pub, out) })
+		p.w.eventLocked(engines.Event{Kind: engines.LayersComplete, Progress: out})
 	}
 }

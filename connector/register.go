@@ -71,7 +71,7 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 			Remedy:  "open a new session, with fresh region ids for new memory"})
 		return
 	}
-	s.opt.Events.WorkerUp(w.pub)
+	s.opt.Events([]engines.Event{{Kind: engines.WorkerUp, Worker: w.pub}})
 	w.deliver.Unlock()
 	c.send(&msg.Registered{ID: m.ID, Fingerprint: w.pub.Fingerprint, Geometry: w.pub.Geometry})
 	var bytes uint64

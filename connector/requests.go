@@ -3,6 +3,7 @@ package connector
 import (
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/kvspray/kvspray/connector/internal/watch"
@@ -41,18 +42,16 @@ func (w *worker) checkTables(what string, tables [][]uint32) (ids int, err error
 // openLocked opens a lease unless a bound or a state forbids it. The shim receives a refusal as a
 // completion.
 func (w *worker) openLocked(rec board.Record, source bool) (*lease, error) {
-	what := map[uint16]string{board.RecIntent: "INTENT", board.RecExpect: "EXPECT",
-		board.RecCopy: "COPY", board.RecGet: "GET", board.RecPut: "PUT", board.RecLoad: "LOAD"}[rec.Type]
-	if rec.Lease == 0 {
-		return nil, &msg.Error{Message: what, Field: "lease", Problem: "0 names no lease",
-			Remedy: "count leases from 1"}
+	if rec.Lease != 0 && w.leases[rec.Lease] == nil {
+		return &lease{id: rec.Lease, source: source}, nil
 	}
-	if _, dup := w.leases[rec.Lease]; dup {
-		return nil, &msg.Error{Message: what, Field: "lease",
-			Problem: fmt.Sprintf("lease %d is open already", rec.Lease),
-			Remedy:  "never reuse an id within one boot"}
+	err := &msg.Error{Message: strings.ToUpper(recordNames[rec.Type]), Field: "lease",
+		Problem: "0 names no lease", Remedy: "count leases from 1"}
+	if rec.Lease != 0 {
+		err.Problem = fmt.Sprintf("lease %d is open already", rec.Lease)
+		err.Remedy = "never reuse an id within one boot"
 	}
-	return &lease{id: rec.Lease, source: source}, nil
+	return nil, err
 }
 
 // refuseLocked ends a lease that was never opened.
@@ -119,14 +118,15 @@ func (w *worker) intentLocked(rec board.Record) error {
 		l.steps = append(l.steps, pendingStep{step: s.Step, end: s.End})
 	}
 	w.steps.changedLocked(l)
-	in := engines.Intent{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
+	in := &engines.Intent{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
 		Tokens: m.Tokens,
 		Fanout: int(m.Fanout), Blocks: m.Blocks,
 		Held: m.Held, Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
 		Attempt: m.Attempt, Req: m.Req, Trace: placed(m.Traceparent)}
-	w.eventLocked(func(e Events) { e.Intent(w.pub, in) })
+	w.eventLocked(engines.Event{Kind: engines.SourceOpened, Intent: in})
 	if len(l.steps) > 0 {
-		w.eventLocked(func(e Events) { e.Announced(w.pub, []transfer.LeaseID{in.Lease}) })
+		w.eventLocked(engines.Event{Kind: engines.StepAnnounced,
+			Leases: []transfer.LeaseID{in.Lease}})
 	}
 	if m.Ready > 0 {
 		p := make([]engines.Progress, len(w.steps.index))
@@ -134,7 +134,7 @@ func (w *worker) intentLocked(rec board.Record) error {
 			p[i] = engines.Progress{Lease: in.Lease, Layer: i, Tokens: m.Ready, Final: m.Ready >= m.Tokens}
 			l.reported[i] = m.Ready
 		}
-		w.eventLocked(func(e Events) { e.Progress(w.pub, p) })
+		w.eventLocked(engines.Event{Kind: engines.LayersComplete, Progress: p})
 	}
 	return nil
 }
@@ -170,16 +170,16 @@ func (w *worker) expectLocked(rec board.Record) error {
 		w.refuseLocked(rec, false, err)
 		return nil
 	}
-	ex := engines.Expect{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
+	ex := &engines.Expect{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
 		Peer:   m.Peer,
 		Tokens: m.Tokens, Skip: m.Skip, Blocks: m.Blocks,
 		Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
 		Partner: w.s.duration(m.PartnerMS, w.s.opt.Partner), Req: m.Req,
 		Stall: w.s.duration(m.StallMS, 0),
 		Trace: placed(m.Traceparent)}
-	w.beginLocked(l, m.After, ex.Deadline, func(left time.Duration) func(Events) {
+	w.beginLocked(l, m.After, ex.Deadline, func(left time.Duration) {
 		ex.Deadline = left
-		return func(e Events) { e.Expect(w.pub, ex) }
+		w.eventLocked(engines.Event{Kind: engines.DestOpened, Expect: ex})
 	})
 	return nil
 }
@@ -217,36 +217,28 @@ func (w *worker) changeLocked(rec board.Record) error {
 		w.s.hookIgnored(kind)
 		return nil
 	}
-	var err error
-	switch rec.Type {
-	case board.RecCancel:
-		var m *msg.Cancel
+	if rec.Type == board.RecCancel {
 		reason := "cancelled"
-		if m, err = msg.DecodeCancel(rec.Body); err == nil {
+		m, err := msg.DecodeCancel(rec.Body)
+		if err == nil {
 			reason = m.Reason
 		}
 		w.cancelLocked(l, reason)
+		return err
+	}
+	what := strings.ToUpper(kind)
+	if !l.source {
+		return &msg.Error{Message: what, Field: "lease", Problem: fmt.Sprintf("lease %d is a destination",
+			l.id), Remedy: "name a source lease; CANCEL ends a destination lease"}
+	}
+	_, err := msg.DecodeEmpty(what, rec.Body)
+	switch rec.Type {
 	case board.RecPreempt:
-		_, err = msg.DecodeEmpty("PREEMPT", rec.Body)
-		if !l.source {
-			return &msg.Error{Message: "PREEMPT", Field: "lease", Problem: fmt.Sprintf("lease %d is a "+
-				"destination", l.id), Remedy: "write CANCEL"}
-		}
 		w.preemptLocked(l)
 	case board.RecHold:
-		_, err = msg.DecodeEmpty("HOLD", rec.Body)
-		if !l.source {
-			return &msg.Error{Message: "HOLD", Field: "lease", Problem: fmt.Sprintf("lease %d is a "+
-				"destination", l.id)}
-		}
-		w.eventLocked(func(e Events) { e.Hold(w.pub, l.id) })
+		w.eventLocked(engines.Event{Kind: engines.Held, Lease: l.id})
 	case board.RecYield:
-		_, err = msg.DecodeEmpty("YIELD", rec.Body)
-		if !l.source {
-			return &msg.Error{Message: "YIELD", Field: "lease", Problem: fmt.Sprintf("lease %d is a "+
-				"destination", l.id)}
-		}
-		w.eventLocked(func(e Events) { e.Yield(w.pub, l.id) })
+		w.eventLocked(engines.Event{Kind: engines.Yielded, Lease: l.id})
 	}
 	return err
 }
@@ -259,7 +251,7 @@ func (w *worker) cancelLocked(l *lease, reason string) {
 	l.canceled = true
 	l.epoch.Store(0)
 	w.steps.dropLocked(l)
-	w.eventLocked(func(e Events) { e.Cancel(w.pub, l.id, reason) })
+	w.eventLocked(engines.Event{Kind: engines.Canceled, Lease: l.id, Reason: reason})
 }
 
 func (w *worker) preemptLocked(l *lease) {
@@ -267,5 +259,5 @@ func (w *worker) preemptLocked(l *lease) {
 	l.preempt = true
 	w.steps.dropLocked(l)
 	clear(l.reported)
-	w.eventLocked(func(e Events) { e.Preempt(w.pub, l.id) })
+	w.eventLocked(engines.Event{Kind: engines.Preempted, Lease: l.id})
 }

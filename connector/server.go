@@ -65,8 +65,8 @@ func New(opt Options) (*Server, error) {
 		return nil, fmt.Errorf("connector: socket path of %d bytes, at most %d: use a shorter path: %s",
 			len(opt.Socket),
 			len(unix.RawSockaddrUnix{}.Path)-1, opt.Socket)
-	case opt.Events == nil:
-		return nil, errors.New("connector: Options.Events is nil")
+	case opt.Events == nil || opt.Copy == nil:
+		return nil, errors.New("connector: Options.Events or Options.Copy is nil")
 	case opt.Endpoint == nil:
 		return nil, errors.New("connector: Options.Endpoint is nil")
 	}
@@ -213,7 +213,7 @@ func (s *Server) takeOver(c *session, boot [16]byte) error {
 		// The answer proves that this process makes progress. By it the shim distinguishes a stuck
 		// fence from a hanging process: it does not kill a sidecar that others use for a stuck
 		// fence.
-		s.opt.Events.Turn()
+		s.opt.Events(nil)
 		s.log.Warn("the older session is not fenced yet", "worker", w.pub.Name, "after", s.opt.FenceWait)
 		return &msg.Refusal{Code: msg.CodeFencing, Field: "boot", Err: fmt.Errorf("leases of the older "+
 			"session are not fenced after %s", s.opt.FenceWait),
@@ -242,12 +242,14 @@ func (s *Server) retire(w *worker, why error) {
 	}
 	w.log.Info("worker gone", "why", why, "leases", open)
 	var once sync.Once
-	s.opt.Events.WorkerGone(w.pub, why, func() {
-		once.Do(func() {
-			s.forget(w)
-			w.release()
-		})
-	})
+	s.opt.Events([]engines.Event{{Kind: engines.WorkerGone, Worker: w.pub,
+		Exited: !errors.Is(why, ErrSuperseded), Err: fmt.Errorf("engine worker gone: %w", why),
+		Fenced: func() {
+			once.Do(func() {
+				s.forget(w)
+				w.release()
+			})
+		}}})
 }
 
 func (s *Server) forget(w *worker) {

@@ -315,17 +315,18 @@ func (c *session) onAwait(m *msg.Await) {
 	}
 	var once sync.Once
 	id := m.ID
-	a := engines.Await{Token: c.s.token.Add(1), Session: c.number, Engine: placeOf(c.hello).Engine,
+	a := &engines.Await{Token: c.s.token.Add(1), Session: c.number, Engine: placeOf(c.hello).Engine,
 		Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Tokens: m.Tokens,
-		TTL: c.s.duration(m.TTLMS, c.s.opt.Partner)}
-	c.s.opt.Events.Await(a, func(ad engines.Admission) {
-		once.Do(func() {
-			c.mu.Lock()
-			c.awaits--
-			c.mu.Unlock()
-			c.send(&msg.Admitted{ID: id, State: ad.State, Tokens: ad.Tokens, Message: ad.Message})
-		})
-	})
+		TTL: c.s.duration(m.TTLMS, c.s.opt.Partner),
+		Reply: func(ad engines.Admission) {
+			once.Do(func() {
+				c.mu.Lock()
+				c.awaits--
+				c.mu.Unlock()
+				c.send(&msg.Admitted{ID: id, State: ad.State, Tokens: ad.Tokens, Message: ad.Message})
+			})
+		}}
+	c.s.opt.Events([]engines.Event{{Kind: engines.Asked, Await: a}})
 }
 
 func (c *session) onDecline(m *msg.Decline) {
@@ -340,10 +341,9 @@ func (c *session) onDecline(m *msg.Decline) {
 		return
 	}
 	at := placeOf(c.hello)
-	c.s.opt.Events.Decline(engines.Decline{Boot: c.hello.Boot, ID: m.ID, Engine: at.Engine,
-		World: at.World(),
-		Key:   transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
-		Peer:  m.Peer, Reason: m.Reason})
+	c.s.opt.Events([]engines.Event{{Kind: engines.Declined, Decline: &engines.Decline{
+		Boot: c.hello.Boot, ID: m.ID, Engine: at.Engine, World: at.World(),
+		Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Reason: m.Reason}}})
 }
 
 // descriptorSet holds the descriptors of a packet. The code that takes one sets its entry to -1.
@@ -400,7 +400,7 @@ func (s *Server) sessionEnded(c *session, err error) {
 		return
 	}
 	if c.number > 0 {
-		s.opt.Events.SchedulerGone(c.number)
+		s.opt.Events([]engines.Event{{Kind: engines.SchedulerGone, Session: c.number}})
 	}
 	c.unstage()
 	c.peer.Close()

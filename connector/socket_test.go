@@ -56,8 +56,8 @@ func TestSocketIsRemoved(t *testing.T) {
 		})
 		r.worker(t, nil)
 		// A second sidecar still cannot take its place.
-		second, err := connector.New(connector.Options{Socket: path, Events: r.rec,
-			Endpoint: func() string { return "" }})
+		second, err := connector.New(connector.Options{Socket: path, Events: r.rec.handle,
+			Copy: r.rec.copy, Endpoint: func() string { return "" }})
 		must(t, err)
 		if err := second.Listen(); err == nil {
 			t.Errorf("%s: a second sidecar has the socket, too", what)

@@ -85,11 +85,11 @@ func (s *submissions) catchUp(epoch uint64) bool {
 	s.w.mu.Lock()
 	defer s.w.mu.Unlock()
 	for s.drained.Load() < epoch {
-		if len(s.w.pending) >= maxUndelivered || !s.drainLocked(drainBatch) {
+		if s.w.pendingLocked() >= maxUndelivered || !s.drainLocked(drainBatch) {
 			break
 		}
 	}
-	if !s.w.closed && (len(s.w.pending) > 0 || s.w.signals.Waiting() || s.w.broken != nil) {
+	if !s.w.closed && (s.w.pendingLocked() > 0 || s.w.signals.Waiting() || s.w.broken != nil) {
 		s.wakeLocked() // the ring's goroutine delivers
 	}
 	return s.drained.Load() >= epoch
@@ -120,7 +120,7 @@ func (s *submissions) await() error {
 		looked = true
 		s.w.mu.Lock()
 		defer s.w.mu.Unlock()
-		return s.w.closed || s.w.broken != nil || len(s.w.pending) > 0 || s.signaled.Swap(false) ||
+		return s.w.closed || s.w.broken != nil || s.w.pendingLocked() > 0 || s.signaled.Swap(false) ||
 			!s.ring.Sleep()
 	})
 }

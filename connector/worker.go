@@ -36,8 +36,8 @@ var (
 
 // worker is the state behind a Worker.
 //
-// Lock order: deliver, then mu. Events are called with deliver held and mu free; they may call
-// Complete and SourceValid.
+// Lock order: deliver, then mu. Options.Events and Copy, and Store.Start, are called with deliver
+// held and mu free; they may call Complete and SourceValid.
 type worker struct {
 	// Set once.
 	s      *Server
@@ -55,8 +55,9 @@ type worker struct {
 	draining atomic.Bool // BYE was sent: no new leases
 	regions  regions
 
-	deliver sync.Mutex
-	gone    bool // WorkerGone was called: no more events; guarded by deliver
+	deliver sync.Mutex      // protects the next two
+	gone    bool            // WorkerGone was delivered: no more events
+	batch   []engines.Event // being delivered; its memory is reused
 
 	mu          sync.Mutex // protects all below
 	session     *session   // nil when the socket is closed
@@ -70,7 +71,8 @@ type worker struct {
 	pools       pools
 	blockIDs    int               // in the tables of open leases and of their pending steps
 	held        map[uint64]*lease // those that wait for a stream mark
-	pending     []func(Events)    // decoded and accepted, not delivered
+	pending     []engines.Event   // decoded and accepted, not delivered
+	starts      []func()          // likewise, leases for copies and pages: they need no executor
 	closed      bool              // rings are not touched any more
 	broken      error             // the ring is invalid
 	detached    *time.Timer
@@ -119,7 +121,7 @@ func (w *worker) run() {
 			}
 			return
 		}
-		sleep := w.submissions.ring.Sleep() && len(w.pending) == 0
+		sleep := w.submissions.ring.Sleep() && w.pendingLocked() == 0
 		w.mu.Unlock()
 		if !sleep {
 			continue
@@ -147,17 +149,23 @@ func (w *worker) pump() {
 		more := w.submissions.drainLocked(drainBatch)
 		w.steps.followLocked()
 		w.followHeldLocked()
-		batch := w.pending
-		w.pending = nil
+		starts := w.starts
+		w.starts = nil
+		w.batch, w.pending = w.pending, w.batch
 		follow := w.signals.Waiting() && !w.closed
 		w.mu.Unlock()
 		if follow {
 			w.s.watch.Add(&w.watched)
 		}
-		for _, call := range batch {
-			call(w.s.opt.Events)
+		// A lease starts before the event that cancels it.
+		for _, start := range starts {
+			start()
 		}
-		if len(batch) == 0 && !more {
+		if len(w.batch) > 0 {
+			w.s.opt.Events(w.batch)
+			clear(w.batch)
+			w.batch = w.batch[:0]
+		} else if len(starts) == 0 && !more {
 			return
 		}
 	}
@@ -206,7 +214,13 @@ func (w *worker) recordLocked(rec board.Record) {
 	w.s.hookRecord(kind)
 }
 
-func (w *worker) eventLocked(call func(Events)) { w.pending = append(w.pending, call) }
+func (w *worker) eventLocked(e engines.Event) {
+	e.Worker = w.pub
+	w.pending = append(w.pending, e)
+}
+
+// pendingLocked counts what waits for delivery.
+func (w *worker) pendingLocked() int { return len(w.pending) + len(w.starts) }
 
 // complete ends an open lease towards the shim.
 func (w *worker) complete(c engines.Completion) error {
@@ -265,7 +279,7 @@ func (w *worker) shutOnce() bool {
 		return false
 	}
 	w.closed = true
-	w.pending = nil
+	w.pending, w.starts = nil, nil
 	if w.detached != nil {
 		w.detached.Stop()
 	}

@@ -101,9 +101,9 @@ func TestUnsentIsAnswered(t *testing.T) {
 	until(t, func() bool { return d.dial.knows(p.Boot()) })
 	answers := make(chan engines.Admission, 1)
 	pr := newPrompt(64)
-	d.driver.Events.Await(engines.Await{Key: transfer.Key{Xfer: pr.xfer, Hash: pr.hash},
-		Peer: p.Endpoint(),
-		TTL:  time.Hour}, func(a engines.Admission) { answers <- a })
+	d.driver.Handle([]engines.Event{{Kind: engines.Asked, Await: &engines.Await{Token: 1,
+		Key: transfer.Key{Xfer: pr.xfer, Hash: pr.hash}, Peer: p.Endpoint(), TTL: time.Hour,
+		Reply: func(a engines.Admission) { answers <- a }}}})
 	d.conv.Send(p.Boot(),
 		&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Await{Await: &peerv1.Await{
 			Token: 1, Xfer: make([]byte, peer.MaxMessage+1)}}})

@@ -2,7 +2,6 @@ package sidecar
 
 import (
 	"context"
-	"errors"
 	"log/slog"
 	"time"
 
@@ -15,66 +14,52 @@ import (
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
 )
 
-// engineEvents brings the events of engines to the driver. Copies are the exception: they need no
-// executor.
+// engineEvents brings the events of engines to the driver.
 type engineEvents struct {
-	*driver.Events
+	driver *driver.Driver
 	proc   *driver.Goroutines
 	local  *local.Leases
-	copies *copies
 	pages  *pageStore
 	life   *life
 
 	tracing *tracing // nil: off
 }
 
-var _ connector.Events = engineEvents{}
-
-// WorkerUp passes a worker to the driver, unless it has no layout and so takes part in no transfer.
-func (e engineEvents) WorkerUp(w *engines.Worker) {
-	e.life.registered()
-	if w.Layout != nil {
-		e.Events.WorkerUp(w)
+// Handle passes a batch to the driver, except for what needs no executor.
+func (e *engineEvents) Handle(batch []engines.Event) {
+	rest := batch[:0]
+	for i := range batch {
+		if e.prepare(&batch[i]) {
+			rest = append(rest, batch[i])
+		}
 	}
+	e.driver.Handle(rest)
 }
 
-// WorkerGone ends all leases of w, then calls fenced.
-func (e engineEvents) WorkerGone(w *engines.Worker, why error, fenced func()) {
-	e.local.Gone(w)
-	ended := func() {
-		e.local.After(w, func() {
-			e.pages.gone(w)
-			// The driver of GPUs is slow at unpinning the memory, and the kernel at unmapping the cache of
-			// a large host: the goroutine that performs the executor's actions would delay every lane.
-			e.proc.Run(func(context.Context) { fenced() })
-		})
+// prepare does this package's part of an event. It reports whether the driver takes the event.
+func (e *engineEvents) prepare(ev *engines.Event) bool {
+	switch w := ev.Worker; ev.Kind {
+	case engines.WorkerUp:
+		e.life.registered()
+		return w.Layout != nil // without one it takes part in no transfer
+	case engines.WorkerGone:
+		e.local.Gone(w)
+		fenced := ev.Fenced
+		ev.Fenced = func() {
+			e.local.After(w, func() {
+				e.pages.gone(w)
+				// The driver of GPUs is slow at unpinning the memory, and the kernel at unmapping the cache of
+				// a large host: the goroutine that performs the executor's actions would delay every lane.
+				e.proc.Run(func(context.Context) { fenced() })
+			})
+		}
+	case engines.Canceled:
+		return !e.local.Cancel(w, ev.Lease, ev.Reason)
 	}
-	if w.Layout == nil {
-		ended()
-		return
+	if e.tracing != nil {
+		e.tracing.place(ev)
 	}
-	e.Events.WorkerGone(w, workerDead(why), "engine worker gone: "+errText(why), ended)
-}
-
-func errText(err error) string {
-	if err == nil {
-		return "no reason given"
-	}
-	return err.Error()
-}
-
-// workerDead distinguishes an exit from a takeover by a new session of the same engine, which
-// presents its leases again.
-func workerDead(why error) bool { return !errors.Is(why, connector.ErrSuperseded) }
-
-// Copy opens a copy between two regions of w.
-func (e engineEvents) Copy(w *engines.Worker, c connector.Copy) { e.copies.start(w, c) }
-
-// Cancel ends a lease.
-func (e engineEvents) Cancel(w *engines.Worker, id uint64, reason string) {
-	if !e.local.Cancel(w, id, reason) {
-		e.Events.Cancel(w, id, reason)
-	}
+	return true
 }
 
 // completions returns results to engines. It implements driver.Engines.
@@ -117,12 +102,6 @@ func (e *completions) Complete(a *exec.Action) {
 		e.log.Debug("completion not delivered", "lease", c.Lease.String(), "err", err)
 	}
 }
-
-// Follow implements driver.Engines.
-func (e *completions) Follow(w *engines.Worker, on bool) { w.Session.Follow(on) }
-
-// HeldOn implements driver.Engines.
-func (e *completions) HeldOn(w *engines.Worker, lease uint64) { w.Session.HeldOn(lease) }
 
 // Forget implements driver.Engines.
 func (e *completions) Forget(w *engines.Worker) { e.plans.Forget(w) }

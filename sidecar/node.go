@@ -82,7 +82,7 @@ type Node struct {
 	pages    *pageStore
 	observer *observer
 	results  *completions
-	events   engineEvents
+	events   *engineEvents
 	web      *web.Server
 }
 
@@ -171,8 +171,8 @@ func (n *Node) join(self transport.Peer) error {
 		grace:  n.grace,
 		leases: n.local, registry: n.registry, log: n.log, conv: n.conv, driver: n.driver, gpus: n.gpus}
 	n.conv.pages, n.results.pages = n.pages, n.pages
-	n.events = engineEvents{Events: n.driver.Events, proc: n.proc, local: n.local, copies: n.copies,
-		pages: n.pages, life: n.life, tracing: n.observer.tracing}
+	n.events = &engineEvents{driver: n.driver, proc: n.proc, local: n.local, pages: n.pages,
+		life: n.life, tracing: n.observer.tracing}
 	return nil
 }
 

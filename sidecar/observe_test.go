@@ -90,7 +90,8 @@ func TestStuckFence(t *testing.T) {
 			}
 		},
 		"engine_gone": func(_ *testing.T, d *running, _ *engine, _ underway) {
-			d.events.WorkerGone(d.engine.Workers()[0], errors.New("exited"), func() {})
+			d.events.Handle([]engines.Event{{Kind: engines.WorkerGone, Worker: d.engine.Workers()[0],
+				Err: errors.New("exited"), Fenced: func() {}}})
 		},
 		"drain": func(_ *testing.T, d *running, _ *engine, _ underway) {
 			d.driver.Do(func(ex *exec.Exec, now exec.Instant) { ex.Abort(now, "the sidecar stops") })
@@ -224,9 +225,9 @@ func TestHealthOfTheExecutor(t *testing.T) {
 		"lock": func() func() { return hold(r.Node) },
 		"action": func() func() {
 			in, out := make(chan struct{}), make(chan struct{})
-			go r.driver.Events.Await(engines.Await{Key: transfer.Key{Xfer: transfer.XferID{1}},
-				Peer: r.Endpoint(), TTL: time.Millisecond},
-				func(engines.Admission) { close(in); <-out })
+			go r.driver.Handle([]engines.Event{{Kind: engines.Asked, Await: &engines.Await{
+				Key: transfer.Key{Xfer: transfer.XferID{1}}, Peer: r.Endpoint(), TTL: time.Millisecond,
+				Reply: func(engines.Admission) { close(in); <-out }}}})
 			<-in
 			return func() { close(out) }
 		},

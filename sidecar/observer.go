@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/spans"
@@ -69,16 +70,16 @@ func (o *observer) Landed(transport, rail string, backend int, bytes uint64) {
 	o.metrics.Landed(transport, rail, bytes)
 }
 
-var causes = map[exec.Cause]string{exec.ByCommit: metrics.CauseCommit,
-	exec.ByCancel: metrics.CauseCancel, exec.ByDeadline: metrics.CauseDeadline,
-	exec.ByRefusal: metrics.CauseRefused, exec.BySourceLost: metrics.CauseSourceLost,
-	exec.ByPeerLost:   metrics.CausePeerLost,
-	exec.ByEngineGone: metrics.CauseEngineGone, exec.ByDrain: metrics.CauseDrain,
-	exec.ByPeerSilent: metrics.CausePeerSilent, exec.BySourceSilent: metrics.CauseSourceSilent,
-	exec.ByLanesSilent: metrics.CauseLanesSilent}
+var causes = map[lease.Cause]string{lease.ByCommit: metrics.CauseCommit,
+	lease.ByCancel: metrics.CauseCancel, lease.ByDeadline: metrics.CauseDeadline,
+	lease.ByRefusal: metrics.CauseRefused, lease.BySourceLost: metrics.CauseSourceLost,
+	lease.ByPeerLost:   metrics.CausePeerLost,
+	lease.ByEngineGone: metrics.CauseEngineGone, lease.ByDrain: metrics.CauseDrain,
+	lease.ByPeerSilent: metrics.CausePeerSilent, lease.BySourceSilent: metrics.CauseSourceSilent,
+	lease.ByLanesSilent: metrics.CauseLanesSilent}
 
 // Fenced implements driver.Observer.
-func (o *observer) Fenced(cause exec.Cause, took time.Duration) {
+func (o *observer) Fenced(cause lease.Cause, took time.Duration) {
 	o.metrics.Fenced(causes[cause], took)
 }
 

@@ -133,7 +133,7 @@ func (p *pageStore) openDirectory(c *store.Config) error {
 	c.Peers = func(s *store.Store) store.Peers {
 		p.openRemovals(s)
 		p.exchange = exchange.New(exchange.Options{Self: p.boot, Registry: parseblock.Default(),
-			Transfers: p.driver.Events, Directory: p.directory, Removals: p.removals,
+			Events: p.driver.Handle, Directory: p.directory, Removals: p.removals,
 			Changed: p.membersChanged, Metrics: m, Log: p.log,
 			Send: func(to transfer.Boot, f *peerv1.ControlFrame) error {
 				p.conv.dial.need(to) // data follows

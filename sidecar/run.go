@@ -184,7 +184,7 @@ func (n *Node) listenEngines() (err error) {
 	n.engine, err = connector.New(connector.Options{
 		Devices: devices, Store: n.pages.serves(),
 		Socket: n.cfg.Engine.Socket, Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host,
-		Endpoint: n.Endpoint, Events: n.events, Log: n.log,
+		Endpoint: n.Endpoint, Events: n.events.Handle, Copy: n.copies.start, Log: n.log,
 		Limits: connector.Limits{Sessions: n.cfg.Engine.MaxSessions, Leases: n.cfg.Engine.MaxLeases,
 			Regions: n.cfg.Engine.MaxRegions},
 		Hooks: hooks(n.metrics, n.life), AllowUIDs: uids(n.cfg.Engine.AllowedUIDs),

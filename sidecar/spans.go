@@ -54,6 +54,18 @@ func (t *tracing) open(n *Node) (err error) {
 
 func (t *tracing) close() error { return t.spans.Close() }
 
+// place adds the trace of a lease to the event that opens it.
+func (t *tracing) place(ev *engines.Event) {
+	switch ev.Kind {
+	case engines.SourceOpened:
+		ev.Intent.Trace = t.placed(ev.Intent.Trace)
+	case engines.DestOpened:
+		ev.Expect.Trace = t.expected(ev.Expect.Key, ev.Expect.Trace)
+	case engines.Asked:
+		ev.Await.Reply = t.await(ev.Await.Key, ev.Await.Reply)
+	}
+}
+
 // placed names the span of a lease. A malformed or unsampled traceparent is forgotten, so that the
 // peer does not get it.
 func (t *tracing) placed(at engines.Trace) engines.Trace {
@@ -109,28 +121,4 @@ func (t *tracing) ended(a *exec.Action, c *engines.Completion, route string) {
 	if s.Traced() {
 		t.spans.Put(s.Most(), s.Spans)
 	}
-}
-
-// Intent opens a source lease.
-func (e engineEvents) Intent(w *engines.Worker, in engines.Intent) {
-	if e.tracing != nil {
-		in.Trace = e.tracing.placed(in.Trace)
-	}
-	e.Events.Intent(w, in)
-}
-
-// Expect opens a destination lease.
-func (e engineEvents) Expect(w *engines.Worker, x engines.Expect) {
-	if e.tracing != nil {
-		x.Trace = e.tracing.expected(x.Key, x.Trace)
-	}
-	e.Events.Expect(w, x)
-}
-
-// Await asks a prefill's sidecar whether it has admitted a request.
-func (e engineEvents) Await(a engines.Await, reply func(engines.Admission)) {
-	if e.tracing != nil {
-		reply = e.tracing.await(a.Key, reply)
-	}
-	e.Events.Await(a, reply)
 }

@@ -18,6 +18,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -76,10 +77,6 @@ type Peers interface {
 type Engines interface {
 	// Complete performs an exec.Complete.
 	Complete(a *exec.Action)
-	// Follow reports whether anything is sent from a worker's memory.
-	Follow(w *engines.Worker, on bool)
-	// HeldOn reports that a source lease is still held.
-	HeldOn(w *engines.Worker, lease uint64)
 	// Forget drops what was kept for a worker without leases. The driver's lock is held.
 	Forget(w *engines.Worker)
 }
@@ -116,7 +113,7 @@ type Observer interface {
 	// Landed counts bytes of chunks that were missing before; backend is the index of the transport.
 	Landed(transport, rail string, backend int, bytes uint64)
 	// Fenced is the end of a fence, before the executor receives it.
-	Fenced(cause exec.Cause, took time.Duration)
+	Fenced(cause lease.Cause, took time.Duration)
 	// Quarantined counts parts whose blocks are withheld, from the first failure of a fence or of a
 	// close to its success.
 	Quarantined(by int)

@@ -19,8 +19,6 @@ import (
 // it does so, other goroutines leave their actions to it. So actions keep the executor's order,
 // none is performed under the lock, and an event on an idle sidecar costs no change of goroutine.
 type Driver struct {
-	Events *Events
-
 	cfg  Config
 	log  *slog.Logger
 	tick func() // Tick
@@ -47,8 +45,6 @@ func New(c Config) *Driver {
 		d.lock = &sync.Mutex{}
 	}
 	d.tick = d.Tick
-	d.Events = &Events{d: d, queries: map[uint64]func(engines.Admission){},
-		fenced: map[*engines.Worker]func(){}}
 	d.binds.grants, d.binds.origins = map[bindName]*receiver{}, map[bindName]*sender{}
 	d.binds.senders = map[*exec.SendPart]*sender{}
 	d.lanes.byID = map[uint64]*lane{}
@@ -93,6 +89,13 @@ func (d *Driver) leave() {
 func (d *Driver) Do(event func(ex *exec.Exec, now exec.Instant)) {
 	now := d.enter()
 	event(d.ex, now)
+	d.leave()
+}
+
+// Handle brings events of engines to the executor, and performs what follows.
+func (d *Driver) Handle(events []engines.Event) {
+	now := d.enter()
+	d.ex.Handle(now, events)
 	d.leave()
 }
 
@@ -166,7 +169,7 @@ func (d *Driver) perform(a *exec.Action) {
 	case exec.Forget:
 		d.binds.forget(a.ReceivePart)
 	case exec.Follow:
-		d.cfg.Engines.Follow(a.Worker, a.On)
+		a.Worker.Session.Follow(a.On)
 	case exec.Bind:
 		d.bind(a.SendPart)
 	case exec.Update:
@@ -185,7 +188,7 @@ func (d *Driver) perform(a *exec.Action) {
 		d.log.Warn("protocol violation by a peer; logged once", "peer", a.Peer.String(),
 			"refused", a.Text)
 	case exec.HeldOn:
-		d.cfg.Engines.HeldOn(a.Worker, a.Held)
+		a.Worker.Session.HeldOn(a.Lease)
 	case exec.Complete:
 		d.cfg.Engines.Complete(a)
 	case exec.Describe:
@@ -193,8 +196,11 @@ func (d *Driver) perform(a *exec.Action) {
 	case exec.Compare:
 		d.cfg.Peers.Compare(a.Comparison)
 	case exec.Answer:
-		d.Events.answer(a)
+		a.Await.Reply(a.Admission)
 	case exec.WorkerFenced:
-		d.Events.workerFenced(a.Worker)
+		d.lock.Lock()
+		d.cfg.Engines.Forget(a.Worker)
+		d.lock.Unlock()
+		a.Fenced()
 	}
 }

@@ -27,8 +27,6 @@ func (nothing) Send(transfer.Boot, *peerv1.ControlFrame)        {}
 func (nothing) Describe(transfer.Boot, [32]byte)                {}
 func (nothing) Compare(exec.Comparison)                         {}
 func (nothing) Complete(*exec.Action)                           {}
-func (nothing) Follow(*engines.Worker, bool)                    {}
-func (nothing) HeldOn(*engines.Worker, uint64)                  {}
 func (nothing) Forget(*engines.Worker)                          {}
 func (nothing) Rail(string, string) (transport.Rail, bool)      { return transport.Rail{}, false }
 func (nothing) DeviceSlices() bool                              { return false }
@@ -38,7 +36,7 @@ func (nothing) LaneDown(transport.Lane, bool)                   {}
 func (nothing) Slice(transport.Lane, *transport.Result, uint64) {}
 func (nothing) FrameRefused(transport.Lane, transfer.Reason)    {}
 func (nothing) Landed(string, string, int, uint64)              {}
-func (nothing) Fenced(exec.Cause, time.Duration)                {}
+func (nothing) Fenced(lease.Cause, time.Duration)               {}
 func (nothing) Quarantined(int)                                 {}
 func (nothing) Sent(*exec.SendPart)                             {}
 func (nothing) Receiver(*exec.ReceivePart) transport.Memory     { return nil }
@@ -76,8 +74,8 @@ func TestWedged(t *testing.T) {
 		done := make(chan struct{})
 		go func() { // its action Connect blocks
 			defer close(done)
-			d.Events.Await(engines.Await{Peer: "elsewhere:1", TTL: time.Hour},
-				func(engines.Admission) {})
+			d.Handle([]engines.Event{{Kind: engines.Asked,
+				Await: &engines.Await{Peer: "elsewhere:1", TTL: time.Hour}}})
 		}()
 		synctest.Wait()
 		wedged(wedgedActions)

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 
 	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -75,11 +76,11 @@ func (d *Driver) LaneUp(l transport.Lane) {
 	d.cfg.Observer.LaneUp(l)
 	d.log.Debug("lane up", "lane", l.ID(), "peer", l.Peer().String(), "transport", l.Backend(), "rail",
 		l.Local(), "remote", l.Remote())
-	in := exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(),
-		Remote:     l.Remote(),
-		SliceBytes: caps.SliceBytes, MaxInFlight: l.MaxInFlight(), Apart: caps.SameHost,
+	in := spray.LaneInfo{ID: l.ID(),
+		Path:       spray.Path{Transport: l.Backend(), Local: l.Local(), Remote: l.Remote()},
+		SliceBytes: caps.SliceBytes, MaxSlices: l.MaxInFlight(), Apart: caps.SameHost,
 		ReportsAcked: caps.ReportsAcked}
-	_, in.WakeHints = l.(transport.WakeHinter)
+	_, hints := l.(transport.WakeHinter)
 	if caps.DeviceSlice > 0 && d.cfg.Rails.DeviceSlices() {
 		in.SliceBytes = caps.DeviceSlice
 	}
@@ -90,7 +91,7 @@ func (d *Driver) LaneUp(l transport.Lane) {
 		in.RTT = t.RTT()
 	}
 	now := d.enter()
-	err := d.ex.LaneUp(now, in)
+	err := d.ex.LaneUp(now, l.Peer(), in, hints)
 	d.leave()
 	if err != nil {
 		d.cfg.Observer.LaneRefused(l, err)

@@ -22,7 +22,7 @@ const (
 	Background
 )
 
-// Worker is one registered engine worker, alive until Events.WorkerGone.
+// Worker is one registered engine worker, alive until WorkerGone.
 type Worker struct {
 	Boot        transfer.Boot
 	Name        string // "vllm/<engine id>/tp0" for logs
@@ -118,13 +118,14 @@ type Progress struct {
 
 // Await is an admission query of a scheduler: has the prefill admitted a request?
 type Await struct {
-	Token   uint64 // answer with it
+	Token   uint64 // no other query has its number
 	Session uint64 // of the scheduler; no other session has its number
 	Engine  string // of the scheduler, as in Place
 	Key     transfer.Key
 	Peer    string
 	Tokens  uint32
 	TTL     time.Duration
+	Reply   func(Admission) // takes the answer, once, from any goroutine
 }
 
 // Decline is a scheduler's message that no rank of its engine will expect a prompt's KV.

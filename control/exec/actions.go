@@ -7,6 +7,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec/internal/lanes"
 	"github.com/kvspray/kvspray/control/exec/internal/layouts"
 	"github.com/kvspray/kvspray/control/exec/internal/source"
+	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -14,80 +15,83 @@ import (
 // Kind is what an Action asks for.
 type Kind uint8
 
-// The actions. The driver starts what may block and reports its end as an event; it does the rest
-// before the next action.
+// The actions, each with the fields of Action that it sets. The driver starts what may block and
+// reports its end as an event; it does the rest before the next action.
 const (
-	// Connect reaches Endpoint; PeerUp or ConnectFailed follows.
+	// Connect(Endpoint) reaches a sidecar; PeerUp or ConnectFailed follows.
 	Connect Kind = iota + 1
-	// Send puts Frame on the control lanes to Peer.
+	// Send(Peer, Frame) puts the frame on the control lanes.
 	Send
-	// Offer makes the grants of ReceiveParts live (Memory, Landed, Host.Grant, backends), fills the
-	// tokens into their parts and sends Frame to Peer.
+	// Offer(Peer, ReceiveParts, Frame) makes the grants of the parts live (Memory, Landed,
+	// Host.Grant, backends), fills the tokens into the parts of the frame and sends it.
 	Offer
-	// Fence revokes the guard of ReceivePart at once, then fences it in every backend; FenceDone
-	// follows.
+	// Fence(ReceivePart, Cause) revokes the guard of the part at once, then fences it in every
+	// backend; FenceDone follows.
 	Fence
-	// Forget drops ReceivePart from what Host.Grant finds.
+	// Forget(ReceivePart) drops the part from what Host.Grant finds.
 	Forget
-	// Follow starts (On) or ends the observation of Worker's layers: something is sent from its
-	// memory.
+	// Follow(Worker, On) starts or ends the observation of the worker's layers: something is sent
+	// from its memory.
 	Follow
-	// Bind makes SendPart's origin live with its blocks as they are now.
+	// Bind(SendPart) makes the origin of the part live with its blocks as they are now.
 	Bind
-	// Update gives SendPart's origin the block table Blocks.
+	// Update(SendPart, Blocks) gives the origin another block table.
 	Update
-	// CloseOrigin revokes the guard of SendPart at once, then closes it in every backend; OriginClosed
-	// follows.
+	// CloseOrigin(SendPart, Committed) revokes the guard of the part at once, then closes it in every
+	// backend; OriginClosed follows.
 	CloseOrigin
-	// Move hands Slices to lane Lane. Where that fails the slices come back through Results.
+	// Move(Lane, Slices) hands slices to a lane. Where that fails they come back through Results.
 	Move
-	// WakeHint announces slices to the peer of Lane, a transport.WakeHinter.
+	// WakeHint(Lane) announces slices to the peer of the lane, a transport.WakeHinter.
 	WakeHint
-	// Ask reads how many bytes of Lane the other host has received; Moved follows if there are more.
+	// Ask(Lane) reads how many bytes of the lane the other host has received; Moved follows if there
+	// are more.
 	Ask
-	// Measure reads what came over each rail from each peer since the last one; Measured follows.
+	// Measure() reads what came over each rail from each peer since the last one; Measured follows.
 	Measure
-	// LogViolation logs Text, once for each peer and kind of Violation.
+	// LogViolation(Peer, Text) logs a violation, once for each peer and kind of Violation.
 	LogViolation
-	// HeldOn reports to the engine of Worker that the source lease Held is still held, for a receiver
+	// HeldOn(Worker, Lease) reports to the engine that a source lease is still held, for a receiver
 	// whose engine lives.
 	HeldOn
-	// Complete ends a lease towards the engine of Worker; ReceiveParts are those of its last grant.
+	// Complete(Worker, Completion, Trace, ReceiveParts) ends a lease towards its engine. Trace is nil
+	// for leases that did not get as far as a partner. The parts are those of the last grant.
 	Complete
-	// Describe asks Peer for the layout behind Geometry; Described follows.
+	// Describe(Peer, Geometry) asks a peer for a layout; Described follows.
 	Describe
-	// Compare finds out in what the caches of Comparison differ; Compared follows.
+	// Compare(Comparison) finds out in what two caches differ; Compared follows.
 	Compare
-	// Answer answers the Await of that Token.
+	// Answer(Await, Admission) calls Await.Reply.
 	Answer
-	// WorkerFenced reports that Worker has no lease left.
+	// WorkerFenced(Worker, Fenced) calls Fenced: the worker has no lease left.
 	WorkerFenced
 )
 
-// Action is something that the driver must do. Which fields are set depends on Kind.
+// Action is something that the driver must do. Its Kind names the fields that are set.
 type Action struct {
 	Kind         Kind
+	On           bool
+	Committed    bool // the receiver committed what was sent
+	Cause        lease.Cause
 	Peer         transfer.Boot
 	Endpoint     string
+	Text         string
+	Geometry     [32]byte
 	Frame        *peerv1.ControlFrame
 	ReceivePart  *ReceivePart
 	ReceiveParts []*ReceivePart
-	Geometry     [32]byte
-	Comparison   Comparison
 	SendPart     *SendPart
 	Blocks       [][]uint32
-	Cause        Cause // Fence: why
-	Committed    bool  // CloseOrigin: the receiver committed what was sent
+	Comparison   Comparison
 	Lane         uint64
 	Slices       []transport.Slice // valid until the next Drain into the same Batch
 	Worker       *engines.Worker
-	On           bool // Follow
-	Held         uint64
+	Lease        uint64
 	Completion   engines.Completion
-	Trace        *Trace // Complete: set for leases that got as far as a partner
-	Text         string // LogViolation
-	Await        uint64
+	Trace        *Trace
+	Await        *engines.Await
 	Admission    engines.Admission
+	Fenced       func()
 
 	first, count int // of Slices in the batch, until Drain
 }
@@ -112,15 +116,10 @@ var (
 	_ source.Actions = (*actions)(nil)
 )
 
-// emit appends an action and returns it for its fields to be set.
-func (c *actions) emit(k Kind) *Action {
-	c.out = append(c.out, Action{Kind: k})
-	return &c.out[len(c.out)-1]
-}
+func (c *actions) emit(a Action) { c.out = append(c.out, a) }
 
 func (c *actions) Send(to transfer.Boot, f *peerv1.ControlFrame) {
-	a := c.emit(Send)
-	a.Peer, a.Frame = to, f
+	c.emit(Action{Kind: Send, Peer: to, Frame: f})
 }
 
 func (c *actions) SendLate(to transfer.Boot, f *peerv1.ControlFrame) {
@@ -137,82 +136,72 @@ func (c *actions) flushLate() {
 }
 
 func (c *actions) Move(lane uint64, batch []transport.Slice) {
-	a := c.emit(Move)
-	a.Lane, a.first, a.count = lane, len(c.outSlices), len(batch)
+	c.emit(Action{Kind: Move, Lane: lane, first: len(c.outSlices), count: len(batch)})
 	c.outSlices = append(c.outSlices, batch...)
 }
 
-func (c *actions) WakeHint(lane uint64) { c.emit(WakeHint).Lane = lane }
+func (c *actions) WakeHint(lane uint64) { c.emit(Action{Kind: WakeHint, Lane: lane}) }
 
-func (c *actions) Ask(lane uint64) { c.emit(Ask).Lane = lane }
+func (c *actions) Ask(lane uint64) { c.emit(Action{Kind: Ask, Lane: lane}) }
 
-func (c *actions) Measure() { c.emit(Measure) }
+func (c *actions) Measure() { c.emit(Action{Kind: Measure}) }
 
 func (c *actions) LogViolation(peer transfer.Boot, text string) {
-	a := c.emit(LogViolation)
-	a.Peer, a.Text = peer, text
+	c.emit(Action{Kind: LogViolation, Peer: peer, Text: text})
 }
 
 func (c *actions) Offer(to transfer.Boot, parts []*ReceivePart, f *peerv1.ControlFrame) {
-	a := c.emit(Offer)
-	a.Peer, a.ReceiveParts, a.Frame = to, parts, f
+	c.emit(Action{Kind: Offer, Peer: to, ReceiveParts: parts, Frame: f})
 }
 
-func (c *actions) Fence(p *ReceivePart, cause Cause) {
-	a := c.emit(Fence)
-	a.ReceivePart, a.Cause = p, cause
+func (c *actions) Fence(p *ReceivePart, cause lease.Cause) {
+	c.emit(Action{Kind: Fence, ReceivePart: p, Cause: cause})
 }
 
-func (c *actions) Forget(p *ReceivePart) { c.emit(Forget).ReceivePart = p }
+func (c *actions) Forget(p *ReceivePart) { c.emit(Action{Kind: Forget, ReceivePart: p}) }
 
 func (c *actions) Received(w *engines.Worker, end engines.Completion, trace *Trace,
 	parts []*ReceivePart) {
-	a := c.emit(Complete)
-	a.Worker, a.Completion, a.Trace, a.ReceiveParts = w, end, trace, parts
+	c.emit(Action{Kind: Complete, Worker: w, Completion: end, Trace: trace, ReceiveParts: parts})
 }
 
 func (c *actions) Sent(w *engines.Worker, end engines.Completion, trace *Trace) {
-	a := c.emit(Complete)
-	a.Worker, a.Completion, a.Trace = w, end, trace
+	c.emit(Action{Kind: Complete, Worker: w, Completion: end, Trace: trace})
 }
 
-func (c *actions) Answer(query uint64, ad engines.Admission) {
-	a := c.emit(Answer)
-	a.Await, a.Admission = query, ad
+func (c *actions) Answer(a *engines.Await, ad engines.Admission) {
+	c.emit(Action{Kind: Answer, Await: a, Admission: ad})
 }
 
-func (c *actions) Bind(p *SendPart) { c.emit(Bind).SendPart = p }
+func (c *actions) Bind(p *SendPart) { c.emit(Action{Kind: Bind, SendPart: p}) }
 
 func (c *actions) Update(p *SendPart, blocks [][]uint32) {
-	a := c.emit(Update)
-	a.SendPart, a.Blocks = p, blocks
+	c.emit(Action{Kind: Update, SendPart: p, Blocks: blocks})
 }
 
 func (c *actions) CloseOrigin(p *SendPart, committed bool) {
-	a := c.emit(CloseOrigin)
-	a.SendPart, a.Committed = p, committed
+	c.emit(Action{Kind: CloseOrigin, SendPart: p, Committed: committed})
 }
 
 func (c *actions) Follow(w *engines.Worker, on bool) {
-	a := c.emit(Follow)
-	a.Worker, a.On = w, on
+	c.emit(Action{Kind: Follow, Worker: w, On: on})
 }
 
 func (c *actions) HeldOn(w *engines.Worker, lease uint64) {
-	a := c.emit(HeldOn)
-	a.Worker, a.Held = w, lease
+	c.emit(Action{Kind: HeldOn, Worker: w, Lease: lease})
 }
 
-func (c *actions) Compare(x Comparison) { c.emit(Compare).Comparison = x }
+func (c *actions) Compare(x Comparison) { c.emit(Action{Kind: Compare, Comparison: x}) }
 
-func (c *actions) connect(addr string) { c.emit(Connect).Endpoint = addr }
+func (c *actions) connect(addr string) { c.emit(Action{Kind: Connect, Endpoint: addr}) }
 
 func (c *actions) describe(name layouts.Name) {
-	a := c.emit(Describe)
-	a.Peer, a.Geometry = name.Boot, name.Geometry
+	c.emit(Action{Kind: Describe, Peer: name.Boot, Geometry: name.Geometry})
 }
 
-func (c *actions) workerFenced(w *engines.Worker) { c.emit(WorkerFenced).Worker = w }
+func (c *actions) workerFenced(w *engines.Worker, done func()) {
+	c.emit(Action{Kind: WorkerFenced, Worker: w, Fenced: done})
+}
 
 // drain is Exec.Drain.
 func (c *actions) drain(b *Batch) bool {

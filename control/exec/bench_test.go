@@ -10,6 +10,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec/internal/frame"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -69,9 +70,10 @@ func newTraced(tb testing.TB, open int, tokens uint32, spans bool) *loadedExec {
 		for r := range 4 {
 			for range 2 {
 				lane++
-				if err := x.e.LaneUp(x.now, LaneInfo{ID: lane, Peer: x.peers[i], Backend: "tcp",
-					Local: fmt.Sprint("r", r), Remote: fmt.Sprint("r", r), Gbps: 100,
-					SliceBytes: 1 << 20, MaxInFlight: 16, ReportsAcked: true}); err != nil {
+				rail := fmt.Sprint("r", r)
+				if err := x.e.LaneUp(x.now, x.peers[i], spray.LaneInfo{ID: lane, Gbps: 100,
+					Path:       spray.Path{Transport: "tcp", Local: rail, Remote: rail},
+					SliceBytes: 1 << 20, MaxSlices: 16, ReportsAcked: true}, false); err != nil {
 					tb.Fatal(err)
 				}
 			}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec/internal/credit"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
@@ -100,9 +101,9 @@ func TestMeasureIdlePeers(t *testing.T) {
 		e.PeerUp(now, fmt.Sprint("p:", i), manyBoot(i))
 		for r := range manyRails {
 			name := fmt.Sprint("eth", r)
-			if err := e.LaneUp(now, LaneInfo{ID: uint64(i*manyRails + r + 1), Peer: manyBoot(i),
-				Backend: "tcp", Local: name, Remote: name,
-				SliceBytes: 1 << 20, MaxInFlight: 16}); err != nil {
+			if err := e.LaneUp(now, manyBoot(i), spray.LaneInfo{ID: uint64(i*manyRails + r + 1),
+				Path:       spray.Path{Transport: "tcp", Local: name, Remote: name},
+				SliceBytes: 1 << 20, MaxSlices: 16}, false); err != nil {
 				t.Fatal(err)
 			}
 		}

@@ -1,8 +1,14 @@
 package exec
 
 import (
+	"cmp"
+
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/dest"
 	"github.com/kvspray/kvspray/control/exec/internal/lanes"
+	"github.com/kvspray/kvspray/control/exec/internal/source"
+	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -12,9 +18,81 @@ func (e *Exec) Refusals() map[string]uint64 {
 	return e.match.Refusals()
 }
 
-// Await sends an admission query to the sidecar at a.Peer. An Answer with that id follows.
-func (e *Exec) Await(now Instant, id uint64, a engines.Await) {
-	e.queries.Open(now, id, a)
+// Handle takes events of engines, in order.
+func (e *Exec) Handle(now Instant, events []engines.Event) {
+	for i := range events {
+		e.handle(now, &events[i])
+	}
+	e.assign(now)
+}
+
+func (e *Exec) handle(now Instant, ev *engines.Event) {
+	switch w := ev.Worker; ev.Kind {
+	case engines.WorkerUp:
+		e.workers.Up(w)
+	case engines.WorkerGone:
+		e.workerGone(now, ev)
+	case engines.SourceOpened:
+		e.sources.Open(now, w, *ev.Intent)
+	case engines.StepAnnounced:
+		e.sources.Announced(now, w, ev.Leases)
+	case engines.LayersComplete:
+		e.sources.Progress(now, w, ev.Progress)
+	case engines.Preempted:
+		e.sources.Preempt(now, w, ev.Lease)
+	case engines.Held:
+		e.sources.Hold(now, w, ev.Lease)
+	case engines.Yielded:
+		e.sources.Yield(now, w, ev.Lease)
+	case engines.DestOpened:
+		e.dests.Open(now, w, *ev.Expect)
+	case engines.Canceled:
+		e.cancel(now, ev)
+	case engines.Asked:
+		e.queries.Open(now, ev.Await)
+	case engines.Declined:
+		e.dests.DeclineAll(now, *ev.Decline)
+	case engines.SchedulerGone:
+		e.queries.SessionOver(ev.Session)
+	}
+}
+
+// workerGone ends every lease of a worker; WorkerFenced follows. Destination leases end even if the
+// engine lives: the shim ends them by itself (docs/protocol.md, Restart).
+func (e *Exec) workerGone(now Instant, ev *engines.Event) {
+	ws := e.workers.Find(ev.Worker)
+	if ws == nil {
+		e.out.workerFenced(ev.Worker, ev.Fenced)
+		return
+	}
+	if ws.Gone {
+		return
+	}
+	ws.Gone, ws.Fenced = true, ev.Fenced
+	if e.workers.Vacant() {
+		e.workers.Vacated = now
+	}
+	for _, d := range dest.Of(ws) {
+		e.dests.CloseBy(now, d, lease.ByEngineGone, engines.StatusFailed, ev.Err.Error())
+	}
+	for _, s := range source.Of(ws) {
+		e.sources.Close(now, s, engines.StatusFailed, ev.Err.Error(), ev.Exited)
+	}
+	e.workers.Idle(ws)
+}
+
+func (e *Exec) cancel(now Instant, ev *engines.Event) {
+	ws := e.workers.Find(ev.Worker)
+	if ws == nil {
+		return
+	}
+	reason := cmp.Or(ev.Reason, "cancelled by the engine")
+	switch l := ws.Leases[ev.Lease].(type) {
+	case *dest.Lease:
+		e.dests.Close(now, l, engines.StatusCancelled, reason)
+	case *source.Lease:
+		e.sources.Close(now, l, engines.StatusCancelled, reason, true)
+	}
 }
 
 // Incoming reports bytes after a time without any: since the start, or since an empty measurement.
@@ -27,20 +105,6 @@ func (e *Exec) Incoming(now Instant) {
 // driver must call Incoming for the next byte.
 func (e *Exec) Measured(now Instant, grew []Inflow) {
 	e.credits.Measured(now, grew)
-	e.assign(now)
-}
-
-// Decline gives up a request for all ranks of an engine, before any of them has a lease: one call
-// of the scheduler saves a step of every rank. If the message is lost, the source waits for its
-// match timeout. A hash of zeros stands for every prompt of the transfer.
-func (e *Exec) Decline(now Instant, d engines.Decline) {
-	e.dests.DeclineAll(now, d)
-	e.assign(now)
-}
-
-// Expect opens a destination lease.
-func (e *Exec) Expect(now Instant, w *engines.Worker, x engines.Expect) {
-	e.dests.Open(now, w, x)
 	e.assign(now)
 }
 
@@ -57,14 +121,10 @@ func (e *Exec) FenceDone(now Instant, l *ReceivePart, err error) {
 	e.assign(now)
 }
 
-// WorkerUp introduces an engine worker.
-func (e *Exec) WorkerUp(w *engines.Worker) {
-	e.workers.Up(w)
-}
-
-// LaneUp adds a lane. After an error there are too many, and the lane gets no slices.
-func (e *Exec) LaneUp(now Instant, in LaneInfo) error {
-	err := e.dispatch.Up(now, in)
+// LaneUp adds a lane to a peer; its rank is set here. hints: it is a transport.WakeHinter. After an
+// error there are too many, and the lane gets no slices.
+func (e *Exec) LaneUp(now Instant, to transfer.Boot, in spray.LaneInfo, hints bool) error {
+	err := e.dispatch.Up(now, to, in, hints)
 	e.assign(now)
 	return err
 }
@@ -124,50 +184,6 @@ func (e *Exec) PeerRails(now Instant, boot transfer.Boot, rails []Rail) {
 // Moved answers Ask: the other host received bytes of this lane since the last Ask.
 func (e *Exec) Moved(now Instant, lane uint64) {
 	e.dispatch.Moved(now, lane)
-	e.assign(now)
-}
-
-// Intent opens a source lease.
-func (e *Exec) Intent(now Instant, w *engines.Worker, in engines.Intent) {
-	e.sources.Open(now, w, in)
-	e.assign(now)
-}
-
-// Hold reports that the engine keeps the blocks only for receivers. From now on the match timeout
-// runs.
-func (e *Exec) Hold(now Instant, w *engines.Worker, id uint64) {
-	e.sources.Hold(now, w, id)
-}
-
-// Yield reports that the engine needs the blocks of a lease that is held: no receiver binds any
-// more, and bound ones finish.
-func (e *Exec) Yield(now Instant, w *engines.Worker, id uint64) {
-	e.sources.Yield(now, w, id)
-	e.assign(now)
-}
-
-// SchedulerGone reports that a scheduler's session is over. The sidecars that were asked in it hold
-// no prompt for it any more.
-func (e *Exec) SchedulerGone(now Instant, session uint64) {
-	e.queries.SessionOver(session)
-	e.assign(now)
-}
-
-// Progress reports how many tokens layers hold.
-func (e *Exec) Progress(now Instant, w *engines.Worker, all []engines.Progress) {
-	e.sources.Progress(now, w, all)
-	e.assign(now)
-}
-
-// Announced reports that a step of these leases is about to run: their layers follow.
-func (e *Exec) Announced(now Instant, w *engines.Worker, all []transfer.LeaseID) {
-	e.sources.Announced(now, w, all)
-	e.assign(now)
-}
-
-// Preempt reports that the blocks of a source lease are lost. The lease stays for a later attempt.
-func (e *Exec) Preempt(now Instant, w *engines.Worker, id uint64) {
-	e.sources.Preempt(now, w, id)
 	e.assign(now)
 }
 

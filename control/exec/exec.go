@@ -110,50 +110,6 @@ func (e *Exec) Abort(now Instant, reason string) {
 	e.assign(now)
 }
 
-// WorkerGone ends every lease of w; WorkerFenced follows. With final the engine itself is dead,
-// and its source leases will not be presented again. Destination leases end in both cases: the
-// shim ends them by itself (docs/protocol.md, Restart).
-func (e *Exec) WorkerGone(now Instant, w *engines.Worker, final bool, reason string) {
-	ws := e.workers.Find(w)
-	if ws == nil {
-		e.out.workerFenced(w)
-		return
-	}
-	if ws.Gone {
-		return
-	}
-	ws.Gone = true
-	if e.workers.Vacant() {
-		e.workers.Vacated = now
-	}
-	for _, d := range dest.Of(ws) {
-		e.dests.CloseBy(now, d, ByEngineGone, engines.StatusFailed, reason)
-	}
-	for _, s := range source.Of(ws) {
-		e.sources.Close(now, s, engines.StatusFailed, reason, final)
-	}
-	e.workers.Idle(ws)
-	e.assign(now)
-}
-
-// Cancel ends a lease at the request of its engine.
-func (e *Exec) Cancel(now Instant, w *engines.Worker, id uint64, reason string) {
-	ws := e.workers.Find(w)
-	if ws == nil {
-		return
-	}
-	if reason == "" {
-		reason = "cancelled by the engine"
-	}
-	switch l := ws.Leases[id].(type) {
-	case *dest.Lease:
-		e.dests.Close(now, l, engines.StatusCancelled, reason)
-	case *source.Lease:
-		e.sources.Close(now, l, engines.StatusCancelled, reason, true)
-	}
-	e.assign(now)
-}
-
 // Message takes the body of one control frame from a peer. An error describes a protocol
 // violation, for the log. Message returns it once for each peer and kind; it drops and counts the
 // others.

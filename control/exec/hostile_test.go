@@ -15,6 +15,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec/internal/frame"
 	"github.com/kvspray/kvspray/control/exec/internal/lanes"
 	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
@@ -45,8 +46,9 @@ func newTargetFor(fanout int) *target {
 	tg.ex.WorkerUp(tg.w)
 	tg.ex.PeerUp(1, "", tg.peer)
 	// a fresh peer has room
-	_ = tg.ex.LaneUp(1, LaneInfo{ID: 1, Peer: tg.peer, Backend: "tcp", Local: "r", Remote: "r",
-		SliceBytes: transfer.ChunkBytes, MaxInFlight: 4})
+	_ = tg.ex.LaneUp(1, tg.peer, spray.LaneInfo{ID: 1,
+		Path:       spray.Path{Transport: "tcp", Local: "r", Remote: "r"},
+		SliceBytes: transfer.ChunkBytes, MaxSlices: 4}, false)
 	tg.ex.Intent(1, tg.w, engines.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1, Epoch: 1},
 		Key: testKey(1, 1), Tokens: targetTokens, Fanout: fanout, Deadline: 30 * sec})
 	for l := range simLayers {
@@ -116,7 +118,7 @@ var hostileGrants = map[string]struct {
 	"huge team": {func(g *peerv1.Grant) { g.TeamSize = 1 << 31 }, 0,
 		"2147483648 receivers"},
 	"no parts": {func(g *peerv1.Grant) { g.Parts = nil }, 0, "0 parts"},
-	"too many parts": {func(g *peerv1.Grant) { g.Parts = make([]*peerv1.Part, MaxParts+1) }, 0,
+	"too many parts": {func(g *peerv1.Grant) { g.Parts = make([]*peerv1.Part, frame.MaxParts+1) }, 0,
 		"257 parts"},
 	"team of 1 byte": {func(g *peerv1.Grant) { g.Team = g.Team[:1] }, 0, "team of 1 bytes"},
 	"slot without bytes": {func(g *peerv1.Grant) {

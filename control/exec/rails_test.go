@@ -11,6 +11,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec/internal/credit"
 	"github.com/kvspray/kvspray/control/exec/internal/endpoint"
 	"github.com/kvspray/kvspray/control/exec/internal/lanes"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -40,9 +41,9 @@ func laned(t *testing.T, e *Exec, boot transfer.Boot, n int) {
 	e.PeerUp(0, "peer:1", boot)
 	for i := range n {
 		name := fmt.Sprint("r", i)
-		if err := e.LaneUp(0, LaneInfo{ID: uint64(100*int(boot[0]) + i), Peer: boot, Backend: "tcp",
-			Local: name, Remote: name, SliceBytes: 1 << 20, MaxInFlight: 16, ReportsAcked: true}); err !=
-			nil {
+		if err := e.LaneUp(0, boot, spray.LaneInfo{ID: uint64(100*int(boot[0]) + i),
+			Path:       spray.Path{Transport: "tcp", Local: name, Remote: name},
+			SliceBytes: 1 << 20, MaxSlices: 16, ReportsAcked: true}, false); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -255,7 +256,7 @@ func TestSharesOfCredits(t *testing.T) {
 // requests are refused at once, one is let through now and then, and a successful connect closes
 // the breaker. Requests for other peers are not affected.
 func TestBreaker(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 4, 0)
+	s, p, d, pw, dw := pair(t, 4)
 	hang := errors.New("context deadline exceeded")
 	fail := func() { d.event(func() { d.ex.ConnectFailed(s.now, "q:1", hang) }) }
 	// The fabric of this test refuses unknown addresses. For this address the test replaces the

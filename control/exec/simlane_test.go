@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -41,19 +42,13 @@ func (s *sim) lane(from, to *simNode, backend, rail string) {
 		}
 		from.lanes[l.id] = l
 		from.event(func() {
-			err := from.ex.LaneUp(s.now, LaneInfo{ID: l.id, Peer: to.boot, Backend: backend, Local: rail,
-				Remote:     rail,
-				SliceBytes: 2 * transfer.ChunkBytes, MaxInFlight: 4, WakeHints: backend == "shm"})
+			err := from.ex.LaneUp(s.now, to.boot, spray.LaneInfo{ID: l.id,
+				Path:       spray.Path{Transport: backend, Local: rail, Remote: rail},
+				SliceBytes: 2 * transfer.ChunkBytes, MaxSlices: 4}, backend == "shm")
 			if err != nil {
 				s.fatalf("%v", err)
 			}
 		})
-		if s.chance(s.faults) {
-			s.after(s.delay(time.Second), func() { l.hung = true })
-		}
-		if s.chance(s.faults) {
-			s.after(s.delay(2*time.Second), func() { l.die() })
-		}
 	})
 }
 
@@ -196,8 +191,7 @@ func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
 	if g.lease.done != nil {
 		s.fatalf("bytes land in lease %v after its completion", g.lease.id)
 	}
-	// A frame whose source was invalidated, or whose checksum is wrong, has written all the same.
-	bad := s.chance(s.faults)
+	// A frame whose source was invalidated has written all the same.
 	for i, v := range read {
 		c := sl.Range.First + uint32(i)
 		if sl.Attempt < g.claim[c] {
@@ -208,14 +202,11 @@ func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
 			return
 		}
 		g.claim[c] = sl.Attempt
-		if bad {
-			v = "corrupt"
-		}
 		if !g.bitmap.Has(c) { // what has landed is read past, as transport.Claim does
 			g.lease.content[c] = v
 		}
 	}
-	if valid && !bad {
+	if valid {
 		g.bitmap.Set(sl.Range)
 		g.l.Grant.Receipt.Set(sl.Range)
 		if g.bitmap.Full() && !g.reported {
@@ -227,14 +218,9 @@ func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
 	if !l.release(sl) {
 		return
 	}
-	switch {
-	case !valid:
+	if !valid {
 		l.end(sl, transfer.NotLanded, transfer.ReasonDisowned)
-	case bad:
-		l.end(sl, transfer.Rejected, transfer.ReasonChecksum)
-	case s.chance(s.faults):
-		l.end(sl, transfer.InDoubt, transfer.ReasonTimeout) // the confirmation is lost
-	default:
-		l.end(sl, transfer.Landed, transfer.ReasonNone)
+		return
 	}
+	l.end(sl, transfer.Landed, transfer.ReasonNone)
 }

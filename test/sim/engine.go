@@ -187,17 +187,17 @@ func (l *lease) present(s *sidecar) {
 	t, w := l.t, s.workers[l.rank]
 	s.owners[l.id] = l
 	if l.receiver {
-		s.event(func(now exec.Instant) {
-			s.ex.Expect(now, w, engines.Expect{Lease: l.id, Key: t.key, Peer: t.From.addr,
-				Req: fmt.Sprint(t.ID), Tokens: t.Tokens, Skip: []uint32{0},
-				Priority: t.Prio, Deadline: l.left(), Partner: l.left()})
+		s.run(func() {
+			s.drv.Handle([]engines.Event{{Kind: engines.DestOpened, Worker: w, Expect: &engines.Expect{
+				Lease: l.id, Key: t.key, Peer: t.From.addr, Req: fmt.Sprint(t.ID), Tokens: t.Tokens,
+				Skip: []uint32{0}, Priority: t.Prio, Deadline: l.left(), Partner: l.left()}}})
 		})
 		return
 	}
-	s.event(func(now exec.Instant) {
-		s.ex.Intent(now, w, engines.Intent{Lease: l.id, Key: t.key, Req: fmt.Sprint(t.ID),
-			Tokens: t.Tokens, Fanout: 1, Blocks: [][]uint32{}, Priority: t.Prio,
-			Deadline: l.left()})
+	s.run(func() {
+		s.drv.Handle([]engines.Event{{Kind: engines.SourceOpened, Worker: w, Intent: &engines.Intent{
+			Lease: l.id, Key: t.key, Req: fmt.Sprint(t.ID), Tokens: t.Tokens, Fanout: 1,
+			Blocks: [][]uint32{}, Priority: t.Prio, Deadline: l.left()}}})
 	})
 	l.announce(t.epoch)
 	for layer, ok := range t.ready {
@@ -232,12 +232,10 @@ func (l *lease) announce(epoch uint32) {
 	if s == nil || !l.said || !l.alive() {
 		return
 	}
-	w := s.workers[l.rank]
-	s.event(func(now exec.Instant) {
-		id := l.id
-		id.Epoch = epoch
-		s.ex.Announced(now, w, []transfer.LeaseID{id})
-	})
+	id := l.id
+	id.Epoch = epoch
+	s.engine(engines.Event{Kind: engines.StepAnnounced, Worker: s.workers[l.rank],
+		Leases: []transfer.LeaseID{id}})
 }
 
 // progress says that a layer is complete, if it is of the lease's rank.
@@ -246,13 +244,11 @@ func (l *lease) progress(layer int, epoch uint32) {
 	if s == nil || !l.said || !l.alive() || layer < own.lo || layer >= own.hi {
 		return
 	}
-	w := s.workers[l.rank]
-	s.event(func(now exec.Instant) {
-		id := l.id
-		id.Epoch = epoch
-		s.ex.Progress(now, w, []engines.Progress{{Lease: id, Layer: layer - own.lo, Tokens: l.t.Tokens,
-			Final: true}})
-	})
+	id := l.id
+	id.Epoch = epoch
+	s.engine(engines.Event{Kind: engines.LayersComplete, Worker: s.workers[l.rank],
+		Progress: []engines.Progress{{Lease: id, Layer: layer - own.lo, Tokens: l.t.Tokens,
+			Final: true}}})
 }
 
 // Preempt takes the source's blocks away on every rank, as an engine does without asking; each says
@@ -271,8 +267,7 @@ func (t *Transfer) Preempt(prefill time.Duration) {
 		last = max(last, after)
 		c.F.After(after, func() {
 			if s := l.n.side; s != nil && t.epoch == v && l.alive() && l.said {
-				w := s.workers[l.rank]
-				s.event(func(now exec.Instant) { s.ex.Preempt(now, w, l.id.ID) })
+				s.engine(engines.Event{Kind: engines.Preempted, Worker: s.workers[l.rank], Lease: l.id.ID})
 			}
 		})
 	}
@@ -292,8 +287,7 @@ func (t *Transfer) Cancel(receiver bool) {
 	for _, l := range all {
 		if s := l.n.side; s != nil && l.alive() && l.said {
 			l.n.c.stats.Canceled++
-			w := s.workers[l.rank]
-			s.event(func(now exec.Instant) { s.ex.Cancel(now, w, l.id.ID, "") })
+			s.engine(engines.Event{Kind: engines.Canceled, Worker: s.workers[l.rank], Lease: l.id.ID})
 		}
 	}
 }
@@ -375,7 +369,10 @@ func (s *sidecar) workerFenced(w *engines.Worker) {
 	}
 }
 
-var errModel = errors.New("sim: memory is modelled")
+var (
+	errModel = errors.New("sim: memory is modelled")
+	errDied  = errors.New("the engine died")
+)
 
 // source is what lanes read.
 type source struct {

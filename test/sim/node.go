@@ -131,8 +131,9 @@ func (s *sidecar) register(e *engine) {
 			SourceValid: s.valid,
 			Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: blockTokens,
 				Layers: make([]layout.Layer, own.hi-own.lo)}}}}
+		w.Session = session{}
 		s.workers = append(s.workers, w)
-		s.event(func(exec.Instant) { s.ex.WorkerUp(w) })
+		s.engine(engines.Event{Kind: engines.WorkerUp, Worker: w})
 	}
 	for _, l := range inOrder(maps.Values(e.open)) {
 		l.present(s)
@@ -204,10 +205,8 @@ func (n *Node) KillEngine() {
 	}
 	for _, w := range s.workers {
 		s.later(n.c.F.Jitter(time.Millisecond), func() {
-			s.run(func() {
-				s.drv.Events.WorkerGone(w, true, "the engine died",
-					func() { s.workerFenced(w) })
-			})
+			s.engine(engines.Event{Kind: engines.WorkerGone, Worker: w, Exited: true, Err: errDied,
+				Fenced: func() { s.workerFenced(w) }})
 		})
 	}
 }

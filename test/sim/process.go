@@ -8,6 +8,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
+	ends "github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -38,6 +39,11 @@ func (s *sidecar) run(fn func()) {
 // event brings an event to the executor, and performs what follows.
 func (s *sidecar) event(fn func(now exec.Instant)) {
 	s.run(func() { s.drv.Do(func(_ *exec.Exec, now exec.Instant) { fn(now) }) })
+}
+
+// engine brings an event of the node's engine to the executor, and performs what follows.
+func (s *sidecar) engine(ev engines.Event) {
+	s.run(func() { s.drv.Handle([]engines.Event{ev}) })
 }
 
 // process is virtual time.
@@ -148,11 +154,14 @@ func (p peers) Compare(exec.Comparison)                           {} // all engi
 // simEngines is the way back to the played engines.
 type simEngines struct{ s *sidecar }
 
-func (e simEngines) Complete(a *exec.Action)      { e.s.complete(a) }
-func (e simEngines) Follow(*engines.Worker, bool) {}
+func (e simEngines) Complete(a *exec.Action) { e.s.complete(a) }
+func (e simEngines) Forget(*engines.Worker)  {}
 
-func (e simEngines) HeldOn(*engines.Worker, uint64) {}
-func (e simEngines) Forget(*engines.Worker)         {}
+// session implements engines.Session.
+type session struct{}
+
+func (session) Follow(bool)   {}
+func (session) HeldOn(uint64) {}
 
 // memory is modeled: one word stands for a chunk's bytes.
 type memory struct{ s *sidecar }
@@ -208,7 +217,7 @@ func (o observer) LaneUp(transport.Lane)                           {}
 func (o observer) LaneDown(transport.Lane, bool)                   {}
 func (o observer) Slice(transport.Lane, *transport.Result, uint64) {}
 func (o observer) Landed(string, string, int, uint64)              {}
-func (o observer) Fenced(exec.Cause, time.Duration)                {}
+func (o observer) Fenced(ends.Cause, time.Duration)                {}
 func (o observer) Quarantined(int)                                 {}
 func (o observer) Sent(*exec.SendPart)                             {}
 

@@ -29,6 +29,7 @@ import (
 	"context"
 	"crypto/rand"
 	"crypto/sha256"
+	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -78,16 +79,6 @@ const (
 	unit = 4096 // bytes of a block of the worker
 )
 
-// Transfers is the executor. *driver.Events has these methods.
-type Transfers interface {
-	WorkerUp(w *engines.Worker)
-	WorkerGone(w *engines.Worker, dead bool, why string, fenced func())
-	Intent(w *engines.Worker, in engines.Intent)
-	Progress(w *engines.Worker, p []engines.Progress)
-	Expect(w *engines.Worker, x engines.Expect)
-	Cancel(w *engines.Worker, id uint64, reason string)
-}
-
 // Removals are the removals of namespaces that this node knows. *removals.Removals has these
 // methods.
 type Removals interface {
@@ -101,7 +92,7 @@ type Removals interface {
 type Options struct {
 	Self      transfer.Boot
 	Registry  *parseblock.Registry
-	Transfers Transfers
+	Events    func([]engines.Event) // takes those of the store's worker to the executor
 	Send      func(transfer.Boot, *peerv1.ControlFrame) error
 	Directory directory.Directory
 	Removals  Removals
@@ -202,8 +193,20 @@ func (x *Exchange) Attach(s *store.Store) error {
 		return fmt.Errorf("sidecar: memory of the store: %w", mem.ErrFreed)
 	}
 	x.store, x.worker = s, w
-	x.o.Transfers.WorkerUp(w)
+	x.event(engines.Event{Kind: engines.WorkerUp})
 	return nil
+}
+
+var errStops = errors.New("the sidecar stops")
+
+// event passes an event of the worker to the executor.
+func (x *Exchange) event(e engines.Event) {
+	e.Worker = x.worker
+	x.o.Events([]engines.Event{e})
+}
+
+func (x *Exchange) cancel(id uint64, reason string) {
+	x.event(engines.Event{Kind: engines.Canceled, Lease: id, Reason: reason})
 }
 
 // session is the worker's: nothing follows layers that are complete from the beginning.
@@ -312,10 +315,10 @@ func (x *Exchange) Stop(ctx context.Context) error {
 	}
 	fenced := make(chan struct{})
 	region := x.worker.Regions[0]
-	x.o.Transfers.WorkerGone(x.worker, false, "the sidecar stops", func() {
+	x.event(engines.Event{Kind: engines.WorkerGone, Err: errStops, Fenced: func() {
 		region.Release()
 		close(fenced)
-	})
+	}})
 	select {
 	case <-fenced:
 		return nil

@@ -132,9 +132,9 @@ func (c *cable) add(boot transfer.Boot) *node {
 	if err != nil {
 		c.t.Fatal(err)
 	}
-	n.Exchange = New(Options{Self: boot, Registry: parseblock.Default(), Transfers: n, Directory: c,
-		Removals: n,
-		Changed:  func() <-chan struct{} { return nil }, Metrics: m,
+	n.Exchange = New(Options{Self: boot, Registry: parseblock.Default(), Events: n.events,
+		Directory: c, Removals: n,
+		Changed: func() <-chan struct{} { return nil }, Metrics: m,
 		Log:  slog.New(slog.DiscardHandler),
 		Send: func(to transfer.Boot, f *peerv1.ControlFrame) error { return c.send(boot, to, f) }})
 	n.store, err = store.Open(store.Config{Memory: memory.Config{Bytes: 8 << 20, SlabBytes: 64 << 10,
@@ -228,26 +228,30 @@ func (c *cable) hint(holder transfer.Boot, pages ...int) {
 
 // The executor.
 
-func (n *node) WorkerUp(*engines.Worker)                                 {}
-func (n *node) Progress(*engines.Worker, []engines.Progress)             {}
-func (n *node) WorkerGone(_ *engines.Worker, _ bool, _ string, f func()) { f() }
-
-func (n *node) Intent(_ *engines.Worker, in engines.Intent) {
-	n.c.mu.Lock()
-	defer n.c.mu.Unlock()
-	n.intents[in.Key] = in
-}
-
-func (n *node) Expect(_ *engines.Worker, x engines.Expect) {
-	n.c.mu.Lock()
-	defer n.c.mu.Unlock()
-	n.expects[x.Lease.ID] = x
-	if !n.c.stuck {
-		go n.c.move(n, x)
+func (n *node) events(all []engines.Event) {
+	for _, e := range all {
+		switch e.Kind {
+		case engines.WorkerGone:
+			e.Fenced()
+		case engines.SourceOpened:
+			n.c.mu.Lock()
+			n.intents[e.Intent.Key] = *e.Intent
+			n.c.mu.Unlock()
+		case engines.DestOpened:
+			n.c.mu.Lock()
+			n.expects[e.Expect.Lease.ID] = *e.Expect
+			stuck := n.c.stuck
+			n.c.mu.Unlock()
+			if !stuck {
+				go n.c.move(n, *e.Expect)
+			}
+		case engines.Canceled:
+			n.cancelled(e.Lease, e.Reason)
+		}
 	}
 }
 
-func (n *node) Cancel(_ *engines.Worker, id uint64, reason string) {
+func (n *node) cancelled(id uint64, reason string) {
 	n.c.mu.Lock()
 	x, open := n.expects[id]
 	stay := n.c.fences

@@ -329,10 +329,10 @@ func (j *job) receive(ctx context.Context, p *peer, m *peerv1.PageOffer, got []i
 	var id transfer.LeaseID
 	if !x.open(func(c engines.Completion) { end <- c }, func(l transfer.LeaseID) {
 		id = l
-		x.o.Transfers.Expect(x.worker, engines.Expect{Lease: id,
+		x.event(engines.Event{Kind: engines.DestOpened, Expect: &engines.Expect{Lease: id,
 			Key:  transfer.Key{Xfer: transfer.XferID(m.Xfer), Hash: transfer.PrefixHash(m.Hash)},
 			Peer: endpoint, Tokens: uint32(len(table)), Skip: []uint32{0}, Blocks: [][]uint32{table},
-			Priority: engines.Background, Deadline: fetchTime, Partner: meetTime, Req: "store"})
+			Priority: engines.Background, Deadline: fetchTime, Partner: meetTime, Req: "store"}})
 	}) {
 		return engines.Completion{Status: engines.StatusCancelled, Reason: "the node stops"}, true
 	}
@@ -340,9 +340,9 @@ func (j *job) receive(ctx context.Context, p *peer, m *peerv1.PageOffer, got []i
 	case c := <-end:
 		return c, true
 	case <-ctx.Done():
-		x.o.Transfers.Cancel(x.worker, id.ID, "not needed any more")
+		x.cancel(id.ID, "not needed any more")
 	case <-p.down:
-		x.o.Transfers.Cancel(x.worker, id.ID, "the holder is gone")
+		x.cancel(id.ID, "the holder is gone")
 	}
 	select {
 	case c := <-end: // after its fence

@@ -161,7 +161,7 @@ func (x *Exchange) answer(to transfer.Boot, offer *peerv1.PageOffer, id uint64) 
 	err := x.o.Send(to, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageOffer{
 		PageOffer: offer}})
 	if err != nil && id != 0 {
-		x.o.Transfers.Cancel(x.worker, id, "the offer was not sent: "+err.Error())
+		x.cancel(id, "the offer was not sent: "+err.Error())
 	}
 }
 
@@ -207,10 +207,11 @@ func (x *Exchange) offer(to transfer.Boot, m *peerv1.PageOffer, staged *store.St
 		}
 	}, func(id transfer.LeaseID) {
 		lease = id.ID
-		x.o.Transfers.Intent(x.worker, engines.Intent{Lease: id, Key: k, Tokens: tokens, Fanout: 1,
-			Blocks: [][]uint32{table}, Held: true, Priority: engines.Background, Deadline: deadline,
-			Req: "store"})
-		x.o.Transfers.Progress(x.worker, []engines.Progress{{Lease: id, Tokens: tokens, Final: true}})
+		x.event(engines.Event{Kind: engines.SourceOpened, Intent: &engines.Intent{Lease: id, Key: k,
+			Tokens: tokens, Fanout: 1, Blocks: [][]uint32{table}, Held: true,
+			Priority: engines.Background, Deadline: deadline, Req: "store"}})
+		x.event(engines.Event{Kind: engines.LayersComplete,
+			Progress: []engines.Progress{{Lease: id, Tokens: tokens, Final: true}}})
 	}) {
 		staged.Release()
 		x.give(to, taken)

@@ -152,7 +152,7 @@ var mutants = []mutant{
 
 	// Boots.
 	{"an older boot is waited for", "control/exec/internal/dest/peers.go", "			ds.regrant(now, d, " +
-		"ByPeerLost, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
+		"lease.ByPeerLost, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
 	{"a dead boot's place is not given on", "control/exec/internal/source/inbound.go", "	mt.succeed(now, in)\n", "",
 		[]string{path}},
 	{"a dead boot's grants stay", "control/exec/internal/source/peers.go", "			mt.absent(now, in, over)\n", "",

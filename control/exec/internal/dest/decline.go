@@ -39,7 +39,7 @@ func (ds *Table) decline(now Instant, addr string, d declined) {
 	ds.endpoints.Drop(ep)
 }
 
-// DeclineAll is Exec.Decline.
+// DeclineAll takes engines.Declined.
 func (ds *Table) DeclineAll(now Instant, d engines.Decline) {
 	if d.World < 1 || d.World > lease.MaxTeam {
 		return
@@ -79,7 +79,7 @@ func (ds *Table) closeUnsent(now Instant, d *Lease, why string) {
 	}
 	ds.Agenda.Disarm(d.t)
 	if fence {
-		ds.fence(d.live, ByRefusal)
+		ds.fence(d.live, lease.ByRefusal)
 	}
 	ds.decline(now, d.ep.Addr(), declined{id: d.x.Lease, key: d.x.Key, team: d.team,
 		size: d.ws.Place.World(), gen: d.live.gen, reason: why, far: true})

@@ -38,11 +38,11 @@ type Actions interface {
 	Send(to transfer.Boot, f *peerv1.ControlFrame)
 	// Offer makes the grants of parts live and sends f, which has them.
 	Offer(to transfer.Boot, parts []*Part, f *peerv1.ControlFrame)
-	Fence(p *Part, cause Cause)
+	Fence(p *Part, cause lease.Cause)
 	Forget(p *Part)
 	// Received ends a lease; parts are those of its last grant.
 	Received(w *engines.Worker, c engines.Completion, trace *core.Trace, parts []*Part)
-	Answer(query uint64, a engines.Admission)
+	Answer(a *engines.Await, ad engines.Admission)
 }
 
 // Table has the destination leases and their grants.
@@ -162,7 +162,7 @@ func (ds *Table) GrantedTo(boot transfer.Boot) (all []*Lease) {
 	return inOrder(slices.Values(all))
 }
 
-// Open is Exec.Expect.
+// Open opens a destination lease.
 func (ds *Table) Open(now Instant, w *engines.Worker, x engines.Expect) {
 	ws := ds.workers.Find(w)
 	if ws == nil || ws.Gone || ws.Leases[x.Lease.ID] != nil {
@@ -256,17 +256,17 @@ func (ds *Table) due(now Instant, d *Lease) {
 }
 
 // timeOut is the cause of a fence when the time of a lease is over.
-func (ds *Table) timeOut(d *Lease) Cause {
+func (ds *Table) timeOut(d *Lease) lease.Cause {
 	if p := ds.peers.Find(d.Peer); d.live != nil && (p == nil || !p.Up()) {
-		return ByPeerLost
+		return lease.ByPeerLost
 	}
-	return ByDeadline
+	return lease.ByDeadline
 }
 
 // CloseAll ends every lease with StatusFailed.
 func (ds *Table) CloseAll(now Instant, reason string) {
 	for _, d := range inOrder(maps.Values(ds.byID)) {
-		ds.CloseBy(now, d, ByDrain, engines.StatusFailed, reason)
+		ds.CloseBy(now, d, lease.ByDrain, engines.StatusFailed, reason)
 	}
 }
 
@@ -277,7 +277,7 @@ func (ds *Table) Close(now Instant, d *Lease, status uint16, reason string) {
 }
 
 // CloseBy is Close with a cause that the status does not imply.
-func (ds *Table) CloseBy(now Instant, d *Lease, cause Cause, status uint16, reason string) {
+func (ds *Table) CloseBy(now Instant, d *Lease, cause lease.Cause, status uint16, reason string) {
 	if d.decided {
 		return
 	}
@@ -311,7 +311,7 @@ func (ds *Table) CloseBy(now Instant, d *Lease, cause Cause, status uint16, reas
 }
 
 // regrant fences the live grant. After the fence the blocks are granted again.
-func (ds *Table) regrant(now Instant, d *Lease, cause Cause, why string) {
+func (ds *Table) regrant(now Instant, d *Lease, cause lease.Cause, why string) {
 	d.trouble = why
 	if d.Grants > ds.Cfg.MaxRegrants {
 		ds.CloseBy(now, d, cause, engines.StatusFailed, fmt.Sprintf("granted %d times; last: %s",
@@ -324,7 +324,7 @@ func (ds *Table) regrant(now Instant, d *Lease, cause Cause, why string) {
 }
 
 // fence fences every part of a grant.
-func (ds *Table) fence(o *outboundGrant, cause Cause) {
+func (ds *Table) fence(o *outboundGrant, cause lease.Cause) {
 	o.cause = cause
 	for _, l := range o.parts {
 		ds.fencePart(l)
@@ -453,5 +453,5 @@ func (ds *Table) takeFrom(now Instant, d *Lease) {
 	why := "the source's sidecar cannot be reached, and another answers at " + d.ep.Addr()
 	ds.out.Send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
 		Destination: frame.Lease(d.ID), Gen: d.live.gen, Reason: why}}})
-	ds.regrant(now, d, ByPeerLost, why)
+	ds.regrant(now, d, lease.ByPeerLost, why)
 }

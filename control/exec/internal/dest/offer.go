@@ -22,7 +22,7 @@ type outboundGrant struct {
 	unbound  int
 	unfilled int
 	unfenced int
-	cause    Cause // of its fence
+	cause    lease.Cause // of its fence
 }
 
 // divide plans the part of each rank of the source's engine. Until that engine's ranks are known
@@ -201,7 +201,7 @@ func (ds *Table) OnGrantReply(now Instant, p *lanes.Peer, m *peerv1.GrantReply) 
 		}
 		ds.Engines.SetRanks(p, d.ws.Fingerprint, ranks)
 		d.ranks, d.ranksOf = ranks, p.Boot
-		ds.regrant(now, d, ByRefusal, "ranks: "+m.Message)
+		ds.regrant(now, d, lease.ByRefusal, "ranks: "+m.Message)
 	// A refusal may follow the last BOUND: ranks that send nothing can refuse, too.
 	case peerv1.GrantReply_NO_PARTNER:
 		ds.Close(now, d, engines.StatusExpired, "no partner: "+m.Message)
@@ -256,7 +256,7 @@ func (ds *Table) OnSourceLost(now Instant, p *lanes.Peer, m *peerv1.SourceLost) 
 		return nil
 	}
 	if d.State != lease.DestClosing {
-		ds.regrant(now, d, BySourceLost, "source lost: "+m.Reason)
+		ds.regrant(now, d, lease.BySourceLost, "source lost: "+m.Reason)
 	}
 	return nil
 }

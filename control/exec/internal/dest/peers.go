@@ -93,7 +93,7 @@ func (ds *Table) PeerDown(now Instant, p *lanes.Peer, over bool) {
 		// ended by an earlier one in this loop
 		case d.State != lease.DestGranted && d.State != lease.DestLanding:
 		case over:
-			ds.regrant(now, d, ByPeerLost, "the source's sidecar is gone")
+			ds.regrant(now, d, lease.ByPeerLost, "the source's sidecar is gone")
 		case d.ep.Peer() != p:
 			ds.takeFrom(now, d)
 		default:

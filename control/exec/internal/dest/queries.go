@@ -47,8 +47,7 @@ func (qs *Queries) Len() int { return len(qs.byToken) }
 
 // query is one admission query of an engine.
 type query struct {
-	id   uint64
-	a    engines.Await
+	a    *engines.Await
 	ep   *endpoint.Endpoint
 	sent transfer.Boot // the peer that was asked last
 	over bool          // a request of it is over
@@ -56,28 +55,28 @@ type query struct {
 	t    *timer.Timer
 }
 
-// Open is Exec.Await.
-func (qs *Queries) Open(now Instant, id uint64, a engines.Await) {
+// Open takes a query. An Answer follows.
+func (qs *Queries) Open(now Instant, a *engines.Await) {
 	if qs.Draining || len(qs.byToken) >= qs.Cfg.MaxPending {
-		qs.out.Answer(id, engines.Admission{State: "refused",
+		qs.out.Answer(a, engines.Admission{State: "refused",
 			Message: "sidecar is draining, or has too many queries open"})
 		return
 	}
 	if why := qs.endpoints.Unreachable(now, a.Peer); why != "" {
-		qs.out.Answer(id, engines.Admission{State: "gone", Message: why})
+		qs.out.Answer(a, engines.Admission{State: "gone", Message: why})
 		return
 	}
 	ttl := a.TTL
 	if ttl <= 0 {
 		ttl = qs.Cfg.MatchTimeout
 	}
-	w := &query{id: id, a: a, end: now + min(ttl, frame.MaxDeadline)}
+	w := &query{a: a, end: now + min(ttl, frame.MaxDeadline)}
 	w.t = timer.New(func(Instant) {
 		qs.answer(w, engines.Admission{State: "gone", Message: "no answer from " + a.Peer + " in time"})
 	})
 	// The peer answers at the TTL; this timer is for a lost answer.
 	qs.Agenda.Arm(w.t, w.end+qs.Cfg.Grace/4)
-	qs.byToken[id] = w
+	qs.byToken[a.Token] = w
 	w.ep = qs.endpoints.Get(a.Peer)
 	w.ep.Hold()
 	w.ep.Wait()
@@ -108,7 +107,7 @@ func (qs *Queries) ask(now Instant, w *query) {
 	w.sent = w.ep.Peer().Boot
 	qs.asked.Add(w.a.Session, w.sent)
 	qs.out.Send(w.sent, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Await{Await: &peerv1.Await{
-		Xfer: w.a.Key.Xfer[:], Hash: w.a.Key.Hash[:], Token: w.id, TtlMs: frame.Millis(w.end - now),
+		Xfer: w.a.Key.Xfer[:], Hash: w.a.Key.Hash[:], Token: w.a.Token, TtlMs: frame.Millis(w.end - now),
 		Session: w.a.Session}}})
 }
 
@@ -173,7 +172,7 @@ func (qs *Queries) alone(p *lanes.Peer, engine string, k transfer.Key) bool {
 // byID are the queries of a set, in order.
 func byID(set map[*query]struct{}) []*query {
 	return slices.SortedFunc(maps.Keys(set),
-		func(a, b *query) int { return cmp.Compare(a.id, b.id) })
+		func(a, b *query) int { return cmp.Compare(a.a.Token, b.a.Token) })
 }
 
 // Connected asks what waited for an endpoint.
@@ -206,15 +205,15 @@ func (qs *Queries) Unsent(boot transfer.Boot, token uint64, err error) {
 }
 
 func (qs *Queries) answer(w *query, ad engines.Admission) {
-	if qs.byToken[w.id] != w {
+	if qs.byToken[w.a.Token] != w {
 		return
 	}
-	delete(qs.byToken, w.id)
+	delete(qs.byToken, w.a.Token)
 	qs.at.Remove(w.ep, w)
 	qs.byXfer.Remove(w.a.Key.Xfer, w)
 	w.ep.Waited()
 	qs.Agenda.Disarm(w.t)
-	qs.out.Answer(w.id, ad)
+	qs.out.Answer(w.a, ad)
 	qs.endpoints.Release(w.ep)
 }
 

@@ -90,11 +90,11 @@ func (ds *Table) stallDue(now Instant, d *Lease) {
 
 // giveUp ends a lease whose wait is over, and names the silent process.
 func (ds *Table) giveUp(now Instant, d *Lease) {
-	cause, silent := ByPeerSilent, "the sidecar of the prefill engine does not answer: it hangs, or "+
-		"the network to it is down"
+	cause, silent := lease.ByPeerSilent, "the sidecar of the prefill engine does not answer: it "+
+		"hangs, or the network to it is down"
 	switch {
 	case d.stall.answer == peerv1.Checked_SENDING:
-		cause, silent = ByLanesSilent, "the sidecar of the prefill engine sends, but its bytes do "+
+		cause, silent = lease.ByLanesSilent, "the sidecar of the prefill engine sends, but its bytes do "+
 			"not arrive"
 	case d.live == nil:
 		silent = "there is no connection to the sidecar of the prefill engine"
@@ -102,7 +102,8 @@ func (ds *Table) giveUp(now Instant, d *Lease) {
 	ds.stalled(now, d, cause, now-d.stall.at, silent)
 }
 
-func (ds *Table) stalled(now Instant, d *Lease, cause Cause, quiet time.Duration, silent string) {
+func (ds *Table) stalled(now Instant, d *Lease, cause lease.Cause, quiet time.Duration,
+	silent string) {
 	ds.CloseBy(now, d, cause, engines.StatusExpired, fmt.Sprintf("no byte arrived for %v: %s",
 		quiet.Round(time.Millisecond), silent))
 }
@@ -119,8 +120,8 @@ func (ds *Table) OnChecked(now Instant, p *lanes.Peer, m *peerv1.Checked) error 
 		if quiet < max(d.x.Stall, EngineQuiet) {
 			ds.progress(d, now)
 		} else {
-			ds.stalled(now, d, BySourceSilent, quiet, "the prefill engine hangs, or has put the prompt "+
-				"aside")
+			ds.stalled(now, d, lease.BySourceSilent, quiet,
+				"the prefill engine hangs, or has put the prompt aside")
 		}
 	case peerv1.Checked_SENDING:
 		// The bytes of the last layer have begun to move only when it was computed.

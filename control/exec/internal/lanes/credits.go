@@ -11,9 +11,6 @@ import (
 // railID names a rail of one side.
 type railID = credit.Rail
 
-// Inflow is what has come from a peer over one of our rails since the last measurement.
-type Inflow = credit.Inflow
-
 // Credits gives credits to peers, for which it asks the driver what came in.
 type Credits struct {
 	*core.Core

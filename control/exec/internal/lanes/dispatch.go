@@ -2,7 +2,6 @@ package lanes
 
 import (
 	"fmt"
-	"time"
 
 	"github.com/kvspray/kvspray/control/exec/internal/core"
 	"github.com/kvspray/kvspray/control/exec/internal/index"
@@ -73,16 +72,13 @@ func (dp *Dispatcher) rank(backend string) int {
 }
 
 // Up is Exec.LaneUp.
-func (dp *Dispatcher) Up(now Instant, in Info) error {
-	p := dp.peers.Get(in.Peer)
-	err := dp.Spray.LaneUp(now, p.Rails, spray.LaneInfo{ID: in.ID,
-		Path: spray.Path{Transport: in.Backend, Local: in.Local, Remote: in.Remote},
-		Rank: dp.rank(in.Backend), Tier: in.Tier, Gbps: in.Gbps, SliceBytes: in.SliceBytes,
-		MaxSlices: in.MaxInFlight, Apart: in.Apart, ReportsAcked: in.ReportsAcked, RTT: in.RTT})
-	if err != nil {
-		return fmt.Errorf("exec: lane to peer %s: %w", in.Peer, err)
+func (dp *Dispatcher) Up(now Instant, to transfer.Boot, in spray.LaneInfo, hints bool) error {
+	p := dp.peers.Get(to)
+	in.Rank = dp.rank(in.Path.Transport)
+	if err := dp.Spray.LaneUp(now, p.Rails, in); err != nil {
+		return fmt.Errorf("exec: lane to peer %s: %w", to, err)
 	}
-	l := &laneState{id: in.ID, peer: p, wakeHints: in.WakeHints}
+	l := &laneState{id: in.ID, peer: p, wakeHints: hints}
 	dp.lanes[in.ID] = l
 	p.lanes = append(p.lanes, l)
 	dp.Touch(p)
@@ -178,21 +174,4 @@ func (dp *Dispatcher) Quickest(now Instant, boot transfer.Boot, transport string
 	}
 	path, ok := dp.Spray.Quickest(now, p.Rails, transport)
 	return path.Local, ok
-}
-
-// Info describes a lane that came up.
-type Info struct {
-	ID           uint64
-	Peer         transfer.Boot
-	Backend      string
-	Local        string // rails
-	Remote       string
-	Tier         int     // 1 to 3; 0: unknown
-	Gbps         float64 // nominal speed; 0: unknown
-	SliceBytes   int
-	MaxInFlight  int           // slices
-	RTT          time.Duration // the round trip when it came up; 0: unknown
-	Apart        bool          // other peers' lanes over its local rail are not in its way
-	ReportsAcked bool          // a transport.Meter: it may be asked what has been received
-	WakeHints    bool          // a transport.WakeHinter
 }

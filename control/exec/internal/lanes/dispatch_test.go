@@ -16,8 +16,9 @@ func TestAssign(t *testing.T) {
 	c, out, ps, dp, _ := parts(core.Config{Transports: []string{"tcp"}})
 	p := ps.Get(transfer.Boot{1})
 	for id := uint64(1); id <= 2; id++ {
-		if err := dp.Up(0, Info{ID: id, Peer: p.Boot, Backend: "tcp", Local: "r0", Remote: "r0",
-			SliceBytes: transfer.ChunkBytes, MaxInFlight: 1, WakeHints: id == 1}); err != nil {
+		if err := dp.Up(0, p.Boot, spray.LaneInfo{ID: id,
+			Path:       spray.Path{Transport: "tcp", Local: "r0", Remote: "r0"},
+			SliceBytes: transfer.ChunkBytes, MaxSlices: 1}, id == 1); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -150,7 +150,7 @@ type layerState struct {
 	final  bool
 }
 
-// Open is Exec.Intent.
+// Open opens a source lease.
 func (ss *Table) Open(now Instant, w *engines.Worker, in engines.Intent) {
 	ws := ss.workers.Find(w)
 	if ws == nil || ws.Gone || ws.Leases[in.Lease.ID] != nil {
@@ -192,7 +192,7 @@ func (ss *Table) Open(now Instant, w *engines.Worker, in engines.Intent) {
 	ss.observer.sourceOpened(now, s.Key)
 }
 
-// Hold is Exec.Hold.
+// Hold takes engines.Held.
 func (ss *Table) Hold(now Instant, w *engines.Worker, id uint64) {
 	s := ss.get(w, id)
 	if s == nil || s.Held || s.decided {
@@ -247,7 +247,7 @@ func (ss *Table) due(now Instant, s *Lease) {
 	}
 }
 
-// Progress is Exec.Progress.
+// Progress takes engines.LayersComplete.
 func (ss *Table) Progress(now Instant, w *engines.Worker, all []engines.Progress) {
 	for i := range all {
 		p := &all[i]
@@ -274,7 +274,7 @@ func (ss *Table) Progress(now Instant, w *engines.Worker, all []engines.Progress
 	}
 }
 
-// Announced is Exec.Announced.
+// Announced takes engines.StepAnnounced.
 func (ss *Table) Announced(now Instant, w *engines.Worker, all []transfer.LeaseID) {
 	for _, id := range all {
 		s := ss.get(w, id.ID)
@@ -291,7 +291,7 @@ func (ss *Table) Announced(now Instant, w *engines.Worker, all []transfer.LeaseI
 	}
 }
 
-// Preempt is Exec.Preempt.
+// Preempt takes engines.Preempted.
 func (ss *Table) Preempt(now Instant, w *engines.Worker, id uint64) {
 	s := ss.get(w, id)
 	if s == nil || s.State != lease.SourceOpen {

@@ -146,7 +146,7 @@ func (ss *Table) unmatched(now Instant, s *Lease) string {
 		ss.Cfg.MatchTimeout)
 }
 
-// Yield implements Exec.Yield.
+// Yield takes engines.Yielded.
 func (ss *Table) Yield(now Instant, w *engines.Worker, id uint64) {
 	if s := ss.get(w, id); s != nil && s.Held {
 		ss.stopWaiting(now, s, "the engine needs the blocks: its pool is nearly full")

@@ -18,11 +18,11 @@ type Table struct {
 	Vacated timer.Instant // when the last worker left; the start if none was here
 
 	all    map[*engines.Worker]*Worker
-	fenced func(*engines.Worker)
+	fenced func(w *engines.Worker, done func())
 }
 
 // New returns an empty table. It calls fenced for each departed worker whose last lease has ended.
-func New(fenced func(*engines.Worker)) *Table {
+func New(fenced func(w *engines.Worker, done func())) *Table {
 	return &Table{all: map[*engines.Worker]*Worker{}, fenced: fenced}
 }
 
@@ -30,6 +30,7 @@ func New(fenced func(*engines.Worker)) *Table {
 type Worker struct {
 	*engines.Worker
 	Gone   bool
+	Fenced func()           // of its WorkerGone
 	Tiers  lanes.Tiers      // of our rails for its memory
 	Leases map[uint64]Lease // open ones, source and destination
 	Sends  int              // open parts that are sent from its memory
@@ -58,7 +59,7 @@ func (t *Table) All() iter.Seq[*Worker] { return maps.Values(t.all) }
 func (t *Table) Idle(w *Worker) {
 	if w.Gone && len(w.Leases) == 0 && t.all[w.Worker] == w {
 		delete(t.all, w.Worker)
-		t.fenced(w.Worker)
+		t.fenced(w.Worker, w.Fenced)
 	}
 }
 

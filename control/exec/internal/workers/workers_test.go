@@ -14,7 +14,7 @@ func (lease) LeaseID() transfer.LeaseID { return transfer.LeaseID{ID: 1} }
 // A departed worker is fenced once its last lease has ended, and only once.
 func TestIdle(t *testing.T) {
 	var fenced []*engines.Worker
-	tb := New(func(w *engines.Worker) { fenced = append(fenced, w) })
+	tb := New(func(w *engines.Worker, _ func()) { fenced = append(fenced, w) })
 	if !tb.Vacant() {
 		t.Error("not vacant without a worker")
 	}
