@@ -43,7 +43,7 @@ func TestDestinationSidecarDies(t *testing.T) {
 		"never a proof":      {sec, 100 * time.Millisecond, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s, p, d, pw, dw := pair(t, 12)
+			s, p, d, pw, dw := pair(t, 12, 0)
 			k := testKey(1, 1)
 			src := p.intent(pw, 1, k, 512, 1, 60*sec)
 			dst := d.expect(dw, 1, k, "p:1", 512, 0, 30*sec)
@@ -89,7 +89,7 @@ func TestDestinationSidecarDies(t *testing.T) {
 // deadline. A sidecar that only seemed dead receives a message about it.
 func TestDestinationSidecarStaysAway(t *testing.T) {
 	for _, over := range []bool{false, true} {
-		s, p, d, pw, dw := pair(t, 12)
+		s, p, d, pw, dw := pair(t, 12, 0)
 		src := p.intent(pw, 1, testKey(1, 1), 512, 1, 60*sec)
 		dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 60*sec)
 		s.rest(50 * time.Millisecond)
@@ -112,7 +112,7 @@ func TestDestinationSidecarStaysAway(t *testing.T) {
 
 // The sidecar was only out of reach and returns: nothing is lost.
 func TestDestinationSidecarComesBack(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 12)
+	s, p, d, pw, dw := pair(t, 12, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 60*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 60*sec)
 	s.rest(50 * time.Millisecond)
@@ -177,7 +177,7 @@ func TestPlacesOfAbsentGrantsAreKept(t *testing.T) {
 func TestSessionTakenOver(t *testing.T) {
 	for name, granted := range map[string]bool{"granted": true, "not yet": false} {
 		t.Run(name, func(t *testing.T) {
-			s, p, d, pw, dw := pair(t, 13)
+			s, p, d, pw, dw := pair(t, 13, 0)
 			k := testKey(1, 1)
 			src := p.intent(pw, 1, k, 512, 1, 30*sec)
 			if granted {
@@ -209,7 +209,7 @@ func TestSessionTakenOver(t *testing.T) {
 // seconds, those with a grant and new ones alike. If the sidecar is silent, they wait for the match
 // timeout.
 func TestSourceSidecarNeverReturns(t *testing.T) {
-	s, p, d, _, dw := pair(t, 12)
+	s, p, d, _, dw := pair(t, 12, 0)
 	first := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * time.Millisecond)
 	if x := d.ex.dests.Find(first.id); x == nil || x.State != lease.DestGranted {
@@ -244,7 +244,7 @@ func TestSourceSidecarNeverReturns(t *testing.T) {
 
 // No lease waits for an address that the configuration forbids.
 func TestForbiddenAddress(t *testing.T) {
-	s, _, d, _, dw := pair(t, 4)
+	s, _, d, _, dw := pair(t, 4, 0)
 	s.never = "q:1"
 	l := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
 	s.rest(100 * time.Millisecond)
@@ -256,7 +256,7 @@ func TestForbiddenAddress(t *testing.T) {
 
 // An address without a listener is tried ten times in two seconds, however many requests name it.
 func TestManyWaitForOneTry(t *testing.T) {
-	s, _, d, _, dw := pair(t, 4)
+	s, _, d, _, dw := pair(t, 4, 0)
 	for i := range 40 {
 		s.after(time.Duration(i)*20*time.Millisecond, func() {
 			d.expect(dw, uint64(1+i), testKey(3, byte(i)), "q:1", 64, 0, 20*sec)

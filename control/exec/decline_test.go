@@ -26,7 +26,7 @@ func (unable) Receive(*engines.Worker, *engines.Expect) (Plan, error) {
 // the source's sidecar.
 func TestReceiverCannotPlan(t *testing.T) {
 	for _, known := range []bool{true, false} {
-		s, p, _, pw, _ := pair(t, 5)
+		s, p, _, pw, _ := pair(t, 5, 0)
 		n := s.node("x:1", Config{Transports: []string{"tcp"}})
 		n.ex.core.Cfg.Planner = unable{}
 		w := n.worker()
@@ -55,7 +55,7 @@ func TestReceiverCannotPlan(t *testing.T) {
 
 // The revokes that wait for a wrong address are bounded, and dropped in the end.
 func TestQueuedRevokesAreBounded(t *testing.T) {
-	s := newSim(t, 1)
+	s := newSim(t, 1, 0)
 	n := s.node("x:1", Config{})
 	n.ex.core.Cfg.Planner = unable{}
 	w := n.worker()
@@ -75,7 +75,7 @@ func TestQueuedRevokesAreBounded(t *testing.T) {
 
 // A lease that is canceled while its next grant waits for a layout frees its place.
 func TestCanceledWithoutAGrant(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 7)
+	s, p, d, pw, dw := pair(t, 7, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * 1e6)
@@ -219,7 +219,7 @@ func TestHostileDeclines(t *testing.T) {
 // A rank of the source's engine may refuse after every sending part is bound. The refusal counts at
 // once, not at the deadline.
 func TestRefusedAfterBinding(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 7)
+	s, p, d, pw, dw := pair(t, 7, 0)
 	p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * 1e6)
@@ -250,7 +250,7 @@ func TestRefusedAfterBinding(t *testing.T) {
 
 // The generation of grants has 32 bits and wraps.
 func TestGenerationsWrap(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 6)
+	s, p, d, pw, dw := pair(t, 6, 0)
 	d.ex.dests.Generation = 1<<32 - 2
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
@@ -273,7 +273,7 @@ func TestGenerationsWrap(t *testing.T) {
 func TestSchedulerDeclines(t *testing.T) {
 	for _, world := range []int{1, 3} {
 		for _, first := range []bool{true, false} {
-			s, p, d, pw, _ := pair(t, 5)
+			s, p, d, pw, _ := pair(t, 5, 0)
 			give := func() {
 				d.event(func() {
 					d.ex.Decline(s.now, engines.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e",
@@ -306,7 +306,7 @@ func TestSchedulerDeclines(t *testing.T) {
 
 // One of two receivers declines before it has a lease; the other one is served.
 func TestSchedulerDeclinesOneOfTwo(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 5)
+	s, p, d, pw, dw := pair(t, 5, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 512, 2, 30*sec)
 	d.event(func() {
 		d.ex.Decline(s.now, engines.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e", World: 2,
@@ -323,7 +323,7 @@ func TestSchedulerDeclinesOneOfTwo(t *testing.T) {
 // A request that is refused before its prompt is known is declined by its transfer id: this ends
 // each prompt of the transfer, later ones included, and no other transfer.
 func TestSchedulerDeclinesEveryPrompt(t *testing.T) {
-	s, p, d, pw, _ := pair(t, 5)
+	s, p, d, pw, _ := pair(t, 5, 0)
 	one := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
 	other := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
 	d.event(func() {
@@ -344,7 +344,7 @@ func TestSchedulerDeclinesEveryPrompt(t *testing.T) {
 
 // A router releases a transfer at the engine that holds it: its own sidecar is the peer.
 func TestSchedulerDeclinesAtItsOwnSidecar(t *testing.T) {
-	s, p, _, pw, _ := pair(t, 5)
+	s, p, _, pw, _ := pair(t, 5, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
 	s.rest(sec / 10)
 	p.event(func() {
@@ -359,7 +359,7 @@ func TestSchedulerDeclinesAtItsOwnSidecar(t *testing.T) {
 
 // Declines for an address without an answer are bounded, and dropped in the end.
 func TestSchedulerDeclinesAreBounded(t *testing.T) {
-	s := newSim(t, 1)
+	s := newSim(t, 1, 0)
 	n := s.node("x:1", Config{})
 	n.hangs = map[string]bool{"q:1": true}
 	for i := range 2 * endpoint.MaxRevokes {

@@ -14,8 +14,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-func pair(t testing.TB, seed uint64) (s *sim, p, d *simNode, pw, dw *engines.Worker) {
-	s = newSim(t, seed)
+func pair(t testing.TB, seed uint64, faults float64) (s *sim, p, d *simNode, pw,
+	dw *engines.Worker) {
+	s = newSim(t, seed, faults)
 	cfg := Config{Transports: []string{"shm", "tcp"}}
 	p, d = s.node("p:1", cfg), s.node("d:1", cfg)
 	return s, p, d, p.worker(), d.worker()
@@ -46,7 +47,7 @@ func TestMatchInAnyOrder(t *testing.T) {
 	k := testKey(1, 1)
 	for _, order := range []string{"IPE", "IEP", "EIP"} {
 		t.Run(order, func(t *testing.T) {
-			s, p, d, pw, dw := pair(t, 1)
+			s, p, d, pw, dw := pair(t, 1, 0)
 			var src, dst *simLease
 			for _, c := range order {
 				switch c {
@@ -90,7 +91,7 @@ func addFields(m protoreflect.Message) {
 
 // Unknown fields of a later release in grants, their replies and all other frames are ignored.
 func TestLaterFrames(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 1)
+	s, p, d, pw, dw := pair(t, 1, 0)
 	s.later = true
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 300, 32, 30*sec)
 	src := p.intent(pw, 1, testKey(1, 1), 300, 1, 30*sec)
@@ -102,7 +103,7 @@ func TestLaterFrames(t *testing.T) {
 
 // No chunk is sent before it is ready, and the front of each layer is sent as soon as it is.
 func TestStreamsByLayer(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 2)
+	s, p, d, pw, dw := pair(t, 2, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 256, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 256, 0, 30*sec)
 	s.run(s.now+sec, func() bool { return false })
@@ -127,7 +128,7 @@ func TestStreamsByLayer(t *testing.T) {
 }
 
 func TestFanoutAndEqualKeys(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 3)
+	s, p, d, pw, dw := pair(t, 3, 0)
 	k := testKey(2, 2)
 	a := p.intent(pw, 1, k, 64, 2, 30*sec)
 	b := p.intent(pw, 2, k, 64, 1, 30*sec)
@@ -153,7 +154,7 @@ func TestFanoutAndEqualKeys(t *testing.T) {
 }
 
 func TestMismatchAndNoPartner(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 4)
+	s, p, d, pw, dw := pair(t, 4, 0)
 	src := p.intent(pw, 1, testKey(3, 1), 64, 1, 60*sec)
 	p.steps(src)
 	other := d.expect(dw, 1, testKey(3, 2), "p:1", 64, 0, 8*sec)
@@ -168,7 +169,7 @@ func TestMismatchAndNoPartner(t *testing.T) {
 // A wrong address costs the first request two seconds instead of its match timeout: enough for a
 // sidecar to restart. Later requests are refused at once until a process listens there.
 func TestNoListener(t *testing.T) {
-	s, _, d, _, dw := pair(t, 4)
+	s, _, d, _, dw := pair(t, 4, 0)
 	dst := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
 	d.event(func() {
 		d.ex.Await(s.now, 1, engines.Await{Key: testKey(3, 2), Peer: "q:1",
@@ -213,7 +214,7 @@ func TestNoListener(t *testing.T) {
 // A sidecar without an engine refuses grants and queries once an engine has had time to connect,
 // and later ones at once.
 func TestNoEngine(t *testing.T) {
-	s, _, d, _, dw := pair(t, 4)
+	s, _, d, _, dw := pair(t, 4, 0)
 	q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
 	dst := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
 	ask := func(id uint64) {
@@ -252,7 +253,7 @@ func TestNoEngine(t *testing.T) {
 // Once every request of a transfer id is finished, no other hash can come, and the grant is refused
 // at once. A query may be early, because a list of prompts is admitted one by one.
 func TestMismatchOnceAllAreHeld(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 4)
+	s, p, d, pw, dw := pair(t, 4, 0)
 	for id := range uint64(2) {
 		p.steps(p.intent(pw, id+1, testKey(3, byte(id)), 64, 1, 60*sec))
 	}
@@ -272,7 +273,7 @@ func TestMismatchOnceAllAreHeld(t *testing.T) {
 
 // A prefill may compute for longer than the deadline; only its silence is bounded.
 func TestProgressExtendsTheSource(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 4)
+	s, p, d, pw, dw := pair(t, 4, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 5*sec)
 	for tokens := uint32(64); tokens <= 512; tokens += 64 {
 		s.run(s.now+4*sec, func() bool { return false })
@@ -295,7 +296,7 @@ func TestProgressExtendsTheSource(t *testing.T) {
 // return. If it returns in time, the transfer continues.
 func TestSourceSidecarOutOfReach(t *testing.T) {
 	for _, back := range []bool{false, true} {
-		s, p, d, pw, dw := pair(t, 12)
+		s, p, d, pw, dw := pair(t, 12, 0)
 		src := p.intent(pw, 1, testKey(1, 1), 512, 1, 60*sec)
 		dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 20*sec) // a partner has 10 s
 		s.run(s.now+50*time.Millisecond, func() bool { return false })
@@ -319,7 +320,7 @@ func TestSourceSidecarOutOfReach(t *testing.T) {
 }
 
 func TestFingerprint(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 5)
+	s, p, d, pw, dw := pair(t, 5, 0)
 	pw.Fingerprint[0] = 1
 	src := p.intent(pw, 1, testKey(3, 1), 64, 1, 60*sec)
 	p.steps(src)
@@ -342,7 +343,7 @@ func TestFingerprint(t *testing.T) {
 }
 
 func TestPreemptInMidTransfer(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 6)
+	s, p, d, pw, dw := pair(t, 6, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.run(s.now+50*time.Millisecond, func() bool { return false })
@@ -366,7 +367,7 @@ func TestPreemptInMidTransfer(t *testing.T) {
 func TestAnnounced(t *testing.T) {
 	for _, first := range []string{"announced", "expected"} {
 		t.Run(first, func(t *testing.T) {
-			s, p, d, pw, dw := pair(t, 9)
+			s, p, d, pw, dw := pair(t, 9, 0)
 			s.join(p, d)
 			s.until("lanes", sec, func() bool { return len(p.lanes) == 3 && len(d.lanes) == 3 })
 			src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
@@ -421,7 +422,7 @@ func TestAnnounced(t *testing.T) {
 }
 
 func TestCancelBothSides(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 7)
+	s, p, d, pw, dw := pair(t, 7, 0)
 	a, b := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec), p.intent(pw, 2, testKey(2, 1),
 		512, 1, 30*sec)
 	x, y := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec), d.expect(dw, 2, testKey(2, 1),
@@ -443,7 +444,7 @@ func TestCancelBothSides(t *testing.T) {
 }
 
 func TestAwait(t *testing.T) {
-	s, p, d, pw, _ := pair(t, 8)
+	s, p, d, pw, _ := pair(t, 8, 0)
 	ask := func(id uint64, k transfer.Key) {
 		d.event(func() { d.ex.Await(s.now, id, engines.Await{Key: k, Peer: "p:1", TTL: 2 * sec}) })
 	}
@@ -474,7 +475,7 @@ func TestAwait(t *testing.T) {
 // If a router names the decode engine's own sidecar by mistake, the query is refused at once. Two
 // engines may share a sidecar.
 func TestOwnSidecarIsNoPartner(t *testing.T) {
-	s, _, d, _, dw := pair(t, 8)
+	s, _, d, _, dw := pair(t, 8, 0)
 	dw.Place.Engine = "vllm/d/dp0"
 	ask := func(id uint64, peer string) {
 		d.event(func() {
@@ -500,7 +501,7 @@ func TestOwnSidecarIsNoPartner(t *testing.T) {
 }
 
 func TestHoldWithoutPartner(t *testing.T) {
-	s, p, _, pw, _ := pair(t, 9)
+	s, p, _, pw, _ := pair(t, 9, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
 	p.steps(src)
 	p.event(func() { p.ex.Hold(s.now, pw, 1) })
@@ -514,7 +515,7 @@ func TestHoldWithoutPartner(t *testing.T) {
 
 // A sidecar may be its own peer.
 func TestSelf(t *testing.T) {
-	s, p, _, pw, _ := pair(t, 10)
+	s, p, _, pw, _ := pair(t, 10, 0)
 	w2 := p.worker()
 	s.join(p, p)
 	src := p.intent(pw, 1, testKey(1, 1), 300, 1, 30*sec)

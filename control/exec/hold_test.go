@@ -26,7 +26,7 @@ func (n *simNode) hold(w *engines.Worker, id uint64) {
 
 // waiting is a finished prefill that is held for a request in the queue of a decode engine.
 func waiting(t *testing.T) (s *sim, p, d *simNode, pw, dw *engines.Worker, src *simLease) {
-	s, p, d, pw, dw = pair(t, 21)
+	s, p, d, pw, dw = pair(t, 21, 0)
 	d.ask(1, decodeSession, testKey(1, 1), "p:1")
 	s.rest(100 * time.Millisecond)
 	src = p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
@@ -46,7 +46,7 @@ func TestHeldForALongQueue(t *testing.T) {
 		for _, concurrent := range []bool{true, false} {
 			t.Run(fmt.Sprintf("%v, concurrent %v", queue, concurrent), func(t *testing.T) {
 				const requests = 200
-				s, p, d, pw, dw := pair(t, 21)
+				s, p, d, pw, dw := pair(t, 21, 0)
 				var src, dst []*simLease
 				for i := range uint64(requests) {
 					k := testKey(byte(i), 1)
@@ -85,7 +85,7 @@ func TestQueueOfThePrefillEngine(t *testing.T) {
 	const queue = 25 * sec
 	for _, patience := range []time.Duration{core.DefaultMatchTimeout, queue + 5*sec} {
 		t.Run(patience.String(), func(t *testing.T) {
-			s, p, d, pw, dw := pair(t, 21)
+			s, p, d, pw, dw := pair(t, 21, 0)
 			d.event(func() {
 				d.ex.Await(s.now, 1, engines.Await{Session: decodeSession, Key: testKey(1, 1), Peer: "p:1",
 					TTL: patience})
@@ -140,7 +140,7 @@ func TestHoldIsBounded(t *testing.T) {
 // whose deadline is shorter than the match timeout.
 func TestHoldIsBoundedForAPeerThatComesAndGoes(t *testing.T) {
 	for _, deadline := range []time.Duration{4 * sec, 30 * sec} {
-		s, p, d, pw, _ := pair(t, 21)
+		s, p, d, pw, _ := pair(t, 21, 0)
 		d.ask(1, decodeSession, testKey(1, 1), "p:1")
 		s.rest(100 * time.Millisecond)
 		src := p.intent(pw, 1, testKey(1, 1), 64, 1, deadline)
@@ -190,7 +190,7 @@ func TestDeadDecodeEngineFreesTheSource(t *testing.T) {
 	}
 
 	// It dies before its prompt is computed, and before the prefill has the request at all.
-	s, p, d, pw, _ := pair(t, 21)
+	s, p, d, pw, _ := pair(t, 21, 0)
 	d.ask(1, decodeSession, testKey(1, 1), "p:1")
 	d.ask(2, decodeSession, testKey(2, 1), "p:1")
 	s.rest(100 * time.Millisecond)
@@ -208,7 +208,7 @@ func TestDeadDecodeEngineFreesTheSource(t *testing.T) {
 // A request that is canceled before the source's sidecar is reached leaves nothing held there,
 // although its query arrives then and its engine lives.
 func TestCanceledBeforeTheSourceIsReached(t *testing.T) {
-	s, p, _, pw, _ := pair(t, 21)
+	s, p, _, pw, _ := pair(t, 21, 0)
 	n := s.node("x:1", Config{Transports: []string{"tcp"}})
 	w := n.worker()
 	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
@@ -237,7 +237,7 @@ func TestCanceledWhileTheSourceRestarts(t *testing.T) {
 	for _, loads := range []bool{false, true} {
 		for _, early := range []bool{false, true} {
 			t.Run(fmt.Sprintf("loads %v, early %v", loads, early), func(t *testing.T) {
-				s, p, d, pw, dw := pair(t, 21)
+				s, p, d, pw, dw := pair(t, 21, 0)
 				d.ask(1, decodeSession, testKey(1, 1), "p:1")
 				var dst *simLease
 				if loads {
@@ -288,7 +288,7 @@ func TestCanceledWhileTheSourceRestarts(t *testing.T) {
 // A query may wait for its prefill for longer than the match timeout, and so does the decline of
 // its request.
 func TestDeclineOutlastsItsQuery(t *testing.T) {
-	s, p, d, pw, _ := pair(t, 21)
+	s, p, d, pw, _ := pair(t, 21, 0)
 	d.event(func() {
 		d.ex.Await(s.now, 1, engines.Await{Session: decodeSession, Key: testKey(1, 1), Peer: "p:1",
 			TTL: 60 * sec})
@@ -308,7 +308,7 @@ func TestDeclineOutlastsItsQuery(t *testing.T) {
 
 // Samples of one request share a query: the end of one leaves it to the others.
 func TestOneSampleOfTwoIsCanceled(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 21)
+	s, p, d, pw, dw := pair(t, 21, 0)
 	d.ask(1, decodeSession, testKey(1, 1), "p:1")
 	s.rest(100 * time.Millisecond)
 	d.event(func() {
@@ -347,7 +347,7 @@ func TestEqualPromptsThatNobodyFetches(t *testing.T) {
 // Samples of a request share a lease, and each may stand in the queue for long.
 func TestSamplesOfALongQueue(t *testing.T) {
 	for _, sessions := range []uint64{1, 2} {
-		s, p, d, pw, dw := pair(t, 21)
+		s, p, d, pw, dw := pair(t, 21, 0)
 		for i := range sessions {
 			d.ask(1+i, decodeSession+i, testKey(1, 1), "p:1")
 		}
@@ -368,7 +368,7 @@ func TestSamplesOfALongQueue(t *testing.T) {
 
 // A request that is refused waits for nothing.
 func TestRefusedRequestsWaitForNothing(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 21)
+	s, p, d, pw, dw := pair(t, 21, 0)
 	pw.Fingerprint[0] = 1
 	d.ask(1, decodeSession, testKey(1, 1), "p:1")
 	s.rest(100 * time.Millisecond)
@@ -424,7 +424,7 @@ func TestYield(t *testing.T) {
 		t.Errorf("reason %q", src.done.Reason)
 	}
 
-	s, p, d, pw, dw := pair(t, 21)
+	s, p, d, pw, dw := pair(t, 21, 0)
 	src = p.intent(pw, 1, testKey(1, 1), 512, 2, 30*sec)
 	p.event(func() { p.ex.Yield(s.now, pw, 1) }) // it is not held
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)

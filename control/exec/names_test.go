@@ -17,7 +17,7 @@ import (
 func TestTwoPeersAtOneAddress(t *testing.T) {
 	for name, shared := range map[string]bool{"an address of its own": false, "a shared one": true} {
 		t.Run(name, func(t *testing.T) {
-			s, p, d, pw, dw := pair(t, 11)
+			s, p, d, pw, dw := pair(t, 11, 0)
 			q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
 			q.worker()
 			src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
@@ -59,7 +59,7 @@ func TestSuccessorAtAnAddress(t *testing.T) {
 	for name, downFirst := range map[string]bool{"down, then another": true,
 		"another, then down": false} {
 		t.Run(name, func(t *testing.T) {
-			s, p, d, pw, dw := pair(t, 11)
+			s, p, d, pw, dw := pair(t, 11, 0)
 			q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
 			s.join(q, d)
 			k := testKey(1, 1)

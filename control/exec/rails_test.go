@@ -256,7 +256,7 @@ func TestSharesOfCredits(t *testing.T) {
 // requests are refused at once, one is let through now and then, and a successful connect closes
 // the breaker. Requests for other peers are not affected.
 func TestBreaker(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 4)
+	s, p, d, pw, dw := pair(t, 4, 0)
 	hang := errors.New("context deadline exceeded")
 	fail := func() { d.event(func() { d.ex.ConnectFailed(s.now, "q:1", hang) }) }
 	// The fabric of this test refuses unknown addresses. For this address the test replaces the

@@ -37,7 +37,7 @@ func TestRefusalsAreCounted(t *testing.T) {
 // peer counts. Answers of others are refused and counted, and change nothing, before and after the
 // query is sent.
 func TestOnlyTheAskedPeerAnswers(t *testing.T) {
-	s, p, d, pw, _ := pair(t, 5)
+	s, p, d, pw, _ := pair(t, 5, 0)
 	forger := transfer.Boot{66}
 	forge := func() error {
 		return d.ex.Message(s.now, forger,

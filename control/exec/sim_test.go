@@ -17,9 +17,10 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// The simulation connects executors by a fabric in virtual time: control messages are delayed,
-// lanes hang, engines preempt, cancel and die, sidecars die. It checks the promises to engines.
-// Package test/sim has random schedules, with every other fault.
+// The simulation connects executors by a fabric in virtual time. It models what the executor must
+// survive: delayed control messages, slices with every outcome, lanes that die or hang, late bytes,
+// slow or failing fences, engines that preempt, cancel and die, sidecars that die. It checks the
+// promises to engines.
 
 const (
 	simUnit   = 1024 // bytes of a token in one layer
@@ -58,14 +59,16 @@ type sim struct {
 	byAddr   map[string]*simNode
 	never    string // an address that no executor may dial
 	lanes    uint64
+	faults   float64 // probability of anything bad
 	trace    []string
 	compared int
 	later    bool // frames are of a later release
 }
 
-func newSim(t testing.TB, seed uint64) *sim {
+func newSim(t testing.TB, seed uint64, faults float64) *sim {
 	return &sim{t: t, rng: rand.New(rand.NewPCG(seed, 7)), nodes: map[transfer.Boot]*simNode{},
-		byAddr: map[string]*simNode{}, now: time.Millisecond}
+		byAddr: map[string]*simNode{},
+		faults: faults, now: time.Millisecond}
 }
 
 func (s *sim) logf(format string, args ...any) {
@@ -317,6 +320,10 @@ func (n *simNode) perform(a *Action) {
 					n.ex.ConnectFailed(s.now, addr, fmt.Errorf("connect: %w", ErrNotListening))
 					return
 				}
+				if s.chance(s.faults) {
+					n.ex.ConnectFailed(s.now, addr, errors.New("handshake failed"))
+					return
+				}
 				n.ex.PeerUp(s.now, addr, p.boot)
 				s.join(n, p)
 			})
@@ -340,8 +347,15 @@ func (n *simNode) perform(a *Action) {
 	case Fence:
 		l := a.ReceivePart
 		l.Grant.Revoke()
+		fail := s.chance(s.faults / 2)
 		s.after(s.delay(2*time.Millisecond), func() {
-			n.event(func() { n.ex.FenceDone(s.now, l, nil) })
+			n.event(func() {
+				if fail {
+					n.ex.FenceDone(s.now, l, errors.New("fence failed"))
+				} else {
+					n.ex.FenceDone(s.now, l, nil)
+				}
+			})
 		})
 	case Forget:
 		delete(n.grants, [2]any{a.ReceivePart.Grant.Peer, a.ReceivePart.Grant.Slot})
@@ -362,8 +376,15 @@ func (n *simNode) perform(a *Action) {
 	case CloseOrigin:
 		snd := a.SendPart
 		snd.Origin.Revoke()
+		fail := s.chance(s.faults / 2)
 		s.after(s.delay(2*time.Millisecond), func() {
-			n.event(func() { n.ex.OriginClosed(s.now, snd, nil) })
+			n.event(func() {
+				if fail {
+					n.ex.OriginClosed(s.now, snd, errors.New("close failed"))
+				} else {
+					n.ex.OriginClosed(s.now, snd, nil)
+				}
+			})
 		})
 	case WakeHint:
 		n.hinted++
@@ -425,6 +446,9 @@ func (n *simNode) sendTo(to transfer.Boot, f *peerv1.ControlFrame) {
 		addFields(f.ProtoReflect())
 	}
 	d := s.delay(time.Millisecond)
+	if s.chance(s.faults / 4) {
+		d = s.delay(2 * time.Second) // the control lane is cut for a while
+	}
 	at := max(s.now+d, n.links[to]+1)
 	n.links[to] = at
 	s.after(at-s.now, func() {

@@ -49,6 +49,12 @@ func (s *sim) lane(from, to *simNode, backend, rail string) {
 				s.fatalf("%v", err)
 			}
 		})
+		if s.chance(s.faults) {
+			s.after(s.delay(time.Second), func() { l.hung = true })
+		}
+		if s.chance(s.faults) {
+			s.after(s.delay(2*time.Second), func() { l.die() })
+		}
 	})
 }
 
@@ -191,7 +197,8 @@ func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
 	if g.lease.done != nil {
 		s.fatalf("bytes land in lease %v after its completion", g.lease.id)
 	}
-	// A frame whose source was invalidated has written all the same.
+	// A frame whose source was invalidated, or whose checksum is wrong, has written all the same.
+	bad := s.chance(s.faults)
 	for i, v := range read {
 		c := sl.Range.First + uint32(i)
 		if sl.Attempt < g.claim[c] {
@@ -202,11 +209,14 @@ func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
 			return
 		}
 		g.claim[c] = sl.Attempt
+		if bad {
+			v = "corrupt"
+		}
 		if !g.bitmap.Has(c) { // what has landed is read past, as transport.Claim does
 			g.lease.content[c] = v
 		}
 	}
-	if valid {
+	if valid && !bad {
 		g.bitmap.Set(sl.Range)
 		g.l.Grant.Receipt.Set(sl.Range)
 		if g.bitmap.Full() && !g.reported {
@@ -218,9 +228,14 @@ func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
 	if !l.release(sl) {
 		return
 	}
-	if !valid {
+	switch {
+	case !valid:
 		l.end(sl, transfer.NotLanded, transfer.ReasonDisowned)
-		return
+	case bad:
+		l.end(sl, transfer.Rejected, transfer.ReasonChecksum)
+	case s.chance(s.faults):
+		l.end(sl, transfer.InDoubt, transfer.ReasonTimeout) // the confirmation is lost
+	default:
+		l.end(sl, transfer.Landed, transfer.ReasonNone)
 	}
-	l.end(sl, transfer.Landed, transfer.ReasonNone)
 }

@@ -42,7 +42,7 @@ func TestSilenceIsBounded(t *testing.T) {
 			"prefill engine hangs"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s, p, d, pw, dw := pair(t, 31)
+			s, p, d, pw, dw := pair(t, 31, 0)
 			src := p.intent(pw, 1, testKey(1, 1), 512, 1, 60*sec)
 			s.rest(20 * time.Millisecond)
 			var dst *simLease
@@ -74,7 +74,7 @@ func TestSilenceIsBounded(t *testing.T) {
 // A source that is computed slowly, in the queue of its engine or layer by layer, is no silence;
 // nor is a pause of the receiver's own sidecar.
 func TestComputingIsNoSilence(t *testing.T) {
-	s, p, d, pw, dw := pair(t, 32)
+	s, p, d, pw, dw := pair(t, 32, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 60*sec)
 	dst := d.stalling(dw, 1)
 	for i := range 20 {
