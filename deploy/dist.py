@@ -30,7 +30,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / ".build"
 WORK = BUILD / "dist"
 TOOLS = BUILD / "bin"
-GLIBC = (2, 34)  # the oldest C library that binaries and the shim run with: Debian 12, RHEL 9, Ubuntu 22.04
+GLIBC = (
+    2,
+    34,
+)  # the oldest C library that binaries and the shim run with: Debian 12, RHEL 9, Ubuntu 22.04
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +64,18 @@ class Failed(Exception):
 
 def run(*command: object, cwd: pathlib.Path = ROOT, **env: str) -> str:
     words = [str(c) for c in command]
-    done = subprocess.run(words, cwd=cwd, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if done.returncode != 0:
-        raise Failed(f"{shlex.join(words)} failed with status {done.returncode}:\n{done.stdout[-4000:]}")
+        raise Failed(
+            f"{shlex.join(words)} failed with status {done.returncode}:\n{done.stdout[-4000:]}"
+        )
     return done.stdout
 
 
@@ -88,7 +100,7 @@ def python_version(version: str) -> str:
     if not d["commits"]:
         return release + pre + ("+dirty" if d["dirty"] else "")
     if pre:
-        release += pre[:-len(d["n"])] + str(int(d["n"]) + 1)
+        release += pre[: -len(d["n"])] + str(int(d["n"]) + 1)
     else:
         release = f"{d['a']}.{d['b']}.{int(d['c']) + 1}"
     return f"{release}.dev{d['commits']}+g{d['hash']}" + (".dirty" if d["dirty"] else "")
@@ -112,22 +124,46 @@ class Dist:
         if cgo:
             env |= {"CGO_ENABLED": "1", "CC": arch.cc}
         ldflags = f"-X github.com/kvspray/kvspray/internal/version.version={self.version} -s -w"
-        run("go", "build", "-trimpath", "-ldflags", ldflags, "-o", target, f"./cmd/{command}", cwd=ROOT if command == "kvspray" else ROOT / "lab", **env)
+        run(
+            "go",
+            "build",
+            "-trimpath",
+            "-ldflags",
+            ldflags,
+            "-o",
+            target,
+            f"./cmd/{command}",
+            cwd=ROOT if command == "kvspray" else ROOT / "lab",
+            **env,
+        )
         return target
 
     def source(self, part: str) -> pathlib.Path:
         """A copy of a Python package's sources, with the version in it."""
         copy = WORK / "src" / pathlib.Path(part).name
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(ROOT / part, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__", "*.so", "tests"))
+        shutil.copytree(
+            ROOT / part,
+            copy,
+            ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__", "*.so", "tests"),
+        )
         shutil.copy(ROOT / "LICENSE", copy)
         version = python_version(self.version)
         for init in copy.rglob("__init__.py"):
             text = init.read_text()
-            init.write_text(re.sub(r'^__version__ = .*$', f'__version__ = "{version}"', text, flags=re.M))
+            init.write_text(
+                re.sub(r"^__version__ = .*$", f'__version__ = "{version}"', text, flags=re.M)
+            )
         # The parts of one release belong together.
         project = copy / "pyproject.toml"
-        project.write_text(re.sub(r'^((?:dependencies|vllm|sglang) = \["kvspray[-a-z]*)"', rf'\1=={version}"', project.read_text(), flags=re.M))
+        project.write_text(
+            re.sub(
+                r'^((?:dependencies|vllm|sglang) = \["kvspray[-a-z]*)"',
+                rf'\1=={version}"',
+                project.read_text(),
+                flags=re.M,
+            )
+        )
         return copy
 
     def wheel(self, source: pathlib.Path, **env: str) -> None:
@@ -145,7 +181,9 @@ class Dist:
             (made,) = self.out.glob(f"kvspray-*{arch.machine}.whl")
             seen = run(BUILD / "dist-venv" / "bin" / "auditwheel", "show", made)
             if f'"{arch.platform}"' not in seen.replace("\n", " "):
-                raise Failed(f"auditwheel does not find {made} consistent with {arch.platform}:\n{seen}")
+                raise Failed(
+                    f"auditwheel does not find {made} consistent with {arch.platform}:\n{seen}"
+                )
         for plugin in sorted((ROOT / "integration").glob("*/pyproject.toml")):
             step(f"the wheel of kvspray-{plugin.parent.name}")
             self.wheel(self.source(f"integration/{plugin.parent.name}"))
@@ -166,8 +204,17 @@ class Dist:
         # What the maintainer scripts of ca-certificates would make.
         bundle = root / "etc/ssl/certs/ca-certificates.crt"
         bundle.parent.mkdir(parents=True, exist_ok=True)
-        bundle.write_bytes(b"".join(p.read_bytes() for p in sorted((root / "usr/share/ca-certificates").rglob("*.crt"))))
-        for unneeded in ("usr/share/doc-base", "usr/share/lintian", "usr/share/man", "usr/share/locale"):
+        bundle.write_bytes(
+            b"".join(
+                p.read_bytes() for p in sorted((root / "usr/share/ca-certificates").rglob("*.crt"))
+            )
+        )
+        for unneeded in (
+            "usr/share/doc-base",
+            "usr/share/lintian",
+            "usr/share/man",
+            "usr/share/locale",
+        ):
             shutil.rmtree(root / unneeded, ignore_errors=True)
         layout = self.out / f"kvspray-{self.version}-image-{arch.go}"
         shutil.rmtree(layout, ignore_errors=True)
@@ -228,11 +275,15 @@ def host() -> Arch:
     for arch in ARCHES:
         if arch.machine == platform.machine():
             return arch
-    raise Failed(f"this machine is {platform.machine()}: want {' or '.join(a.machine for a in ARCHES)}")
+    raise Failed(
+        f"this machine is {platform.machine()}: want {' or '.join(a.machine for a in ARCHES)}"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", required=True, help="what git describe prints")
     parser.add_argument("what", choices=("wheels", "image", "all"))
     args = parser.parse_args()
