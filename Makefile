@@ -83,6 +83,27 @@ dist: $(DISTENV)/.stamp $(TOOLS)/.deploy-stamp #: Build all packages for x86-64 
 test-dist: dist #: Install each package of make dist into an empty root, and move blocks between two sidecars there (root)
 	unshare --mount $(HOSTPY) deploy/test_dist.py --version $(VERSION) dist/$(VERSION)
 
+# The second build has another directory and no cache of the compiler.
+AGAIN := $(B)/again
+.PHONY: release-check
+release-check: #: make test-dist, what the package index checks, and a second build that has to give the same bytes (root)
+	@[[ $(VERSION) != *-dirty ]] || { echo "make $@: commit or remove your changes: the second build is of the commit" >&2; exit 1; }
+	@$(MAKE) test-dist
+	$(DISTENV)/bin/twine check --strict dist/$(VERSION)/*.whl
+	rm -rf $(AGAIN)
+	git clone -q --shared . $(AGAIN)
+	mkdir -p $(AGAIN)/.build/dist
+	ln -s $(TOOLS) $(DISTENV) $(AGAIN)/.build/
+	ln -s $(B)/dist/debs $(AGAIN)/.build/dist/
+	GOCACHE=$(AGAIN)/cache $(HOSTPY) $(AGAIN)/$(DIST) all
+	diff -r dist/$(VERSION) $(AGAIN)/dist/$(VERSION)
+	@echo "make $@: two builds gave the same $$(find dist/$(VERSION) -type f | wc -l) files"; rm -rf $(AGAIN)
+
+.PHONY: release-notes
+release-notes: #: Print the part of CHANGELOG.md for the version that this commit is tagged with
+	@awk -v want='$(VERSION:v%=%),' '/^## / {on = $$2 == want && !/not released/} on {print; n++} END {exit !n}' CHANGELOG.md || { \
+	  echo "make $@: CHANGELOG.md has no part \"## $(VERSION:v%=%), DATE\"" >&2; exit 1; }
+
 .PHONY: demo
 demo: ## Real vLLM, prefill and decode, two sidecars: tokens equal? (FLIP=1: damage a bit on the wire; TRANSPORT=tcp|shm)
 	$(call need-python,10)
@@ -324,8 +345,8 @@ test-sglang: build #: SGLang's pools, HiCache on the page store, prefill and dec
 	$(HOSTPY) test/rig/env.py --sglang
 	KVSPRAY_MUST_RUN=sglang $(B)/venv-sglang/bin/python -m pytest -q -rfEs --no-fold-skipped test/sglang
 
-.PHONY: lint lint-go lint-golangci lint-tools lint-docs lint-arm64
-lint: lint-go lint-py lint-docs ## All linters
+.PHONY: lint lint-go lint-golangci lint-tools lint-docs lint-arm64 lint-ci
+lint: lint-go lint-py lint-docs lint-ci ## All linters
 
 lint-go: lint-golangci lint-tools lint-arm64
 
@@ -341,6 +362,9 @@ lint-tools:
 lint-arm64:
 	CGO_ENABLED=0 GOARCH=arm64 go build ./...
 	cd lab && CGO_ENABLED=0 GOARCH=arm64 go build ./...
+
+lint-ci: $(TOOLS)/.stamp #: The workflows in .github
+	$(TOOLS)/actionlint -shellcheck= -pyflakes=
 
 DOCS := $(wildcard *.md docs/*.md docs/*/*.md pybind/*.md integration/*/*.md)
 DOCS := $(filter-out docs/config.md,$(DOCS))
@@ -503,7 +527,8 @@ $(TOOLS)/.stamp: tools/go.mod tools/go.sum $(wildcard tools/protogen/*.go)
 	@echo "building pinned linters and generators ..."
 	cd tools && go build -o $(TOOLS)/ ./protogen google.golang.org/protobuf/cmd/protoc-gen-go \
 	  google.golang.org/grpc/cmd/protoc-gen-go-grpc \
-	  github.com/golangci/golangci-lint/v2/cmd/golangci-lint github.com/vale-cli/vale/v3/cmd/vale
+	  github.com/golangci/golangci-lint/v2/cmd/golangci-lint github.com/vale-cli/vale/v3/cmd/vale \
+	  github.com/rhysd/actionlint/cmd/actionlint
 	@touch $@
 
 # The tools that make packages and images, from the Go module deploy.
@@ -511,7 +536,7 @@ $(TOOLS)/.deploy-stamp: deploy/go.mod deploy/go.sum $(wildcard deploy/ociimage/*
 	@mkdir -p $(TOOLS)
 	@echo "building the tools of packages and images ..."
 	cd deploy && go build -o $(TOOLS)/ ./ociimage github.com/goreleaser/nfpm/v2/cmd/nfpm \
-	  github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod
+	  github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod github.com/google/go-licenses/v2
 	@touch $@
 
 $(TOOLS)/chartrender: deploy/go.mod deploy/go.sum $(wildcard deploy/chartrender/*.go deploy/charttest/*.go)

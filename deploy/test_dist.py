@@ -1,34 +1,46 @@
 #!/usr/bin/env python3
-"""Installs each thing that `make dist` made into an empty root, and uses it there: the version, doctor, and two sidecars that move
-blocks between two engines' regions, compared byte by byte (`python -m kvspray.latency`).
+"""Installs each thing that `make dist` made into an empty root, and uses it there.
 
-    unshare --mount test_dist.py --version V dist/V        (root: it enters each root file system by chroot)
+    unshare --mount test_dist.py --version V dist/V        (root: for chroot)
 
-The engine's side of each test is the wheel in a virtual environment without a compiler on its path. What is for another
-architecture is read, and not run.
+It checks the version, and runs doctor and two sidecars that move blocks between two engines'
+regions, compared byte by byte (`python -m kvspray.latency`). The engine's side of each test is the
+wheel in a virtual environment without a compiler on its path, which pip installs from an index on
+loopback by the lines of docs/install.md. Binaries for the other architecture run in qemu-user.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
+import http.server
 import json
 import os
 import pathlib
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
+import zipfile
+from collections.abc import Iterator
 
-from dist import ARCHES, Failed, host, package_version, python_version
+from dist import ARCHES, ROOT, Arch, Failed, chart_version, host, package_version, python_version
 
 MOUNTS = ("/dev", "/proc", "/sys", "/tmp")
 BLOCKS = 20  # moved in each of three orders
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
 class Tests:
@@ -37,20 +49,34 @@ class Tests:
         self.venv = work / "venv"
         self.report: list[str] = []
 
-    def run(self, *command: object) -> str:
+    def run(self, *command: object, **more: str) -> str:
         """Without the path of this machine: no Go and no compiler."""
-        env = {k: v for k, v in os.environ.items() if k in ("HOME", "PIP_INDEX_URL", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")}
-        env["PATH"] = f"{self.venv / 'bin'}:/nonexistent"
-        done = subprocess.run([str(c) for c in command], cwd=self.work, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        env = {
+            k: v
+            for k, v in os.environ.items()
+            if k in ("HOME", "PIP_INDEX_URL", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+        }
+        env |= {"PATH": f"{self.venv / 'bin'}:/nonexistent", **more}
+        done = subprocess.run(
+            [str(c) for c in command],
+            cwd=self.work,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         if done.returncode != 0:
-            raise Failed(f"{shlex.join(map(str, command))} failed with status {done.returncode}:\n{done.stdout[-3000:]}")
+            raise Failed(
+                f"{shlex.join(map(str, command))} failed with status {done.returncode}:\n"
+                f"{done.stdout[-3000:]}"
+            )
         return done.stdout
 
     def passed(self, what: str, detail: str) -> None:
         self.report.append(f"{what:28} {detail}")
         print(f"[{time.strftime('%H:%M:%S')}] {self.report[-1]}", flush=True)
 
-    def smoke(self, what: str, start: float, *kvspray: object) -> None:
+    def smoke(self, what: str, start: float, *kvspray: object, order: str = "shm,tcp") -> None:
         """kvspray is the command that runs the installed binary."""
         printed = self.run(*kvspray, "--version")
         if f"kvspray {self.version} " not in printed:
@@ -59,10 +85,28 @@ class Tests:
         command = self.work / "kvspray-under-test"
         command.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, kvspray))} "$@"\n')
         command.chmod(0o755)
-        moved = json.loads(self.run(self.venv / "bin/python", "-m", "kvspray.latency", "--kvspray", command, "--count", BLOCKS,
-                                    "--runs", 1, "--json"))  # fmt: skip
-        self.passed(what, f"{self.version}; doctor: {len(checks)} checks, none failed; {3 * BLOCKS} blocks moved, "
-                    f"p50 {moved['best']['both']['p50_us']:.0f} us; {time.monotonic() - start:.1f} s")  # fmt: skip
+        moved = json.loads(
+            self.run(
+                self.venv / "bin/python",
+                "-m",
+                "kvspray.latency",
+                "--kvspray",
+                command,
+                "--count",
+                BLOCKS,
+                "--runs",
+                1,
+                "--json",
+                "--set",
+                f"transports.order={order}",
+            )
+        )
+        self.passed(
+            what,
+            f"{self.version}; doctor: {len(checks)} checks, none failed; "
+            f"{3 * BLOCKS} blocks moved, "
+            f"p50 {moved['best']['both']['p50_us']:.0f} us; {time.monotonic() - start:.1f} s",
+        )
 
     def smoke_in(self, what: str, root: pathlib.Path, binary: str, start: float) -> None:
         with contextlib.ExitStack() as mounted:
@@ -73,17 +117,52 @@ class Tests:
                 mounted.callback(subprocess.run, ["umount", at], check=True)
             self.smoke(what, start, shutil.which("chroot"), root, binary)
 
+    @contextlib.contextmanager
+    def index(self) -> Iterator[str]:
+        """Serves the wheels, and those that they require, as a package index (PEP 503)."""
+        pages = self.work / "index"
+        pip = (self.venv / "bin/python", "-m", "pip", "--disable-pip-version-check", "-q")
+        self.run(*pip, "download", "--no-deps", "--dest", self.work / "required", "msgpack>=1.0.3")
+        for wheel in (*self.made.glob("*.whl"), *(self.work / "required").glob("*.whl")):
+            page = pages / wheel.name.split("-")[0].replace("_", "-")
+            page.mkdir(parents=True, exist_ok=True)
+            (page / wheel.name).symlink_to(wheel)
+        handler = functools.partial(Quiet, directory=str(pages))
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            try:
+                yield f"http://127.0.0.1:{server.server_port}/"
+            finally:
+                server.shutdown()
+                thread.join()
+
     def wheel(self) -> None:
         start = time.monotonic()
         subprocess.run([sys.executable, "-m", "venv", self.venv], check=True)
-        self.run(self.venv / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check", "--find-links", self.made,
-                 f"kvspray[vllm,sglang]=={python_version(self.version)}")  # fmt: skip
+        page = (ROOT / "docs" / "install.md").read_text()
+        lines = re.findall(r'^    (python -m pip install "kvspray\[.*)$', page, flags=re.M)
+        extras = {e for line in lines for e in re.findall(r"\[(.*)\]", line)}
+        if extras != {"vllm", "sglang"}:
+            raise Failed(f"docs/install.md installs {extras or 'nothing'} from an index")
+        with self.index() as url:
+            for line in lines:
+                self.run("/bin/sh", "-c", line, PIP_INDEX_URL=url, PIP_CONFIG_FILE="/dev/null")
+        self.passed("wheels, index on loopback", "; ".join(lines))
         for module in ("kvspray", "kvspray_vllm", "kvspray_sglang"):
-            there = self.run(self.venv / "bin/python", "-c", f"import {module}; print({module}.__version__)").strip()
+            there = self.run(
+                self.venv / "bin/python", "-c", f"import {module}; print({module}.__version__)"
+            ).strip()
             if there != python_version(self.version):
-                raise Failed(f"{module}.__version__ is {there}, want {python_version(self.version)}")
+                raise Failed(
+                    f"{module}.__version__ is {there}, want {python_version(self.version)}"
+                )
         for command in ((self.venv / "bin/kvspray",), (self.venv / "bin/python", "-m", "kvspray")):
-            self.smoke("wheel, " + ("kvspray" if len(command) == 1 else "python -m kvspray"), start, *command)
+            self.smoke(
+                "wheel, " + ("kvspray" if len(command) == 1 else "python -m kvspray"),
+                start,
+                *command,
+            )
 
     def archive(self) -> None:
         start = time.monotonic()
@@ -97,7 +176,7 @@ class Tests:
         libc = self.made.parent.parent / ".build/dist/debs"
         for what, pattern, extract in (
             ("deb", f"*_{host().go}.deb", "dpkg-deb -x {package} {root}"),
-            ("rpm", f"*.{host().machine}.rpm", "rpm2cpio {package} | (cd {root} && cpio --quiet --no-absolute-filenames -id)"),
+            ("rpm", f"*.{host().machine}.rpm", "bsdtar -xf {package} -C {root}"),
         ):
             start = time.monotonic()
             tool = extract.split()[0]
@@ -109,15 +188,32 @@ class Tests:
             root.mkdir()
             for deb in libc.glob("libc6_*.deb"):
                 subprocess.run(["dpkg-deb", "-x", deb, root], check=True)
-            subprocess.run(["bash", "-o", "pipefail", "-c", extract.format(package=package, root=root)], check=True)
+            subprocess.run(
+                ["bash", "-o", "pipefail", "-c", extract.format(package=package, root=root)],
+                check=True,
+            )
             self.smoke_in(f"{what} with libc6", root, "/usr/bin/kvspray", start)
             config = root / "etc/kvspray/kvspray.yaml"
-            self.run(shutil.which("chroot"), root, "/usr/bin/kvspray", "config", "check", "--config", "/" + str(config.relative_to(root)),
-                     "--set", "engine.socket=/tmp/kvspray.sock")  # fmt: skip
+            self.run(
+                shutil.which("chroot"),
+                root,
+                "/usr/bin/kvspray",
+                "config",
+                "check",
+                "--config",
+                "/" + str(config.relative_to(root)),
+                "--set",
+                "engine.socket=/tmp/kvspray.sock",
+            )
             unit = root / "usr/lib/systemd/system/kvspray.service"
             self.unit(what, unit)
         version = package_version(self.version)
-        fields = subprocess.run(["dpkg-deb", "-f", next(self.made.glob(f"*_{host().go}.deb")), "Version"], check=True, capture_output=True, text=True)
+        fields = subprocess.run(
+            ["dpkg-deb", "-f", next(self.made.glob(f"*_{host().go}.deb")), "Version"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         if fields.stdout.strip() != version:
             raise Failed(f"the deb's Version is {fields.stdout.strip()}, want {version}")
 
@@ -126,10 +222,16 @@ class Tests:
         if analyze is None:
             self.passed(f"{what}: its unit", "skipped: no systemd-analyze here")
             return
-        # Its exposure from 0 to 10, times ten. --offline reads the file and asks no service manager.
-        said = subprocess.run([analyze, "security", "--offline=true", "--threshold=30", "--no-pager", unit], capture_output=True, text=True)
+        # Its exposure from 0 to 10, times ten. --offline reads the file alone.
+        said = subprocess.run(
+            [analyze, "security", "--offline=true", "--threshold=30", "--no-pager", unit],
+            capture_output=True,
+            text=True,
+        )
         if said.returncode != 0:
-            raise Failed(f"{unit}: more exposed than 3.0 of 10:\n{said.stdout[-3000:]}{said.stderr}")
+            raise Failed(
+                f"{unit}: more exposed than 3.0 of 10:\n{said.stdout[-3000:]}{said.stderr}"
+            )
         self.passed(f"{what}: its unit", said.stdout.strip().splitlines()[-1].lstrip("→ "))
 
     def image(self) -> None:
@@ -151,7 +253,12 @@ class Tests:
         for part in parts["layers"]:
             with tarfile.open(blob(part["digest"])) as tar:
                 tar.extractall(root, filter="tar")
-        self.smoke_in(f"image, {sum(p['size'] for p in parts['layers']) / 1e6:.0f} MB", root, config["config"]["Entrypoint"][0], start)
+        self.smoke_in(
+            f"image, {sum(p['size'] for p in parts['layers']) / 1e6:.0f} MB",
+            root,
+            config["config"]["Entrypoint"][0],
+            start,
+        )
 
     def others(self) -> None:
         """Checksums, SBOMs, and the machine type of what is for the other architecture."""
@@ -161,22 +268,42 @@ class Tests:
                 raise Failed(f"{name}: another checksum than in SHA256SUMS")
         for sbom in self.made.glob("*.cdx.json"):
             content = json.loads(sbom.read_text())
-            if content["bomFormat"] != "CycloneDX" or not any("google.golang.org/grpc" in c["name"] for c in content["components"]):
+            local = [c["purl"] for c in content["components"] if "/../" in c["purl"]]
+            if local:
+                raise Failed(f"{sbom}: names a module by its directory: {local}")
+            if content["bomFormat"] != "CycloneDX" or not any(
+                "google.golang.org/grpc" in c["name"] for c in content["components"]
+            ):
                 raise Failed(f"{sbom}: not a list of the modules of kvspray")
+        chart = chart_version(self.version)
+        with tarfile.open(self.made / f"kvspray-{chart}.tgz") as tar:
+            member = tar.extractfile("kvspray/Chart.yaml")
+            assert member is not None
+            about = member.read().decode()
+        if f"\nversion: {chart}\n" not in about or f'\nappVersion: "{self.version}"\n' not in about:
+            raise Failed(f"the chart has another version than {chart}:\n{about}")
         for arch in ARCHES:
-            if arch.machine == platform.machine():
-                continue
-            machine = {"x86_64": 62, "aarch64": 183}[arch.machine]
-            with tarfile.open(self.made / f"kvspray-{self.version}-linux-{arch.go}.tar.gz") as tar:
-                binary = tar.extractfile(f"kvspray-{self.version}-linux-{arch.go}/kvspray")
-                assert binary is not None
-                if int.from_bytes(binary.read(20)[18:], "little") != machine:
-                    raise Failed(f"the binary for {arch.machine} is for another machine")
-            self.passed(f"{arch.machine}", "wheel, archive, deb, rpm: built; not run on this machine")
+            if arch.machine != platform.machine():
+                self.emulated(arch)
+
+    def emulated(self, arch: Arch) -> None:
+        """The sidecars of the wheel for another architecture, beside engines of this one."""
+        start, what = time.monotonic(), f"wheel for {arch.machine}, qemu-user"
+        qemu, libc = shutil.which(f"qemu-{arch.machine}"), f"/usr/{arch.machine}-linux-gnu"
+        if qemu is None or not os.path.exists(libc):
+            self.passed(what, f"skipped: no qemu-{arch.machine} or no {libc} here")
+            return
+        (wheel,) = self.made.glob(f"kvspray-*{arch.machine}.whl")
+        with zipfile.ZipFile(wheel) as packed:
+            binary = pathlib.Path(packed.extract("kvspray/_bin/kvspray", self.work / arch.go))
+        binary.chmod(0o755)
+        self.smoke(what, start, qemu, "-L", libc, binary, order="shm")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", required=True)
     parser.add_argument("made", type=pathlib.Path)
     args = parser.parse_args()
@@ -192,8 +319,12 @@ def main() -> int:
         print(f"test_dist: {err}", file=sys.stderr)
         return 1
     finally:
-        if str(work) in pathlib.Path("/proc/self/mounts").read_text():  # never remove what is mounted there
-            raise SystemExit(f"test_dist: something is still mounted below {work}: umount it, and remove the directory")
+        if (
+            str(work) in pathlib.Path("/proc/self/mounts").read_text()
+        ):  # never remove what is mounted there
+            raise SystemExit(
+                f"test_dist: something is still mounted below {work}: umount it, and remove it"
+            )
         shutil.rmtree(work)
     print(f"{len(tests.report)} passed, 0 failed")
     return 0

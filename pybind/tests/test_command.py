@@ -52,15 +52,28 @@ def test_versions_of_packages_follow_git_describe() -> None:
     for described, python, package in (
         ("v1.2.3", "1.2.3", "1.2.3"),
         ("v1.2.3-4-gabcdef0", "1.2.4.dev4+gabcdef0", "1.2.4~dev4+gabcdef0"),
-        ("v0.1.0-rc1", "0.1.0rc1", "0.1.0~rc1"),
-        ("v0.1.0-rc.1-2-gabcdef0-dirty", "0.1.0rc2.dev2+gabcdef0.dirty", "0.1.0~rc2.dev2+gabcdef0.dirty"),
+        ("v1.2.0-rc1", "1.2.0rc1", "1.2.0~rc1"),
+        ("v1.2.0-rc.1-2-gabcdef0-dirty", "1.2.0rc2.dev2+gabcdef0.dirty", "1.2.0~rc2.dev2+gabcdef0.dirty"),
         ("v1.2.3-dirty", "1.2.3+dirty", "1.2.3+dirty"),
-        ("abcdef0-dirty", "0.1.0.dev0+gabcdef0.dirty", "0.1.0~dev0+gabcdef0.dirty"),
+        ("abcdef0-dirty", "0.0.0.dev0+gabcdef0.dirty", "0.0.0~dev0+gabcdef0.dirty"),
     ):
         assert (dist["python_version"](described), dist["package_version"](described)) == (python, package)
     for wrong in ("1.2.3", "v1.2", "devel", ""):
         with pytest.raises(dist["Failed"], match="neither a tag"):
             dist["python_version"](wrong)
+
+
+def test_only_the_tag_and_the_changelog_have_the_version() -> None:
+    (version,) = re.findall(r"^## (\d+\.\d+\.\d+),", (ROOT / "CHANGELOG.md").read_text(), re.M)[:1]
+    others = (":!CHANGELOG.md", ":!*go.mod", ":!*go.sum")  # modules of others may have the same one
+    found = subprocess.run(["git", "grep", "-nwF", version, "--", ".", *others], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout == "" and found.returncode == 1, found.stderr
+
+
+def test_a_charts_version_is_a_tag_of_a_registry() -> None:
+    dist = runpy.run_path(str(ROOT / "deploy" / "dist.py"))
+    for described, chart in (("v1.2.3", "1.2.3"), ("v1.2.3-4-gabcdef0", "1.2.3-4-gabcdef0"), ("abcdef0", "0.0.0-gabcdef0")):
+        assert dist["chart_version"](described) == chart
 
 
 def test_all_packages_of_a_release_have_its_version(tmp_path: pathlib.Path) -> None:

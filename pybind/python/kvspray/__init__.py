@@ -20,7 +20,7 @@ from .region import KvsprayError, Region, RegionKind
 from .scheduler import SchedulerClient
 from .worker import LATER, LoadPart, WorkerClient
 
-__version__ = "0.1.0.dev0"  # of a checkout; `make wheels` writes that of the tag
+__version__ = "0.0.0.dev0"  # of a checkout; `make wheels` writes that of the tag
 
 __all__ = [
     "Admission",

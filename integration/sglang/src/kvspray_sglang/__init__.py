@@ -4,4 +4,4 @@
 puts SGLang's host pools into memory that the sidecar can map. docs/sglang.md shows the set-up.
 """
 
-__version__ = "0.1.0.dev0"  # of a checkout; `make wheels` writes that of the tag
+__version__ = "0.0.0.dev0"  # of a checkout; `make wheels` writes that of the tag

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvspray_vllm.weights import set_weights
 
 __all__ = ["KVSprayConnector", "register", "set_weights"]
-__version__ = "0.1.0.dev0"  # of a checkout; `make wheels` writes that of the tag
+__version__ = "0.0.0.dev0"  # of a checkout; `make wheels` writes that of the tag
 
 
 def register() -> None:
