@@ -164,7 +164,7 @@ type StoreQuota struct {
 	ObjectQuota Portion `yaml:"object_quota" unit:"bytes or percent" doc:"As store.object_quota." default:"store.object_quota"`
 }
 
-// Quotas are the most bytes of a namespace in memory, on disks and in the object store; 0: no limit.
+// Quotas are the maximum bytes of a namespace in memory, on disks and in the object store; 0: no limit.
 func (s *Store) Quotas(id string) (memory, disk, object uint64) {
 	q := StoreQuota{}
 	for _, n := range s.Namespaces {

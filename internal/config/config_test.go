@@ -390,7 +390,7 @@ func TestEveryFieldIsDocumented(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(got, want.Bytes()) {
-		t.Error("docs/config.md is not what the code says; run 'make generate'")
+		t.Error("docs/config.md differs from the code; run 'make generate'")
 	}
 	for _, f := range Fields() {
 		if !bytes.Contains(got, []byte("`"+f.Key+"`")) {
@@ -458,7 +458,7 @@ func TestCheckFiles(t *testing.T) {
 	wantErr("peer.tls.ca")
 }
 
-// What this user may not read or write is said by the check: the start would end there.
+// The check reports files that this user may not read or write: the start would end there.
 func TestCheckFilesOfAnother(t *testing.T) {
 	dir := t.TempDir()
 	closed := t.TempDir()

@@ -421,15 +421,15 @@ func (v *checker) oneOf(key, value string, allowed ...string) {
 		"choose one of them")
 }
 
-func (v *checker) name(key, value string, most int) {
-	ok := value != "" && len(value) <= most
+func (v *checker) name(key, value string, maxLen int) {
+	ok := value != "" && len(value) <= maxLen
 	for _, r := range value {
 		if r <= ' ' || r > '~' || r == '"' {
 			ok = false
 		}
 	}
 	v.check(ok, key, value,
-		fmt.Sprintf("not a name of 1 to %d printable ASCII characters without spaces", most),
+		fmt.Sprintf("not a name of 1 to %d printable ASCII characters without spaces", maxLen),
 		"choose another")
 }
 

@@ -54,7 +54,7 @@ func TestCopy(t *testing.T) {
 		}
 		if said := progress.String(); !strings.Contains(said, "656 bytes: a warm-up and 1 rounds") ||
 			!strings.Contains(said, "1048576 B: ") {
-			t.Errorf("%v: of its progress it said %q", args, said)
+			t.Errorf("%v: of its progress it reported %q", args, said)
 		}
 		if len(r.Results) != 4 || r.Results[0].GBps <= 0 || r.Results[0].BaselineGBps <= 0 ||
 			r.Results[3].CPUPerGB <= 0 || r.Machine.Version == "" || r.Machine.Cores == 0 {

@@ -134,7 +134,7 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 // benches are in the order in which they run.
 var benches = []string{"staged", "nvlink", "multipath"}
 
-// choose says which benches run on so many GPUs: those asked for, or all that can.
+// choose reports which benches run on so many GPUs: those asked for, or all that can.
 func choose(asked []string, gpus int) (out []string, err error) {
 	for _, name := range benches {
 		if len(asked) > 0 && !slices.Contains(asked, name) {

@@ -51,7 +51,7 @@ func TestHTML(t *testing.T) {
 	}
 }
 
-// TestPairSays: who waits is told what is measured, and the table has rows only.
+// TestPairSays: who waits is notified what is measured, and the table has rows only.
 func TestPairSays(t *testing.T) {
 	var table, said bytes.Buffer
 	b := &bench{out: &table, say: progress.Start(&said), repeat: 2, name: "staged",
@@ -63,7 +63,7 @@ func TestPairSays(t *testing.T) {
 	b.say.Close()
 	if said.String() != "staged: slices\n" || strings.Count(table.String(), "\n") != 1 ||
 		!strings.HasPrefix(table.String(), "slices ") {
-		t.Errorf("it said %q and printed %q", &said, &table)
+		t.Errorf("it reported %q and printed %q", &said, &table)
 	}
 }
 

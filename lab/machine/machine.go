@@ -1,5 +1,5 @@
-// Package machine says of which build and on what a benchmark's figures are: they are worth nothing
-// without. kvspray/machine.py says the same of those in Python. No goroutines.
+// Package machine reports of which build and on what a benchmark's figures are: they are worth nothing
+// without. kvspray/machine.py reports the same of those in Python. No goroutines.
 package machine
 
 import (

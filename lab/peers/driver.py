@@ -2,7 +2,7 @@
 
     driver.py ENGINE target|initiator --ip IP --block BYTES --total BYTES [--region BYTES]
 
-The target says {"ready": ...}; what is in it is handed to the initiator as {"target": ...}, whose {"ready": ...} goes to the target as
+The target reports {"ready": ...}; what is in it is handed to the initiator as {"target": ...}, whose {"ready": ...} goes to the target as
 {"initiator": ...}. {"go": {"seconds": s, "count": n}} makes the initiator write transfers, one after the other, each block from a random
 place to a random place; each gives a line {"began": unix time, "took": seconds, "bytes": n, "error": text}. {"digest": k} asks either end
 for the digest of what transfer k moved. Planning (descriptor lists, permutations) is done before a transfer's clock starts, in the
@@ -50,12 +50,12 @@ class Memory:
 
 
 class Nixl:
-    """NIXL over UCX. Which rails and how many is said by UCX_* in the environment."""
+    """NIXL over UCX. Which rails and how many is reported by UCX_* in the environment."""
 
     def __init__(self, role: str, _ip: str, memory: Memory):
         from nixl._api import nixl_agent, nixl_agent_config
 
-        # The target has nobody who would poll: its progress thread does. The initiator polls.
+        # The target has nothing who would poll: its progress thread does. The initiator polls.
         self.agent = nixl_agent(role, nixl_agent_config(enable_prog_thread=role == "target", backends=[]))
         self.agent.create_backend("UCX", {})
         self.memory = memory

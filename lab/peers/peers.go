@@ -165,7 +165,7 @@ func run(ctx context.Context, o options) error {
 }
 
 // turnsOf lets everybody have their turns. Who cannot be started is left out from then on; who
-// could before has an outcome that says so.
+// could before has an outcome that reports it.
 func (o *options) turnsOf(ctx context.Context, take func(context.Context, engine, scenario,
 	int) (*outcome, error), done func(*outcome)) error {
 	ran := map[string]bool{}
@@ -333,7 +333,7 @@ func title(name string) string {
 	return name
 }
 
-// table says for each engine and block what was reached, worst and median over all turns, and of
+// table reports for each engine and block what was reached, worst and median over all turns, and of
 // who had none why.
 func (o *options) table(w *strings.Builder, all []*outcome) {
 	fmt.Fprintf(w, "kvspray %s; %s\nrails %s; transfers of %s; %d turns each; shares of what plain "+

@@ -23,7 +23,7 @@ const (
 	driverPatience = 60 * time.Second // for a step of its set-up
 	regionBytes    = 768 << 20
 	maxLine        = 8 << 20
-	logTail        = 4 << 10 // of a driver's log: its end says why it could not start
+	logTail        = 4 << 10 // of a driver's log: its end reports why it could not start
 )
 
 // driver is one end of another engine.
@@ -34,7 +34,7 @@ type driver struct {
 	log   string
 }
 
-// line is what a driver says.
+// line is what a driver reports.
 type line struct {
 	Ready    json.RawMessage `json:"ready"`
 	Met      bool            `json:"met"`
@@ -107,7 +107,7 @@ func (d *driver) say(what string, v any) error {
 
 var errEnded = errors.New("the driver ended")
 
-// unableError is why an engine cannot be started here: what it said last, where it said something.
+// unableError is why an engine cannot be started here: what it reported last, where it reported something.
 type unableError struct{ why string }
 
 func (e *unableError) Error() string { return e.why }
@@ -124,7 +124,7 @@ func (d *driver) unable(err error) error {
 	return &unableError{why}
 }
 
-// next is what the driver says next.
+// next is what the driver reports next.
 func (d *driver) next(ctx context.Context, patience time.Duration) (line, error) {
 	t := time.NewTimer(patience)
 	defer t.Stop()
@@ -148,7 +148,7 @@ func (d *driver) ask(ctx context.Context, what string, v any) (line, error) {
 	return d.next(ctx, driverPatience)
 }
 
-// theirs moves with another engine. What becomes of it is part of the result (said); err is what
+// theirs moves with another engine. What becomes of it is part of the result (reported); err is what
 // keeps the comparison from going on.
 func (o *options) theirs(ctx context.Context, f *railsbench.Field, e engine, opt *timeline.Options,
 	res *timeline.Result) (said string, err error) {

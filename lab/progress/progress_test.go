@@ -62,7 +62,7 @@ func TestNoTerminal(t *testing.T) {
 	if terminal(f) != nil {
 		t.Error("a file is no terminal")
 	}
-	var none *Line // says nothing, and fails at nothing
+	var none *Line // reports nothing, and fails at nothing
 	none.Phase("x")
 	none.Note("x")
 	none.Say("x")

@@ -20,8 +20,8 @@ import (
 
 // What a fault may cost.
 const (
-	linkDown  = 20 * time.Millisecond  // the kernel says so
-	silent    = 150 * time.Millisecond // nobody does
+	linkDown  = 20 * time.Millisecond  // the kernel reports it
+	silent    = 150 * time.Millisecond // nothing does
 	readmit   = 2 * time.Second        // after healing, at readmitAt of all rails
 	readmitAt = 0.97
 )
@@ -303,7 +303,7 @@ func TestOtherTransportCarriesOn(t *testing.T) {
 	}
 }
 
-// refuse has the kernel answer whatever tcp says over any rail with a reset, or no more, and
+// refuse has the kernel answer whatever tcp reports over any rail with a reset, or no more, and
 // returns when that began. It is looked at: what connects is refused, and what was connected ends.
 func refuse(t *testing.T, f *railsbench.Field, on bool) (since time.Time) {
 	t.Helper()
@@ -337,7 +337,7 @@ func refuse(t *testing.T, f *railsbench.Field, on bool) (since time.Time) {
 		if c := old[i]; c != nil {
 			_, werr := c.Write([]byte{1})
 			_, rerr := c.Read(make([]byte, 1))
-			// whoever comes first after it is told
+			// whoever comes first after it is notified
 			if err := errors.Join(werr, rerr); !errors.Is(err, unix.ECONNRESET) {
 				t.Fatalf("rail %d: a connection of before: %v, want a reset", i, err)
 			}
@@ -416,7 +416,7 @@ func carried(t *testing.T, f *railsbench.Field) (c carriage) {
 	return c
 }
 
-// Nobody is blamed who did nothing: a slow rail beside a fast one, and loss on all of them.
+// Nothing is blamed who did nothing: a slow rail beside a fast one, and loss on all of them.
 func TestNoFalseExclusion(t *testing.T) {
 	only(t, minute)
 	span := 20 * time.Second

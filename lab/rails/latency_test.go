@@ -79,7 +79,7 @@ func TestUrgentBesideBackground(t *testing.T) {
 	carried := timeline.RateOf(received(t, f)-from, time.Since(begun))
 	stop()
 	wg.Wait()
-	// Beside a background that has pauses nobody waits.
+	// Beside a background that has pauses nothing waits.
 	if carried < plain*8/10 {
 		t.Errorf("the background carried %s, plain streams carry %s: this tests nothing", carried, plain)
 	}

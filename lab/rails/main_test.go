@@ -133,7 +133,7 @@ const moreRounds = 6
 // patience is what is left of them.
 type patience struct {
 	left  int
-	noisy bool // behind a figure that was missed the processors were not to be had: it says nothing
+	noisy bool // behind a figure that was missed the processors were not to be had: it reports nothing
 }
 
 // again reports whether another round is worth its time.

@@ -72,7 +72,7 @@ type Transfer struct {
 
 	pair     *Pair
 	from, to []uint32
-	missing  [][2]uint32   // tokens [start, end), as its engine was told
+	missing  [][2]uint32   // tokens [start, end), as its engine was notified
 	done     chan struct{} // closed when the content was compared
 	landed   chan struct{} // closed at Ended
 }
@@ -213,7 +213,7 @@ func (p *Pair) await(source bool, lease uint64) chan connectortest.Completion {
 	return ch
 }
 
-// knock expects what nobody sends.
+// knock expects what nothing sends.
 func (p *Pair) knock() (uint64, error) {
 	t := <-p.slots
 	p.slots <- t // nothing will be written
@@ -285,9 +285,9 @@ func (p *Pair) Begin(ctx context.Context, o Order) (*Transfer, error) {
 			}
 		}
 		close(t.landed)
-		// Blocks at the source are free only when its engine has heard, too.
+		// Blocks at the source are free only when its engine has received, too.
 		if s, ok := <-sent; t.Err == nil && (!ok || s.Status != 0) {
-			t.Err = fmt.Errorf("the receiver committed, and the sender says status %d: %+v",
+			t.Err = fmt.Errorf("the receiver committed, and the sender reports status %d: %+v",
 				s.Status, s.Sent)
 		}
 		p.checks <- t
@@ -301,7 +301,7 @@ func (p *Pair) broken() error {
 	return fmt.Errorf("completions end: %w", p.err)
 }
 
-// Landed waits until the receiving engine has heard.
+// Landed waits until the receiving engine has received.
 func (t *Transfer) Landed() *Transfer {
 	<-t.landed
 	return t
@@ -319,13 +319,13 @@ func (t *Transfer) Tokens() int { return len(t.to) * tokensPerBlock }
 // Heard is closed when Landed would return.
 func (t *Transfer) Heard() <-chan struct{} { return t.landed }
 
-// compare looks at what came, on a thread that gets only time that nobody else wants.
+// compare looks at what came, on a thread that gets only time that nothing else wants.
 func (p *Pair) compare() {
 	defer p.wg.Done()
 	runtime.LockOSThread() // for good: the thread's priority ends with it
 	_ = unix.Setpriority(unix.PRIO_PROCESS, 0, compareNice)
 	for t := range p.checks {
-		if t.Err == nil || len(t.missing) > 0 { // no range at all says nothing of what came
+		if t.Err == nil || len(t.missing) > 0 { // no range at all reports nothing of what came
 			t.Err = errors.Join(t.Err, p.same(t))
 		}
 		p.slots <- t.to
@@ -354,7 +354,7 @@ func (p *Pair) same(t *Transfer) error {
 }
 
 // Scribble writes over the blocks of the receiver that a landed transfer used, as an engine that
-// gives them to another prompt, and returns a function that says whether anybody wrote there since.
+// gives them to another prompt, and returns a function that reports whether anybody wrote there since.
 func (t *Transfer) Scribble(mark byte) (intact func() bool) {
 	p := t.pair
 	each := func(f func(page []byte) bool) bool {

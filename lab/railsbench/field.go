@@ -50,7 +50,7 @@ type Field struct {
 	Rig *netrig.Rig
 
 	setup Setup
-	say   *progress.Line // nil: nobody waits
+	say   *progress.Line // nil: nothing waits
 	dir   string
 	nodes []*node // by Side
 	pairs []*Pair
@@ -324,7 +324,7 @@ func (f *Field) State(ctx context.Context, side netrig.Side) (*State, error) {
 }
 
 // Meet waits until the sidecars of a pair have a lane on every rail, without moving anything:
-// somebody expects what nobody will send.
+// somebody expects what nothing will send.
 func (f *Field) Meet(ctx context.Context, p *Pair) error {
 	lease, err := p.knock()
 	if err != nil {

@@ -23,7 +23,7 @@ const (
 	settle     = 200 * time.Millisecond
 )
 
-// ErrVoid says that the machine did not let plain streams have the rails, so that there is nothing
+// ErrVoid reports that the machine did not let plain streams have the rails, so that there is nothing
 // to compare transfers with.
 var ErrVoid = errors.New("the run is void")
 
@@ -138,7 +138,7 @@ func (f *Field) Plain(ctx context.Context, span time.Duration) (rails []timeline
 }
 
 // Move moves transfers for o.Duration, so many at a time, or a cold and a warm one, while the
-// faults happen, and fills in what res says about that.
+// faults happen, and fills in what res reports about that.
 func (f *Field) Move(ctx context.Context, p *Pair, o *timeline.Options, atOnce int,
 	res *timeline.Result) error {
 	if o.Duration == 0 {
@@ -154,7 +154,7 @@ func (f *Field) MoveCount(ctx context.Context, p *Pair, count int, res *timeline
 	return f.move(ctx, p, nil, 1, func(n int, _ time.Duration) bool { return n < count }, res)
 }
 
-// move begins transfers while more says so.
+// move begins transfers while more reports it.
 func (f *Field) move(ctx context.Context, p *Pair, faults []timeline.Fault, atOnce int,
 	more func(n int, since time.Duration) bool, res *timeline.Result) error {
 	err := f.Watch(ctx, faults, func(base time.Time) error {
@@ -205,7 +205,7 @@ func (f *Field) move(ctx context.Context, p *Pair, faults []timeline.Fault, atOn
 }
 
 // Watch calls do, which fills in transfers, while it samples the receiver's counters and lets the
-// faults happen; base is the time from which everything counts. res.Applied says when each fault
+// faults happen; base is the time from which everything counts. res.Applied reports when each fault
 // had taken effect: its command has returned by then.
 func (f *Field) Watch(ctx context.Context, faults []timeline.Fault, do func(base time.Time) error,
 	res *timeline.Result) error {

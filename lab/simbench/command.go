@@ -63,7 +63,7 @@ there, and compares.`,
 		if against != "" {
 			for _, f := range []string{"rates", "block", "total", "duration", "fault", "nodes"} {
 				if cmd.Flags().Changed(f) {
-					return usage.Errorf("--against %s and --%s: the result says which run it was; leave --%s out",
+					return usage.Errorf("--against %s and --%s: the result reports which run it was; leave --%s out",
 						against, f, f)
 				}
 			}

@@ -28,7 +28,7 @@ const (
 	hostRate    = 200e9 // out of a host, where nothing is shaped
 	sliceBytes  = 1 << 20
 	maxInFlight = 16
-	// a link that comes up says so twice; package topo looks again after 40 ms, and holds it back for
+	// a link that comes up reports it twice; package topo looks again after 40 ms, and holds it back for
 	// 20.
 	lookPause = 60 * time.Millisecond
 )
@@ -58,7 +58,7 @@ type Setup struct {
 	// Together is what plain streams got over all rails at once, where something else than the rails
 	// was in the way; 0: nothing was.
 	Together timeline.Rate
-	Say      *progress.Line // nil: nobody waits
+	Say      *progress.Line // nil: nothing waits
 }
 
 func (s *Setup) check() error {
@@ -228,7 +228,7 @@ func (r *run) move(ctx context.Context, rails []timeline.Rail, pairs int) error 
 	return nil
 }
 
-// note says how far the run is.
+// note reports how far the run is.
 func (r *run) note() {
 	begun := 0
 	for _, p := range r.pairs {

@@ -209,7 +209,7 @@ func TestCompare(t *testing.T) {
 	}
 	less.Dips = nil
 	if err := Compare(real, &less, io.Discard); err == nil {
-		t.Error("a dip is missing, and nobody minds")
+		t.Error("a dip is missing, and nothing minds")
 	}
 }
 

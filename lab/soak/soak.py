@@ -380,7 +380,7 @@ class Soak:
                 self.problem(f"{kind}: {err}")
 
     def look_after(self) -> None:
-        """What nobody made to end has to live; it is started again, so that the run goes on."""
+        """What nothing made to end has to live; it is started again, so that the run goes on."""
         for _, thing in self.things():
             proc = thing.proc
             if thing.name in self.busy or (proc is not None and proc.poll() is None):

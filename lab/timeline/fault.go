@@ -179,7 +179,7 @@ func (c Condition) After(f Fault) Condition {
 }
 
 // Usable is the share of its rate that a sprayer can count on: none where bytes or their
-// confirmations get lost, and none of a rail that flaps, of which nobody knows when it is there.
+// confirmations get lost, and none of a rail that flaps, of which nothing knows when it is there.
 func (c Condition) Usable() float64 {
 	if c.Down || c.Deaf || c.AckDeaf || c.Blackholed || c.Flap > 0 {
 		return 0

@@ -139,7 +139,7 @@ class Faulty(Cluster):
 
     def serves_on(self, what: object, sent: Sent | None = None) -> None:
         """A fresh request while a part is down, beside the one that the fault met: whoever lives answers, with the right tokens, and
-        nobody waits for a transfer beyond its time."""
+        nothing waits for a transfer beyond its time."""
         prompt = fresh(200, ("meanwhile", what, next(self.seeds)))
         spray = {"v": 1, "xfer": secrets.token_hex(16), "fanout": 1}
         began = time.monotonic()
@@ -170,7 +170,7 @@ class Faulty(Cluster):
             assert sent.p.result().tokens == [sent.want[0][:1]], what
 
     def hit(self, sent: Sent, known: bool) -> None:
-        """The fault met the transfer in flight: D did not get it, and computed what had not come: where its sidecar could still say what
+        """The fault met the transfer in flight: D did not get it, and computed what had not come: where its sidecar could still report what
         that was, no more than this."""
         after = self.d.metrics()
         computed, most = self.d.computed(sent.d.rid), len(sent.prompt)
@@ -313,7 +313,7 @@ def test_kill_9_of_an_engine_between_prefill_and_decode(c: Faulty, name: str) ->
         c.let_go(d, began)
         assert d.result().tokens == c.r.run(prompt, 12).tokens
     c.serves_on((name, "between"))
-    c.settle(timeout=c.limit)  # where D is dead, nobody comes for the blocks
+    c.settle(timeout=c.limit)  # where D is dead, nothing comes for the blocks
     c.revive(name)
     c.works_again()
 

@@ -61,7 +61,7 @@ def request(source: str | pathlib.Path, **more: Any) -> str:
 
 
 class Rank:
-    """What the command says to an engine, with one token."""
+    """What the command reports to an engine, with one token."""
 
     def __init__(self, e: Engine, token: str = "") -> None:
         self.e, self.token = e, token or f"t-{next(COUNT)}"
@@ -231,7 +231,7 @@ def test_a_load_that_is_stopped(c: Cluster, slow: None, b: pathlib.Path) -> None
     (said,) = r.call("cancel", "no more")
     assert said["state"] == "failed" and "no more" in said["error"]
     never_serves(c.d, "no more")
-    # Or another takes its place in the middle, once its command says nothing any more.
+    # Or another takes its place in the middle, once its command reports nothing any more.
     r = Rank(c.d).begin(asked)
     other = Rank(c.d, "other")
     for said in other.call("arm") + other.call("cancel", "x") + other.call("begin", asked, "x") + other.call("finish") + other.call("release"):
@@ -297,7 +297,7 @@ def test_arming_that_fails(c: Cluster) -> None:
 
 
 def test_a_sleep_that_comes_after_the_end(c: Cluster) -> None:
-    """Its command is gone, and did not hear of it."""
+    """Its command is gone, and did not learn of it."""
     old = c.d.run(PROMPT, 12).tokens
     r = Rank(c.d)
     r.call("arm")
@@ -608,7 +608,7 @@ def test_the_command(server: str, b: pathlib.Path, workdir: pathlib.Path) -> Non
         assert json.loads(f.read())["status"] == "awake"
     assert said_by(server) == old
 
-    # A load that nobody confirms.
+    # A load that nothing confirms.
     wide = workdir / "served"
     shutil.copytree(b, wide)
     run = subprocess.run(
@@ -632,14 +632,14 @@ def post(path, body=None):
     with urllib.request.urlopen(ask, timeout=60) as f:
         return json.loads(f.read() or "null")
 def rpc(method, *args):
-    (said,) = post("/collective_rpc", {"method": "kvspray_load_" + method, "args": list(args)})["results"]
-    assert "error" not in said, said
-    return said
+    (reported,) = post("/collective_rpc", {"method": "kvspray_load_" + method, "args": list(args)})["results"]
+    assert "error" not in reported, reported
+    return reported
 digest = rpc("check", sys.argv[2])["digest"]
-rpc("arm", "nobody")
+rpc("arm", "nothing")
 post("/sleep?level=2")
 post("/wake_up?tags=weights")
-rpc("begin", "nobody", sys.argv[2], digest)
-while rpc("poll", "nobody", "0.5")["state"] == "loading":
+rpc("begin", "nothing", sys.argv[2], digest)
+while rpc("poll", "nothing", "0.5")["state"] == "loading":
     pass
 """

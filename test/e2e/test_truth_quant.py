@@ -12,9 +12,9 @@ What it cannot run, and why:
 
 - Rows of fp8_ds_mla: concat_and_cache_mla is CUDA in that form, and its Triton twin needs Triton, which has no backend in this wheel. A row is
   opaque to the cache and written by index, where vLLM's view has it.
-- Pages with inline scales (TRITON_ATTN): the kernel is Triton. The backend's own methods say where values and scales of a token lie
+- Pages with inline scales (TRITON_ATTN): the kernel is Triton. The backend's own methods report where values and scales of a token lie
   (_pth_key_value_caches, _ensure_scale_caches); they are written there by index.
-- nvfp4 (FLASHINFER): the kernel is FlashInfer's, for CUDA. The backend's own _nvfp4_kv_views says where values and scales lie; FlashInfer is
+- nvfp4 (FLASHINFER): the kernel is FlashInfer's, for CUDA. The backend's own _nvfp4_kv_views reports where values and scales lie; FlashInfer is
   imported by that module and used by nothing that is called here, so an empty package stands for it.
 """
 

@@ -218,9 +218,9 @@ def test_weights_have_names(c: Cluster) -> None:
 OTHER = """
 import base64, json, sys
 import kvspray
-told = json.loads(sys.argv[2])
-layout = kvspray.protocol.decode(base64.b64decode(told["layout"]))
-layout["identity"].update(told["identity"])
+notified = json.loads(sys.argv[2])
+layout = kvspray.protocol.decode(base64.b64decode(notified["layout"]))
+layout["identity"].update(notified["identity"])
 layers = [layer for group in layout["groups"] for layer in group["layers"]]
 blocks = max(group["num_blocks"] for group in layout["groups"])
 size = max(layer["base"] + layer["block_stride"] * (blocks - 1) + layer["page_bytes"] for layer in layers)
@@ -234,7 +234,7 @@ with kvspray.WorkerClient(sys.argv[1], engine=kvspray.EngineInfo("test", id="oth
 
 
 def checked(prefill: str, decode: str) -> tuple[int, dict[str, Any]]:
-    """`kvspray layout check`: its status and what it said, which is the same as text."""
+    """`kvspray layout check`: its status and what it reported, which is the same as text."""
     command = [rig.BINARY, "layout", "check", prefill, decode]
     run = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
     assert run.stdout, run.stderr

@@ -48,7 +48,7 @@ WORDS = PAGE // 8
 STEPS = 3  # that the engine takes at least, where it is timed: one more or less is much otherwise
 ALLOCATIONS = 2  # that a cache consists of, as those of engines consist of one for each layer
 SIZES = (32, 128, 256, 512)  # blocks of a graph's request
-OTHERS = SIZES[1]  # those of a request that nobody awaits
+OTHERS = SIZES[1]  # those of a request that nothing awaits
 HIDDEN = 2048
 VICTIMS = ("source engine", "source sidecar", "destination sidecar", "destination engine")
 CANARY = -0x5A5A5A5A
@@ -111,7 +111,7 @@ class Engine:
     def graph(self, n: int, work: int, rows: int = 0) -> torch.cuda.CUDAGraph:
         if (n, work, rows) not in self.graphs:
             self.gpu.step(self.count, torch.cuda.current_stream().cuda_stream)
-            self.forward(n, 1, rows)  # loads what it needs; says a step that is over
+            self.forward(n, 1, rows)  # loads what it needs; reports a step that is over
             torch.cuda.synchronize()
             g = torch.cuda.CUDAGraph()
             with torch.cuda.graph(g):
@@ -280,7 +280,7 @@ class Engine:
         return moved / (time.monotonic() - start) / 1e9
 
     def settle(self, leases: list[int]) -> None:
-        """Gives up what nobody pulled."""
+        """Gives up what nothing pulled."""
         open_leases = set(leases)
         for lease in leases:
             self.client.cancel(lease)

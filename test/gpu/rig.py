@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: real sidecars, and engines in processes of their own."""
+"""What the scripts of this directory share: real sidecars, and engines in processes of their own."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def serve(pipe: Any, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 class Remote:
-    """An engine in a process of its own. The first answer says that it is there."""
+    """An engine in a process of its own. The first answer reports that it is there."""
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         context = mp.get_context("spawn")

@@ -3,7 +3,7 @@
 Done as Kubernetes does it: the pod's network, its IPC and, with shareProcessNamespace, its processes are shared; each container has a
 root file system, user, groups, volumes and environment of its own; init containers start one after the other, sidecars
 (restartPolicy Always) before the containers and end after them in reverse; startup, readiness and liveness probes at their periods;
-preStop, SIGTERM, the grace period, SIGKILL; containers that end start again. Images are entry points and folders of this host.
+preStop, SIGTERM, the grace period, SIGKILL; containers that end start again. Images are entry points and directories of this host.
 Not done: seccomp, resources, node selection, network policies.
 """
 

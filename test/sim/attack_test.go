@@ -10,7 +10,7 @@ import (
 	"github.com/kvspray/kvspray/transport/simfabric"
 )
 
-const fewAttacks = 100 // where nobody asks for more; 1,000 in make test-sim
+const fewAttacks = 100 // where nothing asks for more; 1,000 in make test-sim
 
 func attacks(t testing.TB) int {
 	if _, full := runs(t); full {
@@ -79,7 +79,7 @@ func TestDoubtOnThreeRails(t *testing.T) {
 			case 0: // what is sent is lost
 				rail.Tx().SetDeaf(true)
 				c.F.After(back, func() { rail.Tx().SetDeaf(false) })
-			case 1: // what is sent arrives, and nobody hears of it
+			case 1: // what is sent arrives, and nothing learns of it
 				rail.Rx().SetDeaf(true)
 				c.F.After(back, func() { rail.Rx().SetDeaf(false) })
 			default: // the link goes once something is on it, and comes again
@@ -191,11 +191,11 @@ func TestManyLeases(t *testing.T) {
 				}
 			}
 			switch {
-			case x.Received == nil || x.Sent == nil && !x.Alone: // said below
+			case x.Received == nil || x.Sent == nil && !x.Alone: // reported below
 			case x.Alone && x.Received.Status == engines.StatusExpired:
 				least := deadline
 				if leapt(i, round) {
-					least = moved // the other side waits for its source no longer, and says so
+					least = moved // the other side waits for its source no longer, and reports it
 				}
 				in("the one that nobody sends", x.Took(), least, deadline+slack)
 				expired++

@@ -89,7 +89,7 @@ func (l lane) Move(batch []transport.Slice) error {
 	switch {
 	case err == nil:
 		return nil
-	// what lies send counts, and nobody knows of it
+	// what lies send counts, and nothing knows of it
 	case !errors.Is(err, net.ErrClosed) && s.c.cfg.Lies == 0:
 		s.c.violation("%s: lane %d %s: %v", s.n.addr, l.ID(), brokeBound, err)
 	}
@@ -104,7 +104,7 @@ func (l lane) Move(batch []transport.Slice) error {
 
 var errBackend = errors.New("sim: a backend gave a slice back")
 
-// ghost marks slices that the executor believes to be over.
+// extra slice marks slices that the executor believes to be over.
 const ghost = 1 << 63
 
 // lie takes slices out of a batch of which the backend will not tell the truth, or that it gives

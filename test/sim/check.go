@@ -41,7 +41,7 @@ func (s *sidecar) check() {
 	if x.Flights != len(s.moving) {
 		s.c.violation("%s %s: %d are in flight, %d were given out and have not ended", s.n.addr,
 			brokeSlices, x.Flights, len(s.moving))
-		// Said once; what follows is the same.
+		// Reported once; what follows is the same.
 		clear(s.moving)
 	}
 	bound := func(what string, n, most int) {
@@ -61,7 +61,7 @@ func (s *sidecar) check() {
 		x.Peers, 1))
 	bound("lanes", x.Lanes, spray.MaxLanes*max(x.Peers, 1))
 	// One for each thing that has a time of its own, grants whose sidecar is away among them; a fence
-	// or a close that failed may be told twice; credits and what is in flight have one look at all of
+	// or a close that failed may be notified twice; credits and what is in flight have one look at all of
 	// them.
 	bound("timers", x.Timers, x.Dests+x.Sources+x.Inbound+x.Asked+x.Describing+x.Endpoints+x.
 		Pending*waiting+2*s.bound()+2)
@@ -121,7 +121,7 @@ func (l *lease) released() {
 	}
 }
 
-// committed is called when a rank of the receiving engine was told that everything is there.
+// committed is called when a rank of the receiving engine was notified that everything is there.
 func (l *lease) committed() {
 	t, own := l.t, held(l.rank, len(l.e.boots))
 	// What one rank of the prefill gave is all from one life of its blocks: half of a layer computed

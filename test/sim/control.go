@@ -22,7 +22,7 @@ const (
 	maxHeard   = 32   // frames that may be replayed, of one peer
 )
 
-// pipe carries control frames to one boot, in order, as long as any rail gets through and nobody
+// pipe carries control frames to one boot, in order, as long as any rail gets through and nothing
 // has cut it.
 type pipe struct {
 	s       *sidecar
@@ -31,7 +31,7 @@ type pipe struct {
 	waiting []*peerv1.ControlFrame
 	last    exec.Instant
 	retry   bool
-	up      bool // PeerUp was said
+	up      bool // PeerUp was reported
 	lanes   bool // one of the two opens them
 	stuck   time.Duration
 	away    time.Duration // since when nothing gets through; -1: it does
@@ -70,7 +70,7 @@ func (s *sidecar) peerUp(y *sidecar) {
 			s.supersede(boot)
 		}
 	}
-	rails := y.n.rails() // the handshake says them
+	rails := y.n.rails() // the handshake reports them
 	s.event(func(now exec.Instant) {
 		s.ex.PeerUp(now, y.n.addr, y.boot)
 		s.ex.PeerRails(now, y.boot, rails)
@@ -78,7 +78,7 @@ func (s *sidecar) peerUp(y *sidecar) {
 	p.pump()
 }
 
-// supersede says that a boot will never be heard again.
+// supersede reports that a boot will never be received again.
 func (s *sidecar) supersede(boot transfer.Boot) {
 	if s.over[boot] {
 		return
@@ -111,7 +111,7 @@ func (p *pipe) cut() {
 	})
 }
 
-// back says that frames get through again.
+// back reports that frames get through again.
 func (p *pipe) back() {
 	p.away = -1
 	if !p.up {
@@ -181,7 +181,7 @@ func (p *pipe) pump() {
 	}
 }
 
-// peerRails takes what a peer says of its rails.
+// peerRails takes what a peer reports of its rails.
 func (s *sidecar) peerRails(from transfer.Boot, f *peerv1.Rails) {
 	var rails []exec.Rail
 	for _, r := range f.Rails {
@@ -191,7 +191,7 @@ func (s *sidecar) peerRails(from transfer.Boot, f *peerv1.Rails) {
 	s.redial()
 }
 
-// hear takes a frame of a peer.
+// receive takes a frame of a peer.
 func (s *sidecar) hear(from transfer.Boot, f *peerv1.ControlFrame) {
 	if s.over[from] {
 		s.c.stats.Stale++

@@ -32,7 +32,7 @@ type lease struct {
 	rank     int
 	receiver bool
 	id       transfer.LeaseID
-	said     bool // the engine wants it: a sidecar is told, and the next one again
+	said     bool // the engine wants it: a sidecar is notified, and the next one again
 	done     *engines.Completion
 
 	content []uint64  // receiver: its blocks
@@ -52,7 +52,7 @@ type Transfer struct {
 	// Sent and Received are the first completion of a side's leases that is not good, or the last;
 	// nil: not all have ended.
 	Sent, Received *engines.Completion
-	// OnReceived is called when the receiving engine hears how it ended.
+	// OnReceived is called when the receiving engine receives how it ended.
 	OnReceived func()
 
 	key                transfer.Key
@@ -62,7 +62,7 @@ type Transfer struct {
 	ready              [Layers]bool // computed at that epoch
 }
 
-// ReceivedAt is when the receiving engine heard how it ended.
+// ReceivedAt is when the receiving engine received how it ended.
 func (t *Transfer) ReceivedAt() time.Duration { return t.receivedAt }
 
 // Took is how long the receiving engine waited.
@@ -86,7 +86,7 @@ func inOrder(all iter.Seq[*lease]) []*lease {
 }
 
 // Begin lets `to` expect a prompt of tokens from `from`, which has them computed layer by layer.
-// Where an engine is dead there is nobody to want anything: nil.
+// Where an engine is dead there is nothing to want anything: nil.
 func (c *Cluster) Begin(from, to *Node, tokens uint32, deadline time.Duration,
 	prefill time.Duration) *Transfer {
 	return c.BeginAs(engines.DecodeWaits, from, to, tokens, deadline, prefill)
@@ -118,7 +118,7 @@ func (c *Cluster) BeginAs(prio engines.Priority, from, to *Node, tokens uint32,
 	return t
 }
 
-// BeginAlone lets `to` expect a prompt that `from` never hears of.
+// BeginAlone lets `to` expect a prompt that `from` never learns of.
 func (c *Cluster) BeginAlone(from, to *Node, tokens uint32, deadline time.Duration) *Transfer {
 	t := c.transfer(from, to, tokens, deadline)
 	if t != nil {
@@ -153,7 +153,7 @@ func (n *Node) open(t *Transfer, rank int, receiver bool) *lease {
 	return l
 }
 
-// saySoon lets each rank say what it wants, the first at once.
+// saySoon lets each rank report what it wants, the first at once.
 func (c *Cluster) saySoon(all []*lease) {
 	for i, l := range all {
 		if i == 0 {
@@ -226,7 +226,7 @@ func (t *Transfer) compute(prefill time.Duration) {
 	}
 }
 
-// announce says that layers follow.
+// announce reports that layers follow.
 func (l *lease) announce(epoch uint32) {
 	s := l.n.side
 	if s == nil || !l.said || !l.alive() {
@@ -240,7 +240,7 @@ func (l *lease) announce(epoch uint32) {
 	})
 }
 
-// progress says that a layer is complete, if it is of the lease's rank.
+// progress reports that a layer is complete, if it is of the lease's rank.
 func (l *lease) progress(layer int, epoch uint32) {
 	s, own := l.n.side, held(l.rank, len(l.e.boots))
 	if s == nil || !l.said || !l.alive() || layer < own.lo || layer >= own.hi {
@@ -255,7 +255,7 @@ func (l *lease) progress(layer int, epoch uint32) {
 	})
 }
 
-// Preempt takes the source's blocks away on every rank, as an engine does without asking; each says
+// Preempt takes the source's blocks away on every rank, as an engine does without asking; each reports
 // so a little later, and all compute again.
 func (t *Transfer) Preempt(prefill time.Duration) {
 	if len(t.gives) == 0 || t.Sent != nil || t.From.engine != t.gives[0].e {

@@ -96,7 +96,7 @@ func TestMeasureHubLosesAll(t *testing.T) {
 	measured("all lanes are lost", controlDown-time.Millisecond)
 	// Nothing but this happens now.
 	if h = measured("all peers are down", 2*time.Millisecond); h.Times < hubPeers {
-		t.Errorf("the executor was told %d times, of %d peers", h.Times, hubPeers)
+		t.Errorf("the executor was notified %d times, of %d peers", h.Times, hubPeers)
 	}
 	if h.Sum > hubLoss {
 		t.Errorf("the loss of all peers costs %v of CPU, want %v at most", h.Sum, hubLoss)

@@ -21,7 +21,7 @@ func (n *Node) rails() (out []exec.Rail) {
 	return out
 }
 
-// tellRails says what the rails are, to the executor and to every peer.
+// tellRails reports what the rails are, to the executor and to every peer.
 func (s *sidecar) tellRails() {
 	rails := s.n.rails()
 	s.event(func(now exec.Instant) { s.ex.SetRails(now, rails) })

@@ -29,7 +29,7 @@ type Node struct {
 	freezes  int
 	ranks    int // of its engine
 	nextID   uint64
-	held     *Held // nil: nobody measures
+	held     *Held // nil: nothing measures
 }
 
 // sidecar is one life of a sidecar process: the production driver and executor, and what surrounds
@@ -183,7 +183,7 @@ func (n *Node) Restart() {
 	}
 }
 
-// KillEngine ends the engine; its sidecar, if it lives, is told by the kernel. StartEngine begins
+// KillEngine ends the engine; its sidecar, if it lives, is notified by the kernel. StartEngine begins
 // another life.
 func (n *Node) KillEngine() {
 	e := n.engine

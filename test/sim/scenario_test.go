@@ -43,7 +43,7 @@ type scenario struct {
 	spread                 time.Duration // transfers begin within
 	preempted              float64       // share of transfers
 	canceled               float64       // share of transfers, by either side
-	record                 time.Duration // until engines say that they took blocks back
+	record                 time.Duration // until engines report that they took blocks back
 	alone                  float64       // share of transfers whose prefill never comes
 	racks                  int           // 0: one switch without bounds
 	link                   simfabric.LinkSpec
@@ -96,7 +96,7 @@ const (
 	newEngine       // the engine dies, and another comes
 	frozen          // the sidecar is stopped and goes on
 	cut             // control frames do not get through
-	// the clock is late: time has passed that nobody saw; it is monotonic, and never goes back in a
+	// the clock is late: time has passed that nothing saw; it is monotonic, and never goes back in a
 	// life.
 	leap
 	allRails // nothing gets through on any rail of the node
@@ -308,7 +308,7 @@ func (s scenario) patience(x schedule) time.Duration {
 	return d
 }
 
-// run lets everything happen, and says what was promised and not kept.
+// run lets everything happen, and reports what was promised and not kept.
 func (s scenario) run(c *Cluster, x schedule) (v verdict) {
 	begin := c.F.Now()
 	end := begin + s.spread + s.deadline + s.patience(x)

@@ -5,7 +5,7 @@
 //
 // A word stands for a chunk's bytes: it names the transfer, the chunk and the epoch of the source's
 // blocks, so whatever is in the wrong place shows. Sidecars and engines die and come back as new
-// boots, processes freeze, clocks leap, control lanes are cut and say things twice. A Cluster and
+// boots, processes freeze, clocks leap, control lanes are cut and report things twice. A Cluster and
 // all below it belong to one goroutine; same Config, same calls, same Trace.
 package sim
 
@@ -33,12 +33,12 @@ type Config struct {
 	Fabric simfabric.Config
 	Exec   exec.Config // Boot, Endpoint and Planner are the cluster's
 	// Twice is the share of everything that backends report (results, fences, full bitmaps) that is
-	// told twice.
+	// notified twice.
 	Twice float64
 	// Replay is the share of control frames after which an earlier one of the same two processes comes
 	// again.
 	Replay float64
-	// Lies is the share of slices of which a backend does not tell the truth: it says that they have
+	// Lies is the share of slices of which a backend does not tell the truth: it reports that they have
 	// landed and has sent nothing, or that they have not and sends them later.
 	Lies float64
 	// Errors is the share of slices that a backend gives back at once.
@@ -62,7 +62,7 @@ const (
 	redialFirst  = 20 * time.Millisecond
 	redialMost   = time.Second
 	controlRetry = 5 * time.Millisecond
-	controlDown  = time.Second // without a way for control frames, until the executor hears of it
+	controlDown  = time.Second // without a way for control frames, until the executor learns of it
 )
 
 // Cluster is nodes on one fabric.

@@ -14,13 +14,13 @@ import (
 
 // Environment of these tests.
 const (
-	// RunsEnv says how many random schedules run, and makes the big cluster move a million slices.
+	// RunsEnv reports how many random schedules run, and makes the big cluster move a million slices.
 	RunsEnv = "KVSPRAY_SIM_RUNS"
 	// SeedEnv is the first of their seeds: a schedule that failed is run alone with this and one run.
 	SeedEnv = "KVSPRAY_SIM_SEED"
 )
 
-const fewRuns = 100 // of schedules, where nobody asks for more
+const fewRuns = 100 // of schedules, where nothing asks for more
 
 func number(t testing.TB, env string, least int) (n int, set bool) {
 	s := os.Getenv(env)
@@ -352,7 +352,7 @@ func TestAllRailsDead(t *testing.T) {
 		s.run(c, x).check(t)
 		for _, x := range c.Transfers() {
 			if x.Sent == nil || x.Received == nil {
-				continue // said above
+				continue // reported above
 			}
 			if came := x.Received.Status == engines.StatusOK; came != (x.Deadline == s.deadline) {
 				t.Errorf("silent %v: a transfer with a deadline of %s: came %v after %s: %q", silent,
@@ -384,7 +384,7 @@ func TestFrozenReceiver(t *testing.T) {
 					t.Errorf("NICs %v, stopped for %v, seed %d: %s", nics, stopped, seed, v)
 				}
 				if x.Received == nil || y.Received == nil {
-					continue // said above
+					continue // reported above
 				}
 				if came := x.Received.Status == engines.StatusOK; came != (stopped < s.deadline) {
 					t.Errorf("NICs %v, stopped for %v of %v, seed %d: came %v: %q", nics, stopped, s.deadline,

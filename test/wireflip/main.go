@@ -2,7 +2,7 @@
 //
 // It copies connections from each -listen to the -target in the same place and follows the frames
 // inside. In the data frame number -frame, counted over all rails and connections in both
-// directions, it flips one bit in the middle of the payload, and says so in one line of JSON on
+// directions, it flips one bit in the middle of the payload, and reports it in one line of JSON on
 // standard output. It owns its connections and one goroutine for each direction; it ends when its
 // standard input does, or at SIGTERM.
 package main
@@ -121,7 +121,7 @@ type flipper struct {
 func (f *flipper) say(e event) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	_ = f.out.Encode(e) // nobody may be listening any more
+	_ = f.out.Encode(e) // nothing may be listening any more
 }
 
 func (f *flipper) relay(ctx context.Context, c net.Conn, target string) {

@@ -51,7 +51,7 @@ func TestFlipsOneBitOfTheNamedFrame(t *testing.T) {
 				want = 1
 			}
 			if changed != want || (said.Len() > 0) != (want > 0) {
-				t.Errorf("%s frame %d: %d bytes changed, said %q", name, frame, changed, said.String())
+				t.Errorf("%s frame %d: %d bytes changed, reported %q", name, frame, changed, said.String())
 			}
 		}
 	}

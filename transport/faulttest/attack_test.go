@@ -34,7 +34,7 @@ func until(t *testing.T, what string, ok func() bool) {
 }
 
 // spread moves all chunks of a bind over lanes as a sender with hedging and retries does, and
-// reports whether every slice is said to have landed. Slices that never end are left behind; their
+// reports whether every slice is reported to have landed. Slices that never end are left behind; their
 // lanes are closed later. As a sender does, it gives no lane more than that takes at once: one that
 // is stuck keeps what it has.
 func spread(p *transporttest.Pair, lanes []transport.Lane, b *transporttest.Bind) bool {
@@ -160,7 +160,7 @@ func TestNoFaultCommits(t *testing.T) {
 				repeats.mu.Lock()
 				repeated := repeats.repeated
 				repeats.mu.Unlock()
-				t.Logf("%d injected; %d of %d runs committed, %d were told landed throughout and did not; "+
+				t.Logf("%d injected; %d of %d runs committed, %d were notified landed throughout and did not; "+
 					"ghosts: %d landed, %d refused, %d unsent; %d repeated results",
 					plan.Injected(kind), commits, attackRuns, lies, plan.Ghosts(kind, transfer.Landed),
 					plan.Ghosts(kind, transfer.Rejected)+plan.Ghosts(kind, transfer.NotLanded),
@@ -171,7 +171,7 @@ func TestNoFaultCommits(t *testing.T) {
 				switch kind {
 				case FalseLanded:
 					if lies == 0 {
-						t.Error("no run was told a false success throughout")
+						t.Error("no run was notified a false success throughout")
 					}
 				case LateWrite:
 					if plan.Ghosts(kind, transfer.Rejected)+plan.Ghosts(kind, transfer.NotLanded) == 0 {

@@ -44,7 +44,7 @@ func newTCP(tb testing.TB, cfg tcp.Config) transport.Backend {
 	return b
 }
 
-// retrier is the least that an executor does: it sends again what a fault ended, and hears the
+// retrier is the least that an executor does: it sends again what a fault ended, and receives the
 // first result of a slice only. It lets the contract suite, whose slices must land, run over
 // faults.
 type retrier struct {
@@ -103,7 +103,7 @@ func (h retrierHost) Done(l transport.Lane, res []transport.Result) {
 }
 
 // survivable are faults that break no promise to the suite, given a retrier. FalseLanded is none:
-// nobody but the receiver can know that such a slice is missing, and the attack test looks at that.
+// nothing but the receiver can know that such a slice is missing, and the attack test looks at that.
 func survivable(p float64) []Rule {
 	return []Rule{
 		{Kind: Error, Prob: p},

@@ -9,7 +9,7 @@
 // DuplicateResult, LateWrite): the layers above must not lose data even then.
 //
 // Invariants: a slice that Move accepted ends exactly once (twice under DuplicateResult). The
-// decorator's own slices, the ghosts, go through the wrapped backend like all others, so the
+// decorator's own slices, the extra slices, go through the wrapped backend like all others, so the
 // backend's guards and claims are tested; the decorator itself never touches memory. Its state is
 // bounded by the lane's MaxInFlight and by maxGhosts.
 //

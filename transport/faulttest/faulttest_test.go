@@ -92,7 +92,7 @@ func TestScript(t *testing.T) {
 			ends := map[Kind]transfer.Outcome{Duplicate: transfer.Landed, LateWrite: transfer.Rejected}
 			if want := ends[c.rule.Kind]; want != 0 {
 				if n := plan.Ghosts(c.rule.Kind, want) + plan.Ghosts(c.rule.Kind, transfer.NotLanded); n != 1 {
-					t.Errorf("%d ghosts ended %s", n, want)
+					t.Errorf("%d extra slices ended %s", n, want)
 				}
 			}
 		})

@@ -12,7 +12,7 @@ import (
 )
 
 // lane is a lane with faults. Slices go to the inner lane under cookies of their own, so that a
-// ghost is distinguishable from its original slice.
+// extra slice is distinguishable from its original slice.
 type lane struct {
 	transport.Lane
 	b *Backend
@@ -20,7 +20,7 @@ type lane struct {
 	mu     sync.Mutex
 	open   map[uint64]*entry // by the inner cookie
 	taken  int               // entries whose result the host awaits
-	ghosts int               // entries that are ghosts
+	ghosts int               // entries that are extra slices
 	next   uint64
 	ended  bool
 	stuck  bool
@@ -67,10 +67,10 @@ func (l *lane) Acked() uint64 {
 	return l.acked
 }
 
-// MaxInFlight implements transport.Lane. A quarter of the inner lane is for ghosts.
+// MaxInFlight implements transport.Lane. A quarter of the inner lane is for extra slices.
 func (l *lane) MaxInFlight() int { return max(1, l.Lane.MaxInFlight()*3/4) }
 
-// hauntRetry is the wait of a ghost that finds its quarter full.
+// hauntRetry is the wait of a extra slice that finds its quarter full.
 const hauntRetry = 200 * time.Microsecond
 
 // Move implements transport.Lane.
@@ -235,7 +235,7 @@ func (l *lane) leave(id uint64) {
 	}
 }
 
-// haunt sends a ghost.
+// sendExtra sends a extra slice.
 func (l *lane) haunt(g *ghost) {
 	l.mu.Lock()
 	if l.ended {

@@ -89,8 +89,8 @@ type Plan struct {
 	fired    []int
 	injected [numKinds]int
 	ghosts   [numKinds]map[transfer.Outcome]int
-	unsent   [numKinds]int // ghosts whose lane was gone or full
-	live     int           // ghosts that have not ended, including held ones
+	unsent   [numKinds]int // extra slices whose lane was gone or full
+	live     int           // extra slices that have not ended, including held ones
 	held     []*ghost      // until a fence: late writes, and slices of Hold
 }
 
@@ -146,7 +146,7 @@ func (p *Plan) Injected(k Kind) int {
 	return p.injected[k]
 }
 
-// Ghosts counts the slices sent by a fault that ended with an outcome. Refused ghosts of LateWrite
+// Ghosts counts the slices sent by a fault that ended with an outcome. Refused extra slices of LateWrite
 // are writes that came too late.
 func (p *Plan) Ghosts(k Kind, o transfer.Outcome) int {
 	p.mu.Lock()
@@ -154,14 +154,14 @@ func (p *Plan) Ghosts(k Kind, o transfer.Outcome) int {
 	return p.ghosts[k][o]
 }
 
-// Unsent counts the ghosts that never left because their lane was gone or full.
+// Unsent counts the extra slices that never left because their lane was gone or full.
 func (p *Plan) Unsent(k Kind) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.unsent[k]
 }
 
-// Quiet reports whether every ghost has ended.
+// Quiet reports whether every extra slice has ended.
 func (p *Plan) Quiet() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -175,7 +175,7 @@ func (p *Plan) Held() int {
 	return len(p.held)
 }
 
-// ghost is a slice for which the host has received a result; of kind Hold, one whose result the
+// extra slice is a slice for which the host has received a result; of kind Hold, one whose result the
 // host awaits.
 type ghost struct {
 	l    *lane

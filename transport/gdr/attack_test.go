@@ -33,10 +33,10 @@ const (
 // wire holds packets of the sender's first rail back, and lets them go.
 type holder interface {
 	hold(t *testing.T, sender *lane)
-	// held waits until something of the sender's is on the wire. That it was posted says only that
+	// held waits until something of the sender's is on the wire. That it was posted reports only that
 	// its NIC may have it by now.
 	held(t *testing.T, sender *lane)
-	// release returns when what was held has arrived, and says whether there was anything.
+	// release returns when what was held has arrived, and reports whether there was anything.
 	release(t *testing.T, sender *lane) bool
 }
 

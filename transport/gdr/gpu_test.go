@@ -38,7 +38,7 @@ func (g *gpu) ExportDMABuf(addr, n uint64) (int, uint64, error) {
 	if g.noExport {
 		return -1, 0, errGPU
 	}
-	// any descriptor: the fabric says what is behind it
+	// any descriptor: the fabric reports what is behind it
 	fd, err := unix.MemfdCreate("gpu", unix.MFD_CLOEXEC)
 	if err != nil {
 		return -1, 0, err

@@ -22,7 +22,7 @@ import (
 )
 
 // eventLog counts the events of devices that were looked at. One is logged before it is acted upon,
-// so that the next one's line says that this was done.
+// so that the next one's line reports that this was done.
 type eventLog struct {
 	slog.Handler
 	seen *atomic.Int64
@@ -37,8 +37,8 @@ func (h eventLog) Handle(_ context.Context, r slog.Record) error {
 	return nil
 }
 
-// healPair is a pair whose lanes are opened at the addresses of its devices' GIDs. told counts what
-// the first end's host was told, seen the events that it looked at.
+// healPair is a pair whose lanes are opened at the addresses of its devices' GIDs. notified counts what
+// the first end's host was notified, seen the events that it looked at.
 func healPair(t *testing.T) (f *fake.Fabric, p *transporttest.Pair, told, seen *atomic.Int64) {
 	t.Helper()
 	f, _ = rig(t)
@@ -81,7 +81,7 @@ func moves(t *testing.T, p *transporttest.Pair, gen transfer.Gen) {
 func railOf(e *transporttest.End) RailState { return e.Backend.(*Backend).Rails()[0] }
 
 // TestGIDChange: the address of a port changes under a lane with a slice on it. The lane ends, the
-// choice is made again, the rail is at the new address, the host is told, and lanes work, all
+// choice is made again, the rail is at the new address, the host is notified, and lanes work, all
 // without a restart.
 func TestGIDChange(t *testing.T) {
 	f, p, told, seen := healPair(t)
@@ -97,7 +97,7 @@ func TestGIDChange(t *testing.T) {
 	until(t, "both events are looked at", func() bool { return seen.Load() == 2 })
 	moves(t, p, 2)
 	if a.failure() != nil || told.Load() != 0 {
-		t.Fatalf("lane: %v, told %d times", a.failure(), told.Load())
+		t.Fatalf("lane: %v, notified %d times", a.failure(), told.Load())
 	}
 
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
@@ -176,19 +176,19 @@ func TestRemoval(t *testing.T) {
 		func() bool { return told.Load() >= 2 })
 }
 
-// TestPortState: a rail says that its port is down, and that it is up.
+// TestPortState: a rail reports that its port is down, and that it is up.
 func TestPortState(t *testing.T) {
 	f, p, told, _ := healPair(t)
 	f.Emit("here", verbs.Event{Kind: verbs.PortDown})
 	until(t, "down", func() bool { return railOf(p.A).Down && told.Load() == 1 })
-	f.Emit("here", verbs.Event{Kind: verbs.PortDown}) // says nothing new
+	f.Emit("here", verbs.Event{Kind: verbs.PortDown}) // reports nothing new
 	f.Emit("here", verbs.Event{Kind: verbs.PortUp})
 	until(t, "up", func() bool { return !railOf(p.A).Down && told.Load() == 2 })
 	moves(t, p, 1)
 }
 
 // TestDeadPathWaitsForNoTimerOfOurs: when the NIC's timers have given a path up, its slices are
-// told of without any wait of gdr's: all of them are longer here than the test has time.
+// notified of without any wait of gdr's: all of them are longer here than the test has time.
 func TestDeadPathWaitsForNoTimerOfOurs(t *testing.T) {
 	f, p, _, _ := oddPair(t, func(c *Config) {
 		c.Patience, c.Silence, c.Drain = time.Hour, time.Hour,

@@ -76,7 +76,7 @@ func within(t *testing.T, what string, f func()) {
 }
 
 // TestCloseWithStuckLane: a queue pair that is neither flushed nor destroyed keeps its memory, and
-// nobody waiting.
+// nothing waiting.
 func TestCloseWithStuckLane(t *testing.T) {
 	f, p, here, there := oddPair(t, nil)
 	_, _, b, _, res := underWay(t, f, p)
@@ -196,7 +196,7 @@ type harmless struct{}
 
 func (harmless) Stop() bool { return true }
 
-// TestDeviceThatDoesNotAnswer: a command that a device sits on holds nobody up who only wants to
+// TestDeviceThatDoesNotAnswer: a command that a device sits on holds nothing up who only wants to
 // know, or to use another lane.
 func TestDeviceThatDoesNotAnswer(t *testing.T) {
 	f, p, here, there := oddPair(t, nil)
@@ -392,7 +392,7 @@ func TestFloodOfAsks(t *testing.T) {
 		grown := cap(there.frames.buf)
 		there.frames.mu.Unlock()
 		if grown > 64<<20 {
-			t.Errorf("%d MiB of answers that nobody reads", grown>>20)
+			t.Errorf("%d MiB of answers that nothing reads", grown>>20)
 			return true
 		}
 		return there.failure() != nil
@@ -428,7 +428,7 @@ func TestPartialPost(t *testing.T) {
 	b.End(t)
 }
 
-// TestBadCompletionQueue: one that says nothing but errors is given up, not asked again and again.
+// TestBadCompletionQueue: one that reports nothing but errors is given up, not asked again and again.
 func TestBadCompletionQueue(t *testing.T) {
 	f, p, here, _ := oddPair(t, nil)
 	l, _, b, _, res := underWay(t, f, p)
@@ -443,7 +443,7 @@ func TestBadCompletionQueue(t *testing.T) {
 	b.End(t)
 }
 
-// TestEventsEnd: a device whose events end by themselves is gone, whatever it said before.
+// TestEventsEnd: a device whose events end by themselves is gone, whatever it reported before.
 func TestEventsEnd(t *testing.T) {
 	f, p, _, _ := oddPair(t, nil)
 	a, _ := p.Dial()
@@ -491,8 +491,8 @@ func foreignKey(t *testing.T, factory transporttest.Factory) {
 			return here.src.done >= id
 		})
 		if !c.writes {
-			// One packet takes both ends down. Who hears of it from its socket hears it from the
-			// other, whose NIC said why.
+			// One packet takes both ends down. Who learns of it from its socket receives it from the
+			// other, whose NIC reported why.
 			until(t, "both ends are down", func() bool {
 				return here.failure() != nil &&
 					there.failure() != nil
@@ -502,7 +502,7 @@ func foreignKey(t *testing.T, factory transporttest.Factory) {
 				t.Errorf("%v, and at the other end %v", h, o)
 			}
 		}
-		// That the write is complete to the sender does not say that its bytes are there; the end
+		// That the write is complete to the sender does not report that its bytes are there; the end
 		// of the key does.
 		if err := theirs.invalidate(); err != nil {
 			t.Fatal(err)

@@ -11,7 +11,7 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// TestLiars: whatever an authenticated peer says, it loses its own lane at most, and is told apart
+// TestLiars: whatever an authenticated peer reports, it loses its own lane at most, and is distinguished
 // in the log.
 func TestLiars(t *testing.T) {
 	_, factory := rig(t)
@@ -56,7 +56,7 @@ func TestLiars(t *testing.T) {
 		}, "malformed"},
 		"the same id twice": {func(_ *testing.T, l *lane) {
 			// The second comes while the first is armed: its source never writes. Both leave at
-			// once, before the first GO, which nobody asked for here, ends the lane at this end.
+			// once, before the first GO, which nothing asked for here, ends the lane at this end.
 			ask := &head{kind: kindAsk, id: 7, seq: 1, slot: 1, gen: 1, r: one, attempt: 1, bytes: 4096}
 			l.frames.mu.Lock()
 			l.frames.buf = appendHead(appendHead(l.frames.buf, ask), ask)
@@ -87,8 +87,8 @@ func TestLiars(t *testing.T) {
 			until(t, "the lane is down", func() bool { return there.failure() != nil })
 			err := there.failure()
 			if c.says == "flushed" && !strings.Contains(err.Error(), c.says) {
-				// One packet takes both ends down. The end that hears of it from its socket hears
-				// it from the other, whose NIC said why.
+				// One packet takes both ends down. The end that learns of it from its socket receives
+				// it from the other, whose NIC reported why.
 				until(t, "the liar's lane is down", func() bool { return a.(*lane).failure() != nil })
 				c.says, err = "remote access", a.(*lane).failure()
 			}
@@ -153,7 +153,7 @@ func TestWrongGo(t *testing.T) {
 	}
 }
 
-// TestLongAsk: nobody is asked to resolve more than a slice may be.
+// TestLongAsk: nothing is asked to resolve more than a slice may be.
 func TestLongAsk(t *testing.T) {
 	_, factory := rig(t)
 	p := transporttest.NewPair(t, factory)

@@ -36,7 +36,7 @@ func TestGate(t *testing.T) {
 		}
 		<-time.After(time.Second) // of the bubble: it takes none
 		began := make(chan time.Time, all)
-		for range all { // and nobody leaves
+		for range all { // and nothing leaves
 			go func() {
 				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 				defer cancel()

@@ -7,7 +7,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/verbs"
 )
 
-// oddDevice is a device of the fake that does not always do what it is told.
+// oddDevice is a device of the fake that does not always do what it is notified.
 type oddDevice struct {
 	verbs.Device
 
@@ -20,9 +20,9 @@ type oddDevice struct {
 	refuses   error // what registrations are refused with
 	// of the next batch of sends so many are taken, the rest is refused; -1: all
 	takes int
-	badCQ bool // completion queues say nothing but errors
+	badCQ bool // completion queues report nothing but errors
 	polls int  // of completion queues, counted while they are bad or asleep
-	// who polls a completion queue waits for it, as where the process does not run; nil: nobody
+	// who polls a completion queue waits for it, as where the process does not run; nil: nothing
 	// does
 	asleep     <-chan struct{}
 	slow       <-chan struct{} // what asks the device waits for it; nil: it does not

@@ -102,7 +102,7 @@ func TestCellsGolden(t *testing.T) {
 	}
 }
 
-// What a GO may not say is refused as it is read.
+// What a GO may not report is refused as it is read.
 func TestMalformedCells(t *testing.T) {
 	row := appendCells(nil, []run{{span{1, 16, 3}, mem.Strides{Stride: 32, Count: 3, Rows: 1}}})
 	rows := appendCells(nil, []run{{span{1, 16, 3}, mem.Strides{Stride: 32, Outer: 1024,
@@ -196,7 +196,7 @@ func TestPlanExpandsRuns(t *testing.T) {
 	}
 }
 
-// part is a registration of so many bytes.
+// part is a registration of a given number of bytes.
 type part struct {
 	verbs.Memory
 	addr, len uint64
@@ -340,7 +340,7 @@ func FuzzCells(f *testing.F) {
 			n += uint64(s.len)
 		}
 		if k, bytes := total(runs); len(spans) > maxSpans || k != uint64(len(spans)) || bytes != n {
-			t.Fatalf("%d spans of %d bytes, said to be %d of %d", len(spans), n, k, bytes)
+			t.Fatalf("%d spans of %d bytes, reported to be %d of %d", len(spans), n, k, bytes)
 		}
 		if again, err := appendRuns(nil, appendCells(nil, runs)); err != nil ||
 			!slices.Equal(again, runs) {

@@ -148,7 +148,7 @@ func TestHintWarms(t *testing.T) {
 	}
 }
 
-// short says how many bytes its chunks have, and has a block less of one of them.
+// short reports how many bytes its chunks have, and has a block less of one of them.
 type short struct {
 	*deviceMemory
 	chunk uint32

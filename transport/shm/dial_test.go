@@ -13,7 +13,7 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// Who keeps lanes gives one up that is not possible, so only what no other try can mend may be told
+// Who keeps lanes gives one up that is not possible, so only what no other try can mend may be notified
 // as that.
 func TestDialThatMayDoLater(t *testing.T) {
 	p := newPair(t, Config{})
@@ -24,7 +24,7 @@ func TestDialThatMayDoLater(t *testing.T) {
 		return err
 	}
 	dir := testutil.ShortDir(t)
-	// A socket with room for one connection, which nobody accepts.
+	// A socket with room for one connection, which nothing accepts.
 	full := filepath.Join(dir, "full")
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// recorder writes down what a packet said, and encodes it again.
+// recorder writes down what a packet reported, and encodes it again.
 type recorder struct {
 	said  []string
 	again []byte

@@ -472,7 +472,7 @@ func TestFreedRegionIsForgotten(t *testing.T) {
 	}
 	r.Release()
 	p.lane.(*lane).src.forgetFreed()
-	// The answer to a later pull says that the earlier message was handled.
+	// The answer to a later pull reports that the earlier message was handled.
 	from2 := newMemory(t, 1<<20, 1<<20, 3)
 	o2, _ := p.bind(t, 2, from2, to)
 	p.move(t, o2, from2.space, 16, p.lane)

@@ -20,7 +20,7 @@ func (g *gated) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) 
 	return g.memory.Resolve(dst, r)
 }
 
-// A lane takes as many slices as it says, in however many pieces they are: what has no pull waits
+// A lane takes as many slices as it reports, in however many pieces they are: what has no pull waits
 // for one, and ends as any other slice does.
 func TestSlicesWaitForPulls(t *testing.T) {
 	const (

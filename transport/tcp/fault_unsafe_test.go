@@ -113,7 +113,7 @@ func dialThrough(t *testing.T, p *transporttest.Pair, edit func(at int64,
 }
 
 // One byte damaged on the wire: with integrity the receiver refuses that slice, the lane lives, the
-// retry lands. Without, the damage lands, which is what the level says.
+// retry lands. Without, the damage lands, which is what the level reports.
 func TestDamageOnTheWire(t *testing.T) {
 	for _, crc := range []bool{true, false} {
 		p := transporttest.NewPair(t, factory(Config{CRC32C: crc}))

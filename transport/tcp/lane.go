@@ -62,7 +62,7 @@ type entry struct {
 	seq   uint32
 	sent  bool // all of it is written, or about to be: it may be confirmed
 	// Why this end gave it up: before its frame began, or in mid frame, which then still goes out,
-	// disowned.
+	// invalidated.
 	why transfer.Reason
 	err error
 
@@ -225,7 +225,7 @@ func (l *lane) Close() error {
 	return nil
 }
 
-// fail ends the lane for a reason, once. It takes no lock but the lane's own and waits for nobody.
+// fail ends the lane for a reason, once. It takes no lock but the lane's own and waits for nothing.
 func (l *lane) fail(err error) {
 	l.mu.Lock()
 	first := l.err == nil

@@ -67,7 +67,7 @@ func sysInt(path string) (int, bool) {
 	return n, err == nil
 }
 
-// attachment is what each end says about a lane when it opens: one byte of features, then its own
+// attachment is what each end reports about a lane when it opens: one byte of features, then its own
 // and the other end's rail name, each with a length byte.
 type attachment struct {
 	crc           bool // wants checksums

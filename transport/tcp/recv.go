@@ -445,7 +445,7 @@ func (r *receiver) confirmed() error {
 	return bad
 }
 
-// outcome says how a slice ended: by the receiver's word, except that what this end disowned has
+// outcome reports how a slice ended: by the receiver's word, except that what this end invalidated has
 // not landed.
 func outcome(e entry, c *wire.Entry, now time.Time) transport.Result {
 	res := transport.Result{Slice: e.Slice, Outcome: c.Outcome, Reason: c.Reason,
@@ -459,7 +459,7 @@ func outcome(e entry, c *wire.Entry, now time.Time) transport.Result {
 		res.Outcome = transfer.NotLanded
 		fallthrough
 	default:
-		res.Err = fmt.Errorf("tcp: chunks %d+%d, attempt %d: the receiver says %s", e.Range.First,
+		res.Err = fmt.Errorf("tcp: chunks %d+%d, attempt %d: the receiver reports %s", e.Range.First,
 			e.Range.Count, e.Attempt, c.Reason)
 	}
 	return res

@@ -14,7 +14,7 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// onPath carries a lane, and gives the records of the dialing end to attack, which says what
+// onPath carries a lane, and gives the records of the dialing end to attack, which reports what
 // becomes of the n-th; nil ends the lane.
 func onPath(t *testing.T, to string, attack func(n int, rec []byte) []byte) string {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")

@@ -33,7 +33,7 @@ type sender struct {
 	cur    entry
 	next   uint32 // first chunk that is not in p
 	todo   uint64 // payload bytes that are in no fragment yet
-	lost   bool   // the source is lost: the rest is padding, and the trailer disowns all of it
+	lost   bool   // the source is lost: the rest is padding, and the trailer invalidates all of it
 	sum    uint32
 	summed bool // sum covers the fragment
 	p      fragment
@@ -70,7 +70,7 @@ func (t *sender) release() {
 
 // pump writes until there is nothing left to write, or until it would have to wait; inline, it also
 // stops at everything that should not happen on a caller's time. It gives the write side up and
-// returns true, or passes it on; the writer, which has nobody to pass it to, keeps it where the
+// returns true, or passes it on; the writer, which has nothing to pass it to, keeps it where the
 // lane has failed.
 func (l *lane) pump(inline bool) (released bool) {
 	t := &l.tx
@@ -282,7 +282,7 @@ func (t *sender) pad() {
 	t.summed = true
 }
 
-// lose gives up the source in mid frame: the frame goes on with padding, and its trailer disowns
+// lose gives up the source in mid frame: the frame goes on with padding, and its trailer invalidates
 // it.
 func (t *sender) lose(why transfer.Reason, err error) {
 	t.todo += uint64(t.p.left)
@@ -323,8 +323,8 @@ func (t *sender) send(fd uintptr) bool {
 //
 // The sum is taken just before the kernel reads the same bytes, so that memory is read from DRAM
 // once. Sum and payload can then differ if the engine writes in between; but the engine may do that
-// only after it has moved the source's epoch, and then Valid, asked after the last read, disowns
-// the frame whatever its sum says. Where the epoch stands, nobody writes, and a difference at the
+// only after it has moved the source's epoch, and then Valid, asked after the last read, invalidates
+// the frame whatever its sum reports. Where the epoch stands, nothing writes, and a difference at the
 // receiver is damage on the way.
 func (t *sender) fill() error {
 	t.p.enter()
@@ -352,7 +352,7 @@ func (t *sender) fill() error {
 }
 
 // finishFrame adds the trailer. The kernel has read every byte of the payload by now, so what Valid
-// says holds for all.
+// reports holds for all.
 func (t *sender) finishFrame() {
 	tr := wire.Trailer{Status: wire.StatusValid, Seq: t.cur.seq, CRC32C: t.sum}
 	if !t.lost && (t.cur.Origin.Revoked() || !t.cur.Origin.Source.Valid(t.cur.Range)) {

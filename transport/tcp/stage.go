@@ -170,7 +170,7 @@ type landed struct {
 }
 
 // lander puts whole frames where they belong, while the reader receives the next ones. A frame has
-// landed after the device has said so, and its claim is held meanwhile: a fence covers it.
+// landed after the device has reported it, and its claim is held meanwhile: a fence covers it.
 //
 // Its goroutine starts with the first such frame, and the reader joins it.
 type lander struct {

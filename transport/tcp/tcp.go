@@ -7,7 +7,7 @@
 //
 // Invariants:
 //   - memory of a grant is written only inside transport.Claim's Enter and Leave, around one
-//     non-blocking readv of at most fragmentBytes; nobody waits for the network with a guard held.
+//     non-blocking readv of at most fragmentBytes; nothing waits for the network with a guard held.
 //     So a fence has to wait for the guard alone, and kernel buffers and frozen peers are harmless:
 //     what comes after a revoke is discarded, and the lane stays up.
 //   - memory of an origin is read only inside its guard, around one non-blocking sendmsg.
@@ -321,7 +321,7 @@ func (b *Backend) accept(c *net.TCPConn, v *admit.Visit, rail transport.Rail) er
 			a.crc, a.aead = agree(ours, theirs)
 			return ours.encode(), nil
 		},
-		// Before the dialer is told that the lane is open: it would take a lane that ends at once for
+		// Before the dialer is notified that the lane is open: it would take a lane that ends at once for
 		// one that was lost.
 		Admit: func() error {
 			if reserved = b.reserve(); !reserved {
@@ -355,7 +355,7 @@ type agreed struct {
 	us, them  wire.End
 }
 
-// connect opens a connection. A SYN that is lost is said again by the kernel after a second, which
+// connect opens a connection. A SYN that is lost is reported again by the kernel after a second, which
 // no option shortens. So it is given up sooner, and a new one sent.
 func connect(ctx context.Context, d net.Dialer, address string) (c net.Conn, err error) {
 	d.Timeout = connectFirst

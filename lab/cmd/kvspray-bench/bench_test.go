@@ -145,7 +145,7 @@ func TestBenchSim(t *testing.T) {
 	}
 	if want := "measuring 2 simulated rails with plain streams, alone and together\nmoving two " +
 		"transfers of 8MiB from each of 1 nodes, in simulated time\n"; errs.String() != want {
-		t.Errorf("of its progress it said %q, want %q", &errs, want)
+		t.Errorf("of its progress it reported %q, want %q", &errs, want)
 	}
 	// Piped output is the result alone.
 	out.Reset()
@@ -272,7 +272,7 @@ func TestBenchRails(t *testing.T) {
 	}
 	for _, x := range r.Rails {
 		if x.Buffer == 0 {
-			t.Errorf("%s: nothing is said of its shaper's buffer", x.Name)
+			t.Errorf("%s: nothing is reported of its shaper's buffer", x.Name)
 		}
 	}
 	for _, w := range []string{"2 transfers of 4MiB, 0 failed", "rail0:down"} {
@@ -284,7 +284,7 @@ func TestBenchRails(t *testing.T) {
 		"50mbit with a plain stream", "moving two transfers of 4MiB", "rail0 of 100mbit: a plain " +
 		"stream alone carries", "rail1 of 50mbit", "plain streams over all of them at once carry"} {
 		if !strings.Contains(errs.String(), w) {
-			t.Errorf("of its progress it said %q: want %q in it", errs, w)
+			t.Errorf("of its progress it reported %q: want %q in it", errs, w)
 		}
 	}
 }
@@ -426,7 +426,7 @@ func TestBenchInterrupted(t *testing.T) {
 		}
 		if err := cmd.Wait(); cmd.ProcessState.ExitCode() != failure || last != "kvspray-bench: "+
 			"interrupted" {
-			t.Errorf("%s: %v, and the last that it said was %q", args, err, last)
+			t.Errorf("%s: %v, and the last that it reported was %q", args, err, last)
 		}
 	}
 }

@@ -18,7 +18,7 @@ import (
 // lossUnit is the resolution of Loss.
 const lossUnit = 10000
 
-// Apply does what a fault says, now.
+// Apply does what a fault reports, now.
 func (r *Rig) Apply(f timeline.Fault) error {
 	for i := range r.rates {
 		if !f.Meets(i) {
@@ -122,7 +122,7 @@ func resets() []expr.Any {
 }
 
 // filterLocked replaces the filters of these rails' two ends, those of one end at once, by what
-// their conditions say.
+// their conditions report.
 func (r *Rig) filterLocked(rails ...int) error {
 	for s := range r.hosts {
 		c, err := nftables.New(nftables.WithNetNSFd(int(r.ns[s])))
@@ -179,7 +179,7 @@ type flap struct {
 // flap takes the carrier away for half of each period.
 func (r *Rig) flap(i int, period time.Duration) *flap {
 	f := &flap{stop: make(chan struct{}), done: make(chan struct{})}
-	_ = r.carrier(i, false) // the goroutine says it again
+	_ = r.carrier(i, false) // the goroutine reports it again
 	go func() {
 		defer close(f.done)
 		t := time.NewTicker(period / 2)

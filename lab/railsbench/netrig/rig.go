@@ -43,7 +43,7 @@ const (
 	queueTime  = 20 * time.Millisecond // bytes wait in the shaper at most so long
 )
 
-// ErrNotPermitted says that this process may not make network namespaces.
+// ErrNotPermitted reports that this process may not make network namespaces.
 var ErrNotPermitted = errors.New("network namespaces are not permitted here: run as root (or " +
 	"with CAP_SYS_ADMIN and CAP_NET_ADMIN, " +
 	"in a container --privileged), or inside 'unshare --user --map-root-user --net --mount'")
@@ -143,7 +143,7 @@ func newNamespace() (netns.NsHandle, error) {
 		return netns.None(), err
 	}
 	if err := netns.Set(home); err != nil {
-		// the thread stays locked and ends with its goroutine: nobody else must run in there
+		// the thread stays locked and ends with its goroutine: nothing else must run in there
 		return ns, err
 	}
 	runtime.UnlockOSThread()
@@ -373,7 +373,7 @@ func (r *Rig) Close() {
 	}
 }
 
-// Permitted reports whether New can work here; the error says why not, and the remedy.
+// Permitted reports whether New can work here; the error reports why not, and the remedy.
 func Permitted() error {
 	r, err := New([]timeline.Rate{timeline.MinRate})
 	if err != nil {

@@ -79,7 +79,7 @@ class Load:
         self.usage, self.long = 0.0, ANSWER
 
     def one(self, kind: str, place: int) -> None:
-        """place: of the prompt in the peer's memory, which nobody else uses meanwhile."""
+        """place: of the prompt in the peer's memory, which nothing else uses meanwhile."""
         with self.lock:
             self.turn += 1
             turn = self.turn
