@@ -149,8 +149,8 @@ func TestNoAllocations(t *testing.T) {
 func TestMeasureRuns(t *testing.T) {
 	testutil.Measures(t)
 	const (
-		limit = 20.0 // ns
-		tries = 200
+		limit    = 20.0 // ns
+		tries    = 200
 		maxTries = 20_000 // tries: a neighbor that shares the caches is not always active
 	)
 	runs := make([]layout.Run, 0, 1<<15)
@@ -334,7 +334,7 @@ func TestMeasureReshape(t *testing.T) {
 	m := r.meet(t)
 	for _, c := range []struct {
 		name string
-		max uint64
+		max  uint64
 		f    func()
 	}{
 		{"a prompt between engines that have met", maxWarm, func() { r.plan(t, m) }},

@@ -210,8 +210,8 @@ func TestDifferencesAreBounded(t *testing.T) {
 	}
 }
 
-// identified returns an identity with every required pair, and other values for the given pairs of key
-// and value.
+// identified returns an identity with every required pair, and other values for the given pairs of
+// key and value.
 func identified(pairs ...string) map[string]string {
 	id := map[string]string{IdentityPacking: "vec"}
 	for _, n := range needed {

@@ -315,10 +315,10 @@ var bugs = []bug{
 // enough. A strategy without a reference has no such case.
 func TestMutants(t *testing.T) {
 	const (
-		seeds = 4000
+		seeds     = 4000
 		minCaught = 5   // ways to be wrong
-		tried = 240 // cases of a mistake that applies to the strategy
-		other = 15  // cases of a mistake that applies to others
+		tried     = 240 // cases of a mistake that applies to the strategy
+		other     = 15  // cases of a mistake that applies to others
 	)
 	if testutil.Race {
 		testutil.Skip(t, "norace", "ten times slower with -race; make test-go runs it without")

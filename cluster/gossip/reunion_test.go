@@ -35,7 +35,8 @@ func (g *Gossip) nodes() (all []string) {
 	return all
 }
 
-// A member that was declared dead, and sends no requests itself, is a member again once others reach it.
+// A member that was declared dead, and sends no requests itself, is a member again once others
+// reach it.
 func TestReunion(t *testing.T) {
 	t.Parallel()
 	a := member(t, "a", "127.0.0.1:0")

@@ -1,9 +1,9 @@
 // Package admit bounds the accepted connections that have proved nothing yet, and all connections
-// of HTTP, whose clients never do. Each of them costs a descriptor and a goroutine, and any host may
-// open one. A listener that refuses the newest one lets strangers shut out members. So a Gate takes
-// every connection, and where there are too many it closes another one: first those that have sent
-// nothing, then those that have, both only from addresses where no member was; and of these one
-// from the source with the most, the oldest first.
+// of HTTP, whose clients never do. Each of them costs a descriptor and a goroutine, and any host
+// may open one. A listener that refuses the newest one lets strangers shut out members. So a Gate
+// takes every connection, and where there are too many it closes another one: first those that have
+// sent nothing, then those that have, both only from addresses where no member was; and of these
+// one from the source with the most, the oldest first.
 //
 // A source is an IPv4 address, or an IPv6 /64, of which one host may have every address. A member
 // is a source of its own, so that strangers in the same /64 take no place from it.

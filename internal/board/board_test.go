@@ -312,8 +312,8 @@ func TestProducerRefuses(t *testing.T) {
 	}
 }
 
-// TestDoorbell: of a sleeper and a producer that race, one sees the other, every time.
-func TestDoorbell(t *testing.T) {
+// TestWakeUp: of a sleeper and a producer that race, one sees the other, every time.
+func TestWakeUp(t *testing.T) {
 	r, _ := newRings(t)
 	p, c := r.SubmissionProducer(), r.SubmissionConsumer()
 	for range 20_000 {

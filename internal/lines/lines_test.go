@@ -12,8 +12,8 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// A destination that takes nothing for a while holds up no writer. Lines beyond the bound are counted,
-// the others arrive whole and in order.
+// A destination that takes nothing for a while holds up no writer. Lines beyond the bound are
+// counted, the others arrive whole and in order.
 func TestStalledDestination(t *testing.T) {
 	t.Parallel()
 	testutil.Bubble(t, func(t *testing.T) {

@@ -152,8 +152,8 @@ func TestOutcomeOf(t *testing.T) {
 	}
 }
 
-// Protocol violations of peers have a series for each reason from the start, zeros too: an alert on growth misses
-// a series' first value.
+// Protocol violations of peers have a series for each reason from the start, zeros too: an alert on
+// growth misses a series' first value.
 func TestViolations(t *testing.T) {
 	reg := prometheus.NewRegistry()
 	s := New(reg)

@@ -16,7 +16,7 @@ const CollectorBound = 50 * time.Millisecond
 const (
 	collectorSamples = 20              // collections that nothing disturbed
 	collectorTime    = 3 * time.Second // for all of them
-	collectorMinimum   = 3               // undisturbed ones that a result needs
+	collectorMinimum = 3               // undisturbed ones that a result needs
 	// delayed ones that fail the test: a loop that can delay one delays others, while a host delays
 	// its guest once.
 	collectorHeld = 2
@@ -71,7 +71,7 @@ func LetsCollectorInWhile(tb testing.TB, loop func()) {
 type looked struct {
 	tries, good, held int
 	worst             time.Duration // of the undisturbed ones
-	quietest             time.Duration // that threads waited for a CPU, in the best of all
+	quietest          time.Duration // that threads waited for a CPU, in the best of all
 	longest, noise    time.Duration // of the delayed ones: total time, and the threads' waits in it
 }
 

@@ -153,7 +153,7 @@ func TestOpenRefuses(t *testing.T) {
 		name       string
 		change     func(*DialParams, *AcceptParams)
 		derr, aerr error
-		contains       string
+		contains   string
 	}{
 		{"unknown boot", func(d *DialParams, _ *AcceptParams) { d.Self = boot(1) }, ErrRefused,
 			ErrRefused, "unknown peer"},

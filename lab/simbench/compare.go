@@ -33,8 +33,8 @@ func Predict(real *timeline.Result, seed uint64) Setup {
 	return s
 }
 
-// Compare writes what both runs report beside each other; the error names everything that is further
-// apart than Tolerance.
+// Compare writes what both runs measured beside each other; the error names everything that is
+// further apart than Tolerance.
 func Compare(real, simulated *timeline.Result, w io.Writer) error {
 	var far []string
 	var err error

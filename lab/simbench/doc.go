@@ -5,7 +5,7 @@
 //
 // Half of the nodes send, each to one of the other half. A rail is a shaped cable with a drop-tail
 // queue, as netrig makes them of the kernel's; a fault of rail N meets rail N of every pair, as
-// when their switch fails. Rates are what tc would be notified: a plain stream carries a little less.
+// when their switch fails. Rates are what tc would be set to: a plain stream carries a little less.
 // The same flags give the same run.
 //
 // A result of `kvspray-bench rails` can be run again (Predict): the simulation then has the rates

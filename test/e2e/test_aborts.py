@@ -1,5 +1,5 @@
 """Requests that a decode engine gives up before it has loaded them: the prefill engine learns of it at once, and does not keep its blocks until it has
-waited long enough for a partner."""
+waited for the match timeout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conftest import Cluster
 from prompts import fresh
 
 ABORTS = 200
-PARTNER = 60.0  # what nothing reports costs so much
+PARTNER = 60.0  # the cost of an end without a report
 SOON = 0.1
 LATE = 1.0  # on cores that do something else, for one in twenty
 ARGS = {"max_num_seqs": 4, "enable_prefix_caching": True}

@@ -19,7 +19,7 @@ def test_sidecars_that_come_later(zygote: None, workdir: pathlib.Path, transport
         for name in ("P", "D", "R"):
             c.spawn(name)
         c.up()
-        # Nothing has asked them for anything yet.
+        # They have had no request yet.
         for e in (c.p, c.d):
             rig.wait_for(f"engine {e.name} misses its sidecar", lambda e=e: "no sidecar at" in e.log.read_text(errors="replace"), 30)
         for i in range(2):

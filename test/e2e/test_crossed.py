@@ -51,6 +51,6 @@ def test_full_pools_and_crossed_requests_end(c: Cluster, turn: int) -> None:
         got = [x.result().tokens for x in d][::-1]
         took = time.monotonic() - began
     assert got == want
-    assert took < DEADLINE, f"{took:.0f} s: somebody waited for a deadline"
+    assert took < DEADLINE, f"{took:.0f} s: an engine waited for a deadline"
     moved.all_loaded(PROMPTS)
     c.settle()

@@ -62,9 +62,9 @@ if sys.argv[2] == "one tensor":
 elif sys.argv[2] == "fp8":
     # Each linear layer's weight in fp8, with a scale for each row. vLLM's wheel for CPUs lacks the
     # kernel that it wants as it loads fp8 with one scale for a tensor.
-    most = torch.finfo(torch.float8_e4m3fn).max
+    largest = torch.finfo(torch.float8_e4m3fn).max
     for name in [n for n in names if n.endswith("_proj.weight")]:
-        scale = tensors[name].float().abs().amax(1, keepdim=True) / most
+        scale = tensors[name].float().abs().amax(1, keepdim=True) / largest
         tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
         tensors[name + "_scale"] = scale
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -145,7 +145,7 @@ def test_kv_of_other_weights_is_not_taken(c: Cluster, others: pathlib.Path) -> N
 
 
 def names(c: Cluster) -> list[str]:
-    """What P's and D's weights are called, as the sidecars tell that they differ."""
+    """What P's and D's weights are called, as the sidecars report that they differ."""
     status, verdict = checked(c.sp.url, c.sd.url)
     (line,) = [d for d in verdict["differs"] if d.startswith("identity.weights: ")]
     assert status == 1

@@ -34,7 +34,7 @@ def until(done: Callable[[], bool], what: str) -> None:
 
 
 def layout(model: str, layers: int, blocks: int, page: int, regions: int = 1) -> dict[str, Any]:
-    """Of so many regions in turns, layer after layer, a page of one head for each block."""
+    """Of that many regions in turns, layer after layer, a page of one head for each block."""
     all_ = [
         {"name": f"l{i}", "index": i, "region": i % regions, "base": i // regions * blocks * page, "block_stride": page, "page_bytes": page}
         for i in range(layers)

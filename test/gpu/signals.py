@@ -64,7 +64,7 @@ class Flags:
         """The last step whose layer i is known to be complete. What graphs report is forgotten as the next step begins, but for the end of a step."""
         value = self.words[(HEADER + STRIDE * i) // 8]
         if i < LAYERS:
-            step = self.words[(self.replays + STRIDE * LAYERS) // 8]  # before the flag: whoever sees the step sees its zeros
+            step = self.words[(self.replays + STRIDE * LAYERS) // 8]  # before the flag: a reader that sees the step sees its zeros
             if step > value and self.replayed(i):
                 return step
         return value

@@ -1,4 +1,4 @@
-"""The sidecar's page in a real browser, beside real transfers: what it shows, and that anyone can use it."""
+"""The sidecar's page in a real browser, beside real transfers: what it shows, and that all users can use it."""
 
 from __future__ import annotations
 

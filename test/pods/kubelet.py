@@ -30,7 +30,7 @@ from typing import Any
 HERE = pathlib.Path(__file__).resolve().parent
 BRIDGE, SUBNET = "pods", "10.244.0"
 BACK_OFF_S = 10.0  # before a container that ends again and again starts once more
-SIDECAR_LEAST_S = 2.0  # for sidecars, after containers that used the whole grace period
+SIDECAR_MIN_S = 2.0  # for sidecars, after containers that used the whole grace period
 ZONE = "svc.cluster.local"
 
 Object = dict[str, Any]
@@ -239,7 +239,7 @@ class Pod:
             t.join()
         self.order(self.containers, "ended", self.sidecars, "ended")
         for c in reversed(self.sidecars):
-            c.stop(max(deadline, time.monotonic() + SIDECAR_LEAST_S))
+            c.stop(max(deadline, time.monotonic() + SIDECAR_MIN_S))
         self.took = time.monotonic() - begun
         self.node.event(self.name, f"has ended after {self.took:.1f} of {self.grace:g} s{', killed: ' + ', '.join(self.killed) if self.killed else ''}")
         self.kill()

@@ -598,7 +598,7 @@ class Plain:
 
 
 def first(port: int, size: int) -> bool:
-    """Whether a request is answered: the router needs a while until it knows its servers."""
+    """Whether a request is answered: the router needs a while until it has its servers."""
     try:
         return bool(stream(port, range(2, 2 + size), 4).tokens)
     except rig.Failed as err:

@@ -127,7 +127,7 @@ class Demo:
     # ---- processes
 
     def start_sidecars(self, integrity: str, flip: bool) -> None:
-        """Sidecars of this integrity level, in the place of earlier ones: engines and routers need not know."""
+        """Sidecars of this integrity level, in the place of earlier ones: engines and routers see no change."""
         for s in self.sidecars:
             s.stop()
         self.stop_flipper()
@@ -146,7 +146,7 @@ class Demo:
                 rails.append((f"127.0.0.1:{shown}", f"127.0.0.1:{real}"))
             s.config["transports"] = {"order": [self.transport], "tcp": tcp}
         if flip:
-            # Data goes over the lanes of whoever dialled first: one process counts them all, so that one bit is flipped.
+            # Data goes over the lanes of the process that dialled first: one process counts them all, so that one bit is flipped.
             listen, target = (",".join(addresses) for addresses in zip(*rails, strict=True))
             with (LOGS / f"flip.{integrity}.jsonl").open("w") as out:
                 self.flipper = subprocess.Popen(

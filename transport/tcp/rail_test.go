@@ -91,7 +91,7 @@ func TestRailsComeAndGo(t *testing.T) {
 	}
 }
 
-// A SYN that nothing answers is followed by another soon: here the listener has no room for it until
+// An unanswered SYN is followed by another soon: here the listener has no room for it until
 // the second is about to go out.
 func TestConnectsAgain(t *testing.T) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -145,13 +145,13 @@ func TestConnectsAgain(t *testing.T) {
 		_ = c.Close()
 	}
 
-	// What is refused is refused, and who has no time left is notified so.
+	// A refusal is an error, and so is the end of the time.
 	_ = ln.Close()
 	tries = 0
 	count := func(_, _ string, _ syscall.RawConn) error { tries++; return nil }
 	if _, err := connect(ctx, net.Dialer{Control: count}, address); !errors.Is(err,
 		syscall.ECONNREFUSED) || tries != 1 {
-		t.Errorf("nothing listens: %d tries: %v", tries, err)
+		t.Errorf("no listener: %d tries: %v", tries, err)
 	}
 	cancel()
 	if _, err := connect(ctx, net.Dialer{Control: count}, address); !errors.Is(err, context.Canceled) {

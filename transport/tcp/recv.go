@@ -339,7 +339,7 @@ func (r *receiver) readv(fd uintptr) bool {
 // segment costs the sender more than copying the segment does.
 const lowatBytes = 128 << 10
 
-// expect tells the kernel how much to wait for: never more than what is left of the payload, whose
+// expect sets how much the kernel waits for: never more than what is left of the payload, whose
 // sender has it ready. Setting it makes the kernel look at what is there already, so nothing that
 // came before is slept through.
 func (r *receiver) expect(fd uintptr, left uint64) {
@@ -445,7 +445,7 @@ func (r *receiver) confirmed() error {
 	return bad
 }
 
-// outcome reports how a slice ended: by the receiver's word, except that what this end invalidated has
+// outcome is how a slice ended: by the receiver's answer, except that what this end invalidated has
 // not landed.
 func outcome(e entry, c *wire.Entry, now time.Time) transport.Result {
 	res := transport.Result{Slice: e.Slice, Outcome: c.Outcome, Reason: c.Reason,
@@ -459,7 +459,7 @@ func outcome(e entry, c *wire.Entry, now time.Time) transport.Result {
 		res.Outcome = transfer.NotLanded
 		fallthrough
 	default:
-		res.Err = fmt.Errorf("tcp: chunks %d+%d, attempt %d: the receiver reports %s", e.Range.First,
+		res.Err = fmt.Errorf("tcp: chunks %d+%d, attempt %d: the receiver rejected it: %s", e.Range.First,
 			e.Range.Count, e.Attempt, c.Reason)
 	}
 	return res

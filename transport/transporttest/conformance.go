@@ -339,11 +339,11 @@ func testDisowned(t *testing.T, f Factory) {
 		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	if n := b.Sink.Count(); n != 0 {
-		t.Fatalf("%d chunks of a invalidated slice landed", n)
+		t.Fatalf("%d chunks of an invalidated slice landed", n)
 	}
 	b.Source.Invalid.Store(false)
 	if r := p.A.MoveWait(a, b.Origin, src.All(), 2); r.Outcome != transfer.Landed {
-		t.Fatalf("the lane did not survive a invalidated slice: %s %s: %v", r.Outcome, r.Reason, r.Err)
+		t.Fatalf("the lane did not survive an invalidated slice: %s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	b.End(t)
 }

@@ -83,8 +83,8 @@ func (m *Memory) Free() (uint64, *Limit) {
 	return free, binds
 }
 
-// Least is the lowest limit of a cgroup; nil: there is none.
-func (m *Memory) Least() *Limit {
+// Tightest is the lowest limit of a cgroup; nil: there is none.
+func (m *Memory) Tightest() *Limit {
 	var tightest *Limit
 	for i := range m.Limits {
 		if l := &m.Limits[i]; tightest == nil || l.Bytes < tightest.Bytes {

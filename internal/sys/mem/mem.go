@@ -132,7 +132,7 @@ func PopulateUntil(stop <-chan struct{}) Option {
 }
 
 // PopulatePresent maps all pages at once if the file has them all already, as an engine's own has:
-// a transfer pays for no page fault then. A file with holes is mapped as it is, or whoever
+// a transfer pays for no page fault then. A file with holes is mapped as it is, or the code that
 // announces a huge empty one would take all the memory.
 func PopulatePresent() Option { return func(o *options) { o.present = true } }
 

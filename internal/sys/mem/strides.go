@@ -3,8 +3,8 @@ package mem
 import "math/bits"
 
 // Strides is how the pieces of a run lie, each as long as the others: Rows rows of Count pieces,
-// the pieces of a row Stride apart and the rows Outer. With the address of the first one it describes in a
-// few bytes what would be any number of blocks.
+// the pieces of a row Stride apart and the rows Outer. With the address of the first one it
+// describes in a few bytes what would be any number of blocks.
 type Strides struct {
 	// modulo 2^64: a run may step backwards. 0 where there is one piece in a row, or one row
 	Stride, Outer uint64

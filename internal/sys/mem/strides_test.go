@@ -204,8 +204,8 @@ func page(r *Region, off, length uint64, n [3]int, stride [3]uint64) (all []Bloc
 	return all
 }
 
-// The parts of a slice in the pages of Llama-3.1-8B, in the expected number of runs, also where the slice
-// begins and ends within a row.
+// The parts of a slice in the pages of Llama-3.1-8B, in the expected number of runs, also where the
+// slice begins and ends within a row.
 func TestLeadingFindsRows(t *testing.T) {
 	r := &Region{size: 1 << 40}
 	crosswise := page(r, 1<<20, 512, [3]int{1, 16, 8}, [3]uint64{0, 512, 8192})

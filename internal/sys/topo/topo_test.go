@@ -274,7 +274,7 @@ func TestDiff(t *testing.T) {
 
 // More interfaces than any host has, names that the tree lacks, malformed lists:
 // bounded, logged, and the rest stands.
-func TestNonsense(t *testing.T) {
+func TestMalformedSysfs(t *testing.T) {
 	var many []Link
 	for i := range 10 * MaxNICs {
 		many = append(many, Link{Name: fmt.Sprint("veth", i), Index: i + 1, Kind: Veth, Master: 1 << 20})

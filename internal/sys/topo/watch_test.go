@@ -74,9 +74,9 @@ func TestWatch(t *testing.T) {
 			break
 		}
 	}
-	// The other end goes: this one loses its carrier, which must be an event within a few milliseconds.
-	// Of 20 ms that healing may take in all this is a part, on a quiet machine; here the median of
-	// several show that no timer polls.
+	// The other end goes: this one loses its carrier, which must be an event within a few
+	// milliseconds. Of 20 ms that healing may take in all this is a part, on a quiet machine; here the
+	// median of several show that no timer polls.
 	const (
 		tries = 11
 		soon  = 200 * time.Millisecond

@@ -8,8 +8,8 @@
 // read for so long that its socket is full: that it takes nothing for the whole timeout ends the
 // connection as well.
 //
-// An accepted connection inherits the timeout of its listener, whatever protocol it carries: TLS lies
-// above. No goroutines.
+// An accepted connection inherits the timeout of its listener, whatever protocol it carries: TLS
+// lies above. No goroutines.
 package usertimeout
 
 import (

@@ -23,9 +23,9 @@ func TestRefusals(t *testing.T) {
 		return RefuseRegistration(wrap(e), "mlx5_0", n, own, l, lock)
 	}
 	for name, c := range map[string]struct {
-		err   error
-		errno syscall.Errno
-		contains  string // none of the others; empty: none at all
+		err      error
+		errno    syscall.Errno
+		contains string // none of the others; empty: none at all
 	}{
 		"memlock": {mr(syscall.ENOMEM, 2*mib, 3, tight),
 			syscall.ENOMEM, memlock},
@@ -66,7 +66,8 @@ func TestRefusals(t *testing.T) {
 			}
 		}
 	}
-	for _, contains := range []string{"mlx5_0 has room for 100 registrations, and this process holds 100",
+	for _, contains := range []string{
+		"mlx5_0 has room for 100 registrations, and this process holds 100",
 		"mlx5_0 has room for 50 queue pairs, and this process holds 50"} {
 		if got := mr(syscall.ENOMEM, mib, 100, free).Error() + RefuseQueuePair(wrap(syscall.ENOMEM),
 			"mlx5_0", 50, l).Error(); !strings.Contains(got, contains) {

@@ -15,12 +15,12 @@ func gid(index int, t GIDType, addr string) GID {
 func TestChooseGID(t *testing.T) {
 	const local, v6, v4 = "fe80::1", "2001:db8::1", "10.1.2.3"
 	for _, c := range []struct {
-		name   string
-		link   string
-		gids   []GID
-		pinned int
-		want   int // -1: an error
-		contains   string
+		name     string
+		link     string
+		gids     []GID
+		pinned   int
+		want     int // -1: an error
+		contains string
 	}{
 		{"mlx5 as it comes", "Ethernet", []GID{gid(0, GIDRoCEv1, local), gid(1, GIDRoCEv2, local),
 			gid(2, GIDRoCEv1, v4), gid(3, GIDRoCEv2, v4)}, AutoGID, 3, v4},

@@ -170,7 +170,7 @@ def other(rig: Rig) -> str:
     if (rig.host.models / name / "config.json").exists():
         return name
     folder = rig.host.models if rig.host.device == "cuda" else rig.run
-    # Without the engines' packages: as whoever wrote the first one.
+    # Without the engines' packages: as the writer of the first one.
     subprocess.run([rig.host.python, HERE / "models.py", folder, name], check=True)
     return str(folder / name)
 

@@ -2,7 +2,7 @@
 """Unpacks what pack.py has packed, on the GPU host, into a directory that later commands find
 again. A pack that is there already is left alone; one that changed replaces what it made before.
 
-usage: unpack.py [--to /opt/rig] [FOLDER ...]         default: .build/gpu/pk
+usage: unpack.py [--to /opt/rig] [DIR ...]         default: .build/gpu/pk
 """
 
 from __future__ import annotations

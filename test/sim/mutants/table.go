@@ -123,7 +123,7 @@ var mutants = []mutant{
 		"deadline = min(time.Duration(m.DeadlineMs)*time.Millisecond, frame.MaxDeadline)",
 		[]string{path, never}},
 
-	// What is left behind.
+	// State that is left behind.
 	{"a grant is not forgotten", "control/exec/internal/dest/dest.go", "	ds.out.Forget(l)\n", "",
 		[]string{leak, slot}},
 	{"a grant of a peer is not forgotten", "control/exec/internal/source/inbound.go", "func (mt *Matcher) " +
@@ -140,7 +140,7 @@ var mutants = []mutant{
 	{"anybody answers", "control/exec/internal/dest/queries.go", "	if w.sent != p.Boot {\n", "	if false {\n",
 		[]string{"TestOnlyTheAskedPeerAnswers"}},
 
-	// What comes again.
+	// Repeated messages.
 	{"a grant that is over comes again", "control/exec/internal/source/inbound.go", "		if s.Over(g) {\n			return " +
 		"nil // a replay\n		}\n", "		_ = s\n", []string{"TestReplayOfAGrantThatIsOver"}},
 	{"a replayed grant takes the place", "control/exec/internal/source/inbound.go", "		if int32(m.Gen-old.msg.Gen) " +

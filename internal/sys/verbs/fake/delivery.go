@@ -20,9 +20,9 @@ const (
 	Read Hop = iota // the sender's NIC reads the bytes: they are on the wire
 	// the receiver's NIC takes the message in, looks at its key, and acknowledges it.
 	Arrive
-	Show   // its bytes are in the receiver's memory
-	Complete   // the receiver's completion
-	Answer // the sender's completion
+	Show     // its bytes are in the receiver's memory
+	Complete // the receiver's completion
+	Answer   // the sender's completion
 	numHops
 )
 
@@ -237,7 +237,7 @@ func (f *Fabric) hopLocked(q *queuePair, h Hop) bool {
 	case Show:
 		return f.showLocked(q)
 	case Complete:
-		return f.tellLocked(q)
+		return f.completeLocked(q)
 	}
 	if len(q.answers) == 0 {
 		return false
@@ -340,7 +340,7 @@ func (f *Fabric) showLocked(q *queuePair) bool {
 	return false
 }
 
-func (f *Fabric) tellLocked(q *queuePair) bool {
+func (f *Fabric) completeLocked(q *queuePair) bool {
 	// A failure completes before the requests that are flushed because of it.
 	failing := slices.ContainsFunc(q.answers, func(c verbs.Completion) bool {
 		return c.Status !=

@@ -1,8 +1,9 @@
 // Package fake is RDMA verbs inside one process, deterministic: nothing moves until Step or Run is
 // called, and each hop of a message is a step of its own: the sender's NIC reads, the receiver's
-// takes the message in and acknowledges it, the bytes are in memory, the receiver has its completion, the
-// sender has its completion. So a test can stop time between any two of them, lose some, deliver a message
-// long after its sender gave up on it, give a port another address, and pull a device out.
+// takes the message in and acknowledges it, the bytes are in memory, the receiver has its
+// completion, the sender has its completion. So a test can stop time between any two of them, lose
+// some, deliver a message long after its sender gave up on it, give a port another address, and
+// pull a device out.
 //
 // Without a seed everything goes on in the order in which it was posted. With one (Shuffle), the
 // next step is drawn among all that hardware leaves open: queue pairs overtake each other, bytes

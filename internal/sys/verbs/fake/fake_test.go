@@ -372,7 +372,7 @@ func TestSeededOrder(t *testing.T) {
 		count(&unordered, runRace(t, seed, true))
 	}
 	t.Logf(
-		"complete before its bytes, swapped, completed elsewhere before, completed before: %d, unordered %d of %d",
+		"complete before its bytes, swapped, elsewhere before, completed before: %d, unordered %d of %d",
 		ordered, unordered, seeds)
 	if ordered[3] > 0 {
 		t.Errorf("an immediate completed %d times before the bytes ahead of it on its queue pair",
@@ -389,8 +389,8 @@ func TestSeededOrder(t *testing.T) {
 }
 
 // TestSeededEnds: what a receiver may rely on to get its memory back. Behind a flush that it was
-// completed, behind the end of a key, and behind the end of a queue pair, not a byte comes any more,
-// whatever lagged.
+// completed, behind the end of a key, and behind the end of a queue pair, not a byte comes any
+// more, whatever lagged.
 func TestSeededEnds(t *testing.T) {
 	for name, end := range map[string]func(t *testing.T, f *Fabric, b *end){
 		"flush": func(t *testing.T, f *Fabric, b *end) {

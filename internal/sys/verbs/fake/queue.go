@@ -65,13 +65,13 @@ type request struct {
 
 // arrival is what a queue pair has taken in and its host does not see yet: bytes, or a completion.
 type arrival struct {
-	from uint32
-	at   uint64 // number of its message; 0: of none
-	key  uint32
-	addr uint64
-	to   []byte // what lies there; nil: this is a completion
-	data []byte
-	lags bool // its bytes come when something forces them
+	from       uint32
+	at         uint64 // number of its message; 0: of none
+	key        uint32
+	addr       uint64
+	to         []byte // what lies there; nil: this is a completion
+	data       []byte
+	lags       bool // its bytes come when something forces them
 	completion verbs.Completion
 }
 
@@ -218,7 +218,7 @@ func (q *queuePair) ToError() error {
 	return nil
 }
 
-// failLocked flushes. What is on the wire stays there: the network does not see the sender's
+// failLocked flushes. Messages on the wire stay there: the network does not see the sender's
 // state. A flush does not report whether messages without a completion have arrived.
 func (q *queuePair) failLocked() {
 	q.state = verbs.Error

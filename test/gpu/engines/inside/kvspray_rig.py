@@ -68,7 +68,7 @@ class Looks:
     loaded: list[Look] = field(default_factory=list)  # before the step
     awaited: list[Look] = field(default_factory=list)  # likewise; the step itself waits for them
     computed: list[Look] = field(default_factory=list)  # behind it
-    fill: list[int] | None = None  # blocks that somebody had
+    fill: list[int] | None = None  # blocks that a request had
     check: tuple[str, list[int]] | None = None
 
 
