@@ -377,6 +377,10 @@ generate-check: #: Fail if generated files differ from their sources
 	if [ "$$before" != "$$after" ]; then echo "generated files were stale; commit what 'make generate' made:"; \
 	diff <(echo "$$before") <(echo "$$after") || exit 1; fi
 
+.PHONY: budget
+budget: #: Lower the numbers of test/arch/budget.txt to those of the tree
+	go test -count=1 -run '^TestBudget$$' ./test/arch -update
+
 ##@ Measure
 
 bin/kvspray-memcpy: lab/baseline/memcpy.c

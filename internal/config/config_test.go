@@ -51,7 +51,7 @@ transports:
     integrity: off
     slice: 1MiB
   gpu: {open: [0, GPU-01234567-89ab-cdef-0123-456789abcdef], relays: [all], memory: 256MiB}
-transfer: {deadline: 1m, partner: 500ms}
+transfer: {deadline: 1m, match_timeout: 500ms}
 http: {listen: off}
 `))
 	if err != nil {
@@ -228,7 +228,7 @@ func TestMistakes(t *testing.T) {
 			[]string{"rails[0].speed", "faster than any rail"}},
 		"rails": {"transports: {tcp: {rails: everything}}", []string{"transports.tcp.rails",
 			"not a list"}},
-		"partner": {"transfer: {partner: 40s}", []string{"transfer.partner",
+		"match timeout": {"transfer: {match_timeout: 40s}", []string{"transfer.match_timeout",
 			"longer than transfer.deadline"}},
 		"socket long": {"engine: {socket: /" + strings.Repeat("x", 120) + "}",
 			[]string{"engine.socket", "107"}},

@@ -101,12 +101,12 @@ func (c *Config) Validate() error {
 	v.transports()
 
 	v.duration("transfer.deadline", c.Transfer.Deadline, 100*time.Millisecond)
-	v.duration("transfer.partner", c.Transfer.Partner, 100*time.Millisecond)
+	v.duration("transfer.match_timeout", c.Transfer.Partner, 100*time.Millisecond)
 	v.duration("transfer.hold", c.Transfer.Hold, 100*time.Millisecond)
 	v.check(c.Transfer.Hold <= maxHold, "transfer.hold", c.Transfer.Hold.String(),
 		fmt.Sprintf("longer than %v", time.Duration(maxHold)), "make it shorter")
 	v.duration("transfer.grace", c.Transfer.Grace, 100*time.Millisecond)
-	v.check(c.Transfer.Partner <= c.Transfer.Deadline, "transfer.partner", c.Transfer.Partner.String(),
+	v.check(c.Transfer.Partner <= c.Transfer.Deadline, "transfer.match_timeout", c.Transfer.Partner.String(),
 		fmt.Sprintf("longer than transfer.deadline (%v)", c.Transfer.Deadline), "make it shorter, or "+
 			"the deadline longer")
 	v.between("transfer.max_slices", c.Transfer.MaxSlices, 1, 1<<16)
@@ -339,7 +339,7 @@ func (v *checker) transports() {
 		"not an absolute path", "start it with /")
 	v.between("transports.shm.copy_threads", t.SHM.CopyThreads, 0, maxThreads)
 	v.oneOf("transports.gpu.enabled", t.GPU.Enabled, Auto, Off)
-	v.oneOf("transports.gpu.executor", t.GPU.Executor, Auto, "pack", "copy")
+	v.oneOf("transports.gpu.copy_method", t.GPU.Executor, Auto, "pack", "copy")
 	v.check(t.GPU.Table != "", "transports.gpu.table", "", "empty", "use auto, off, or a path")
 	v.between("transports.gpu.buffers", t.GPU.Buffers, 8, 4096)
 	v.check(t.GPU.Stage >= minStage && t.GPU.Stage <= maxStage && t.GPU.Stage%minStage == 0,

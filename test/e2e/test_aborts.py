@@ -27,7 +27,7 @@ ARGS = {"max_num_seqs": 4, "enable_prefix_caching": True}
 def c(request: pytest.FixtureRequest, zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
     dir = workdir / request.param
     dir.mkdir()
-    out = Cluster(dir, {"transports": {"order": [request.param]}, "transfer": {"deadline": "90s", "partner": f"{PARTNER:g}s"}})
+    out = Cluster(dir, {"transports": {"order": [request.param]}, "transfer": {"deadline": "90s", "match_timeout": f"{PARTNER:g}s"}})
     out.transport = request.param
     try:
         for name in "PD":

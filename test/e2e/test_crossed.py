@@ -23,7 +23,7 @@ ARGS = {"max_model_len": 1024, "kv_cache_memory_bytes": 3 << 20}  # 1,536 tokens
 def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     dir = workdir / request.param
     dir.mkdir()
-    out = Cluster(dir, {"transports": {"order": [request.param]}, "transfer": {"deadline": f"{DEADLINE:g}s", "partner": f"{ADMISSION:g}s"}})
+    out = Cluster(dir, {"transports": {"order": [request.param]}, "transfer": {"deadline": f"{DEADLINE:g}s", "match_timeout": f"{ADMISSION:g}s"}})
     out.transport = request.param
     try:
         out.spawn("P", **ARGS)

@@ -36,7 +36,7 @@ def c(request: pytest.FixtureRequest, zygote: None, workdir: pathlib.Path) -> It
         dir,
         {
             "transports": {"order": [request.param]},
-            "transfer": {"deadline": f"{DEADLINE:g}s", "partner": f"{PARTNER:g}s", "grace": f"{GRACE:g}s"},
+            "transfer": {"deadline": f"{DEADLINE:g}s", "match_timeout": f"{PARTNER:g}s", "grace": f"{GRACE:g}s"},
             "drain": {"timeout": f"{PATIENT:g}s"},
         },
     )

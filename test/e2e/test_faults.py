@@ -60,7 +60,7 @@ class Faulty(Cluster):
         self.sd.start()
 
     def times(self) -> dict[str, str]:
-        return {"deadline": f"{self.slower * DEADLINE:g}s", "partner": f"{self.slower * PARTNER:g}s", "grace": f"{GRACE:g}s"}
+        return {"deadline": f"{self.slower * DEADLINE:g}s", "match_timeout": f"{self.slower * PARTNER:g}s", "grace": f"{GRACE:g}s"}
 
     @property
     def limit(self) -> float:

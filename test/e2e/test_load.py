@@ -122,7 +122,7 @@ def b(workdir: pathlib.Path) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def c(zygote: None, workdir: pathlib.Path, b: pathlib.Path) -> Iterator[Cluster]:
     """P and D have A, and R has B from its start."""
-    out = Cluster(workdir, {"transports": {"order": ["shm"]}, "transfer": {"partner": "2s"}})
+    out = Cluster(workdir, {"transports": {"order": ["shm"]}, "transfer": {"match_timeout": "2s"}})
     try:
         out.spawn("P", env=SERVES)
         out.spawn("D", env=SERVES)

@@ -22,7 +22,7 @@ TRIES = 4  # of what a busy machine may spoil
 def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     dir = workdir / request.param
     dir.mkdir()
-    out = Cluster(dir, {"transports": {"order": [request.param]}, "transfer": {"partner": "3s"}})
+    out = Cluster(dir, {"transports": {"order": [request.param]}, "transfer": {"match_timeout": "3s"}})
     out.transport = request.param
     try:
         # P's pool holds two long prompts at most, and lets them in before it checks that both fit: so that it has to preempt.

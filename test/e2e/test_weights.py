@@ -20,7 +20,7 @@ from test_tokens import Moved
 
 @pytest.fixture(scope="module")
 def c(zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
-    out = Cluster(workdir, {"transports": {"order": ["shm"]}, "transfer": {"partner": "2s"}})
+    out = Cluster(workdir, {"transports": {"order": ["shm"]}, "transfer": {"match_timeout": "2s"}})
     try:
         for name in "PDR":
             out.spawn(name)

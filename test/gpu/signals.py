@@ -195,7 +195,7 @@ class Run:
             raise SystemExit("signals: the other process did not start")
 
     def follow(self, steps: int, how: Any, ahead: int = AHEAD) -> dict[str, Any]:
-        """Runs so many steps, how(step) each, while the other process follows, so many steps behind at most."""
+        """Runs that many steps, how(step) each, while the other process follows, that many steps behind at most."""
         first = self.step + 1
         self.progress.value = self.step
         self.jobs.put(("watch", first, first + steps))

@@ -29,7 +29,7 @@ PEAK = 0.9  # of the cache is in use by running requests, at least, at some time
 ANSWER = 64
 START_S = 540.0
 # A request may wait long for blocks where the cache is full.
-PATIENT = ("transfer.deadline=90s", "transfer.partner=60s")
+PATIENT = ("transfer.deadline=90s", "transfer.match_timeout=60s")
 OUT_OF_MEMORY = re.compile(
     r".*(?:out of memory|OUT_OF_MEMORY|OutOfMemory|No available memory).*", re.IGNORECASE
 )
