@@ -308,10 +308,13 @@ var pyCycles = map[string][]arrow{
 	},
 }
 
+// pyPackages are the directories of the Python packages.
+var pyPackages = []string{"pybind/python/kvspray", "integration/vllm/src/kvspray_vllm",
+	"integration/sglang/src/kvspray_sglang"}
+
 // TestNoCycleInPython checks the Python packages.
 func TestNoCycleInPython(t *testing.T) {
-	for _, dir := range []string{"pybind/python/kvspray", "integration/vllm/src/kvspray_vllm",
-		"integration/sglang/src/kvspray_sglang"} {
+	for _, dir := range pyPackages {
 		t.Run(dir, func(t *testing.T) {
 			files := sourcesOf(t, dir+"/*.py", 5)
 			a := arrows{}
