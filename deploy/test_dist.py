@@ -163,6 +163,8 @@ class Tests:
             content = json.loads(sbom.read_text())
             if content["bomFormat"] != "CycloneDX" or not any("google.golang.org/grpc" in c["name"] for c in content["components"]):
                 raise Failed(f"{sbom}: not a list of the modules of kvspray")
+            if any(".." in c["name"] or "devel" in c["version"] for c in content["components"]):
+                raise Failed(f"{sbom}: a module without a name or version")
         for arch in ARCHES:
             if arch.machine == platform.machine():
                 continue
