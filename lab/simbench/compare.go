@@ -9,8 +9,8 @@ import (
 	"github.com/kvspray/kvspray/lab/timeline"
 )
 
-// Tolerance is how far the simulation's word may be from what sockets did: of throughput, and of
-// what a fault cost.
+// Tolerance is the largest accepted error of a prediction: of throughput, and of the cost of a
+// fault.
 const Tolerance = 0.07
 
 // Predict is the run of a result, on simulated rails of the rates that plain streams had.

@@ -18,12 +18,9 @@ LAYER_S = 0.04  # that a layer takes at least where streaming is judged
 TRIES = 4  # of what a busy machine may spoil
 
 
-@pytest.fixture(scope="module", params=["tcp", "shm"])
-def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    dir = workdir / request.param
-    dir.mkdir()
-    out = Cluster(dir, {"transports": {"order": [request.param]}, "transfer": {"match_timeout": "3s"}})
-    out.transport = request.param
+@pytest.fixture(scope="module")
+def c(zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
+    out = Cluster(workdir, {"transports": {"order": ["shm"]}, "transfer": {"match_timeout": "3s"}})
     try:
         # P's pool holds two long prompts at most, and lets them in before it checks that both fit: so that it has to preempt.
         out.spawn("P", kv_cache_memory_bytes=12 << 20, scheduler_reserve_full_isl=False, long_prefill_token_threshold=128)
