@@ -139,7 +139,7 @@ func TestSeriesAreBounded(t *testing.T) {
 		t.Fatal(err)
 	}
 	if limit := 4*(maxRails+1) + 200; n > limit {
-		t.Errorf("%d series after 2000 invented names, want at limit %d", n, limit)
+		t.Errorf("%d series after 2000 invented names, want at most %d", n, limit)
 	}
 }
 

@@ -40,7 +40,7 @@ func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n i
 	var held []int
 	count := 0
 	open := func() {
-		// Raw sockets, because ten thousand of package net's would be limit of the test's cost.
+		// Raw sockets, because ten thousand of package net's would be most of the test's cost.
 		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 		if err != nil {
 			tb.Errorf("socket: %v", err)

@@ -72,7 +72,7 @@ func lowestLoad(s *sim, a *placement.Ask) (placement.Choice, bool) {
 	return s.run1(a, s.best(func(i int) float64 { return -float64(s.nodes[i].inFlight()) }))
 }
 
-// cacheAware takes the engine with the longest hit if that is at lowest 0.3 of the prompt, unless
+// cacheAware takes the engine with the longest hit if that is at least 0.3 of the prompt, unless
 // the loads are unequal.
 func cacheAware(s *sim, a *placement.Ask) (placement.Choice, bool) {
 	const threshold, absolute, relative = 0.3, 64, 1.5

@@ -303,7 +303,7 @@ func TestOtherTransportCarriesOn(t *testing.T) {
 	}
 }
 
-// refuse has the kernel answer whatever tcp reports over any rail with a reset, or no more, and
+// refuse has the kernel answer whatever tcp sends over any rail with a reset, or no more, and
 // returns when that began. It is looked at: what connects is refused, and what was connected ends.
 func refuse(t *testing.T, f *railsbench.Field, on bool) (since time.Time) {
 	t.Helper()

@@ -218,9 +218,9 @@ def test_weights_have_names(c: Cluster) -> None:
 OTHER = """
 import base64, json, sys
 import kvspray
-notified = json.loads(sys.argv[2])
-layout = kvspray.protocol.decode(base64.b64decode(notified["layout"]))
-layout["identity"].update(notified["identity"])
+changed = json.loads(sys.argv[2])
+layout = kvspray.protocol.decode(base64.b64decode(changed["layout"]))
+layout["identity"].update(changed["identity"])
 layers = [layer for group in layout["groups"] for layer in group["layers"]]
 blocks = max(group["num_blocks"] for group in layout["groups"])
 size = max(layer["base"] + layer["block_stride"] * (blocks - 1) + layer["page_bytes"] for layer in layers)

@@ -48,7 +48,7 @@ WORDS = PAGE // 8
 STEPS = 3  # that the engine takes at least, where it is timed: one more or less is much otherwise
 ALLOCATIONS = 2  # that a cache consists of, as those of engines consist of one for each layer
 SIZES = (32, 128, 256, 512)  # blocks of a graph's request
-OTHERS = SIZES[1]  # those of a request that nothing awaits
+OTHERS = SIZES[1]  # those of a request without a waiter
 HIDDEN = 2048
 VICTIMS = ("source engine", "source sidecar", "destination sidecar", "destination engine")
 CANARY = -0x5A5A5A5A
@@ -280,7 +280,7 @@ class Engine:
         return moved / (time.monotonic() - start) / 1e9
 
     def settle(self, leases: list[int]) -> None:
-        """Gives up what nothing pulled."""
+        """Gives up pages without a pull."""
         open_leases = set(leases)
         for lease in leases:
             self.client.cancel(lease)

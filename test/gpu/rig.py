@@ -99,7 +99,7 @@ def serve(pipe: Any, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 class Remote:
-    """An engine in a process of its own. The first answer reports that it is there."""
+    """An engine in a process of its own. The first answer shows that it is there."""
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         context = mp.get_context("spawn")

@@ -61,7 +61,7 @@ class Flags:
         self.replays = self.words[REPLAYS_AT // 8]
 
     def layer(self, i: int) -> int:
-        """The last step whose layer i is known to be complete. What graphs report is forgotten as the next step begins, but for the end of a step."""
+        """The last step whose layer i is known to be complete. Flags of graphs are cleared as the next step begins, but for the end of a step."""
         value = self.words[(HEADER + STRIDE * i) // 8]
         if i < LAYERS:
             step = self.words[(self.replays + STRIDE * LAYERS) // 8]  # before the flag: a reader that sees the step sees its zeros

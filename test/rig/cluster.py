@@ -24,7 +24,7 @@ BINARY = pathlib.Path(os.environ.get("KVSPRAY_BINARY", ROOT / "bin" / "kvspray")
 
 
 class Failed(Exception):
-    """Something did not come about in time; the text reports what was seen instead."""
+    """Something did not come about in time; the text has what was seen instead."""
 
 
 _PORTS = range(18000, 30000)  # below what Linux gives to outgoing connections, one of which could take a port between look and use

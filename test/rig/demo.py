@@ -140,7 +140,7 @@ class Demo:
             s.config["trace"] = {"transfers": str(s.transfers), "block_hashes": str(s.hashes)}
             tcp: dict[str, Any] = {"integrity": "crc32c" if integrity == "on" else "off"}
             if flip:
-                # Lanes to a rail go to where it reports it is: to the flipper, which passes them on to where it really is.
+                # Lanes to a rail go to its advertised address: to the flipper, which passes them on to the real one.
                 real, shown = free_port(), free_port()
                 tcp["rails"] = [{"name": "lo", "listen": f"127.0.0.1:{real}", "advertise": f"127.0.0.1:{shown}"}]
                 rails.append((f"127.0.0.1:{shown}", f"127.0.0.1:{real}"))

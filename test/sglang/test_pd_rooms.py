@@ -36,7 +36,7 @@ ROW = 3
 
 
 class Session:
-    """Leases that end when the test reports it."""
+    """Leases that end when the test ends them."""
 
     def __init__(self) -> None:
         self.open: dict[int, Any] = {}

@@ -41,7 +41,7 @@ func (s *sidecar) check() {
 	if x.Flights != len(s.moving) {
 		s.c.violation("%s %s: %d are in flight, %d were given out and have not ended", s.n.addr,
 			brokeSlices, x.Flights, len(s.moving))
-		// Reported once; what follows is the same.
+		// A violation is counted once; what follows is the same.
 		clear(s.moving)
 	}
 	bound := func(what string, n, limit int) {

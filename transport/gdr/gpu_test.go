@@ -118,7 +118,7 @@ func TestGPUMemory(t *testing.T) {
 			c.change(f, from, to)
 			a, b := p.Dial()
 			for _, l := range []*lane{a.(*lane), b.(*lane)} {
-				l.dev.keys.part = 64 << 10 // as with a device with this limit for one registration
+				l.dev.keys.part = 64 << 10 // as a device that limits one registration
 			}
 			bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
 			bind.Sink.Seed.Store(seedOld)

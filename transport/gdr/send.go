@@ -113,7 +113,7 @@ func (src *source) move(batch []transport.Slice) error {
 		s.state, s.s, s.seq, s.at = asked, batch[i], src.seq, time.Now()
 		s.why, s.err = transfer.ReasonNone, nil
 		if s.s.Range.Count > maxSliceChunks {
-			s.err = fmt.Errorf("gdr: a slice of %d chunks: at limit %d", s.s.Range.Count, maxSliceChunks)
+			s.err = fmt.Errorf("gdr: a slice of %d chunks: at most %d", s.s.Range.Count, maxSliceChunks)
 		} else {
 			s.bytes, s.err = s.s.Origin.Source.Bytes(s.s.Range)
 		}

@@ -179,7 +179,7 @@ type flap struct {
 // flap takes the carrier away for half of each period.
 func (r *Rig) flap(i int, period time.Duration) *flap {
 	f := &flap{stop: make(chan struct{}), done: make(chan struct{})}
-	_ = r.carrier(i, false) // the goroutine sets it again
+	_ = r.carrier(i, false) // the goroutine does it again
 	go func() {
 		defer close(f.done)
 		t := time.NewTicker(period / 2)

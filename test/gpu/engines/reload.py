@@ -193,7 +193,7 @@ def ceilings(rig: Rig, folder: str) -> dict[str, Any]:
 
 
 class Loads:
-    """Two sets of weights in turns, and what the engine must report with each."""
+    """Two sets of weights in turns, and what the engine must answer with each."""
 
     def __init__(self, engine: Engine, sources: list[str], wants: list[tuple[str, Any]]) -> None:
         self.engine, self.sources, self.wants = engine, sources, wants

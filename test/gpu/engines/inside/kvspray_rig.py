@@ -15,8 +15,8 @@ move. So engines of different tensor parallelism can be compared. It is computed
 the stream of the engine's steps, so that it has its place in their order, and the engine does not
 wait for it.
 
-A request whose id contains canaryfill empties the prefix cache and has every block that nothing has
-filled with CANARY; one whose id contains canarycheck has those compared that nothing had since, and
+A request whose id contains canaryfill empties the prefix cache and has every block that no request has
+filled with CANARY; one whose id contains canarycheck has those compared that no request had since, and
 writes REQ.canary.json.
 """
 
