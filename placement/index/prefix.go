@@ -61,8 +61,8 @@ type Block struct {
 }
 
 const (
-	heldBytes   = 40      // of one block in a map, about
-	keptLost    = 1 << 16 // lost blocks that stay, at most
+	heldBytes  = 40      // of one block in a map, about
+	keptLost   = 1 << 16 // lost blocks that stay, at most
 	maxForgets = 16      // entries of the ring that one call looks at
 )
 

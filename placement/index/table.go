@@ -18,7 +18,7 @@ import (
 const (
 	MaxHolders = 1 << 14
 	inline     = 4 // holders of a block in its slot; more are in a bitmap
-	minSlots = 1 << 10
+	minSlots   = 1 << 10
 )
 
 // slot is one block. In a free slot holders[0] is 0. With wide in the last place, the first two

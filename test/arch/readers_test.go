@@ -169,8 +169,8 @@ func tagged(t *testing.T, dir, tag string, field func(name, value, at string)) {
 	}
 }
 
-// otherReaders returns everything but the product's Go that may read a name: pages, scripts, documents,
-// benchmarks.
+// otherReaders returns everything but the product's Go that may read a name: pages, scripts,
+// documents, benchmarks.
 func otherReaders(t *testing.T) string {
 	t.Helper()
 	var b strings.Builder
@@ -263,7 +263,8 @@ func TestProducersOfStrategies(t *testing.T) {
 	n := 0
 	for file, pattern := range map[string]string{
 		"strategies.go": `(?m)^\t[A-Z]\w+ += "(\w+)"$`, "params.go": `(?m)^\tparam\w+: +\{"(\w+)",`} {
-		for _, m := range regexp.MustCompile(pattern).FindAllStringSubmatch(read(t, "parseblock/"+file), -1) {
+		names := regexp.MustCompile(pattern)
+		for _, m := range names.FindAllStringSubmatch(read(t, "parseblock/"+file), -1) {
 			n++
 			has := strings.Contains(text, `"`+m[1]+`"`) ||
 				strings.Contains(text, `"`+suffix.ReplaceAllString(m[1], "")+`"`)
