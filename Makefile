@@ -140,7 +140,7 @@ watch: $(TOOLS)/gotestsum ## Test a Go package each time you save one of its fil
 
 # These packages have no goroutines, so the race detector finds nothing in them. Their tests run
 # for minutes, and ten times as long with the detector.
-PURE := ./parseblock ./test/sim
+PURE := ./parseblock ./test/arch ./test/sim
 RACED = $(or $(PKG),$(filter-out $(patsubst ./%,github.com/kvspray/kvspray/%,$(PURE)),$(shell go list ./...)))
 .PHONY: test-go
 test-go: build s3server $(TOOLS)/gotestsum #: Go tests with -race, without measurements; PKG: packages (all)
