@@ -112,14 +112,7 @@ class Dist:
         if cgo:
             env |= {"CGO_ENABLED": "1", "CC": arch.cc}
         ldflags = f"-X github.com/kvspray/kvspray/internal/version.version={self.version} -s -w"
-        module = ROOT if command == "kvspray" else ROOT / "lab"
-        if module != ROOT:
-            # In a workspace the binary has the product's module by its name, for the SBOM, and not as ../.
-            work = WORK / "go.work"
-            WORK.mkdir(parents=True, exist_ok=True)
-            work.write_text(f"go 1.26.0\nuse (\n{ROOT}\n{module}\n)\n")
-            env["GOWORK"] = str(work)
-        run("go", "build", "-trimpath", "-ldflags", ldflags, "-o", target, f"./cmd/{command}", cwd=module, **env)
+        run("go", "build", "-trimpath", "-ldflags", ldflags, "-o", target, f"./cmd/{command}", cwd=ROOT if command == "kvspray" else ROOT / "lab", **env)
         return target
 
     def source(self, part: str) -> pathlib.Path:
@@ -198,9 +191,8 @@ class Dist:
                 tar.add(path, f"{name}/{inner}", filter=plain)
         for command in ("kvspray", "kvspray-bench"):
             step(f"the SBOM of {command} for {arch.go}")
-            sbom = self.out / f"{command}-{self.version}-linux-{arch.go}.cdx.json"
-            run(TOOLS / "cyclonedx-gomod", "bin", "-json", "-version", self.version, "-output", sbom, files[command])
-            sbom.write_text(sbom.read_text().replace("(devel)", self.version))
+            run(TOOLS / "cyclonedx-gomod", "bin", "-json", "-version", self.version, "-output",
+                self.out / f"{command}-{self.version}-linux-{arch.go}.cdx.json", files[command])  # fmt: skip
 
     def packages(self, arch: Arch) -> None:
         binaries = {c: self.build(arch, True, c) for c in ("kvspray", "kvspray-bench")}

@@ -4,7 +4,7 @@ blocks between two engines' regions, compared byte by byte (`python -m kvspray.l
 
     unshare --mount test_dist.py --version V dist/V        (root: it enters each root file system by chroot)
 
-The engine's side of each test is the wheel in a virtual environment without a compiler on its path. Packages for another
+The engine's side of each test is the wheel in a virtual environment without a compiler on its path. What is for another
 architecture is read, and not run.
 """
 
@@ -127,10 +127,10 @@ class Tests:
             self.passed(f"{what}: its unit", "skipped: no systemd-analyze here")
             return
         # Its exposure from 0 to 10, times ten. --offline reads the file and asks no service manager.
-        result = subprocess.run([analyze, "security", "--offline=true", "--threshold=30", "--no-pager", unit], capture_output=True, text=True)
-        if result.returncode != 0:
-            raise Failed(f"{unit}: more exposed than 3.0 of 10:\n{result.stdout[-3000:]}{result.stderr}")
-        self.passed(f"{what}: its unit", result.stdout.strip().splitlines()[-1].lstrip("→ "))
+        said = subprocess.run([analyze, "security", "--offline=true", "--threshold=30", "--no-pager", unit], capture_output=True, text=True)
+        if said.returncode != 0:
+            raise Failed(f"{unit}: more exposed than 3.0 of 10:\n{said.stdout[-3000:]}{said.stderr}")
+        self.passed(f"{what}: its unit", said.stdout.strip().splitlines()[-1].lstrip("→ "))
 
     def image(self) -> None:
         start = time.monotonic()
@@ -163,8 +163,6 @@ class Tests:
             content = json.loads(sbom.read_text())
             if content["bomFormat"] != "CycloneDX" or not any("google.golang.org/grpc" in c["name"] for c in content["components"]):
                 raise Failed(f"{sbom}: not a list of the modules of kvspray")
-            if any(".." in c["name"] or "devel" in c["version"] for c in content["components"]):
-                raise Failed(f"{sbom}: a module without a name or version")
         for arch in ARCHES:
             if arch.machine == platform.machine():
                 continue
