@@ -379,7 +379,7 @@ generate-check: #: Fail if generated files differ from their sources
 	diff <(echo "$$before") <(echo "$$after") || exit 1; fi
 
 .PHONY: budget
-budget: #: Lower the numbers of test/arch/budget.txt to those of the tree
+budget: #: Write the numbers of test/arch/budget.txt; a rise needs a reason in its line
 	go test -count=1 -run '^TestBudget$$' ./test/arch -update
 
 ##@ Measure

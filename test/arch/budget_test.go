@@ -17,11 +17,14 @@ import (
 	"testing"
 )
 
-var update = flag.Bool("update", false, "lower the numbers of budget.txt to those of the tree")
+var update = flag.Bool("update", false, "write the numbers of the tree to budget.txt")
 
-// budgetFile has one line for each room. A rise is an edit by hand, with its reason at the end of
-// the line. make budget lowers numbers.
-const budgetFile = "test/arch/budget.txt"
+// budgetFile has one line for each room. make budget writes its numbers. After a rise the line ends
+// with noReason, in whose place the author writes the reason.
+const (
+	budgetFile = "test/arch/budget.txt"
+	noReason   = "reason?"
+)
 
 // Lines may differ from the budget by slackLines, or by one part in slackPart if that is more.
 const (
@@ -203,27 +206,36 @@ func TestBudget(t *testing.T) {
 	want, why := budget(t)
 	for _, room := range slices.Sorted(maps.Keys(have)) {
 		h, w := have[room], want[room]
-		if w == nil {
-			t.Errorf("%s: no room %s: add it with the reason: %+v", budgetFile, room, *h)
+		if w == nil && *update {
+			want[room], why[room] = h, noReason
 			continue
 		}
-		check := func(what string, have int, want *int, slack int) bool {
+		if w == nil {
+			t.Errorf("%s: no room %s: add it (make budget)", budgetFile, room)
+			continue
+		}
+		check := func(what string, have int, want *int, slack int) {
 			switch {
+			case *update && have > *want+slack:
+				why[room], *want = noReason, have
+			case *update:
+				*want = min(*want, have)
 			case have > *want+slack:
-				t.Errorf("%s: %d %s, %s allows %d: use fewer, or raise the number with a reason", room, have,
-					what, budgetFile, *want)
-				return false
-			case have < *want-slack && !*update:
+				t.Errorf("%s: %d %s, %s allows %d: use fewer, or raise the number with a reason (make budget)",
+					room, have, what, budgetFile, *want)
+			case have < *want-slack:
 				t.Errorf("%s: %d %s, %s has %d: lower it (make budget)", room, have, what, budgetFile, *want)
 			}
-			*want = min(*want, have)
-			return true
+		}
+		if h.words > w.words {
+			t.Log(strings.Join(rejected[room], "\n"))
 		}
 		check("lines of the product", h.product, &w.product, max(slackLines, w.product/slackPart))
 		check("lines of tests", h.tests, &w.tests, max(slackLines, w.tests/slackPart))
 		check("modules of others", h.modules, &w.modules, 0)
-		if !check("rejected words", h.words, &w.words, 0) {
-			t.Log(strings.Join(rejected[room], "\n"))
+		check("rejected words", h.words, &w.words, 0)
+		if why[room] == noReason && !*update {
+			t.Errorf("%s: %s: write the reason of the rise", budgetFile, room)
 		}
 	}
 	for room := range want {
