@@ -157,11 +157,11 @@ test-nightly: ## Hours of tests: measurements, attacks, laws, truth, schedules, 
 
 .PHONY: watch
 watch: $(TOOLS)/gotestsum ## Test a Go package each time you save one of its files
-	$(TOOLS)/gotestsum --watch --format testname -- -short
+	$(TOOLS)/gotestsum --watch --watch-chdir --format testname -- -short
 
 # These packages have no goroutines, so the race detector finds nothing in them. Their tests run
 # for minutes, and ten times as long with the detector.
-PURE := ./parseblock ./test/sim
+PURE := ./parseblock ./test/arch ./test/sim
 RACED = $(or $(PKG),$(filter-out $(patsubst ./%,github.com/kvspray/kvspray/%,$(PURE)),$(shell go list ./...)))
 .PHONY: test-go
 test-go: build s3server $(TOOLS)/gotestsum #: Go tests with -race, without measurements; PKG: packages (all)
@@ -181,10 +181,11 @@ test-smoke: build wireflip env #: Real engines, one fault of each kind
 test-engines: build wireflip s3server env #: Real engines: all tests that test-smoke does not run
 	$(call pytest,engines,$(VENV)/bin/python) test/e2e --part rest
 
-# Tests that run fewer cases with -short.
+# The packages whose tests run fewer cases with -short.
+LONG = ./transport/... $(addprefix ./,$(shell git grep -l 'testing[.]Short()' -- '*_test.go' ':!transport' | xargs -rn1 dirname | sort -u))
 .PHONY: test-long
 test-long: build s3server $(TOOLS)/gotestsum #: All pairs of layouts over each transport, more schedules and orders
-	$(call gotest,long) -race -timeout 30m -skip '^TestMeasure' ./transport/... ./control/exec ./control/spray ./internal/board ./store/object
+	$(call gotest,long) -race -timeout 30m -skip '^TestMeasure' $(LONG)
 	$(call gotest,mesh) -timeout 30m -run Mesh ./transport/gdr
 
 .PHONY: test-measure
@@ -401,6 +402,10 @@ generate-check: #: Fail if generated files differ from their sources
 	if [ "$$before" != "$$after" ]; then echo "generated files were stale; commit what 'make generate' made:"; \
 	diff <(echo "$$before") <(echo "$$after") || exit 1; fi
 
+.PHONY: budget
+budget: #: Write the numbers of test/arch/budget.txt; a rise needs a reason in its line
+	go test -count=1 -run '^TestBudget$$' ./test/arch -update
+
 ##@ Measure
 
 bin/kvspray-memcpy: lab/baseline/memcpy.c
@@ -437,7 +442,7 @@ BENCH_COUNT ?= 6
 .PHONY: bench
 bench: #: Go benchmarks (ParseBlock, frames, rings ...), compared with those of the last run by benchstat
 	@mkdir -p $(B)/bench
-	go test -run '^$$' -bench . -benchmem -count $(BENCH_COUNT) ./... | tee $(B)/bench/go.new
+	for module in . lab; do (cd $$module && go test -run '^$$' -bench . -benchmem -count $(BENCH_COUNT) ./...); done | tee $(B)/bench/go.new
 	@[ ! -e $(B)/bench/go.txt ] || (cd tools && go tool benchstat $(B)/bench/go.txt $(B)/bench/go.new)
 	@mv $(B)/bench/go.new $(B)/bench/go.txt
 

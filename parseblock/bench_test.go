@@ -149,16 +149,16 @@ func TestNoAllocations(t *testing.T) {
 func TestMeasureRuns(t *testing.T) {
 	testutil.Measures(t)
 	const (
-		limit = 20.0 // ns
-		tries = 200
-		most  = 20_000 // tries: a neighbor that shares the caches is not always active
+		limit    = 20.0 // ns
+		tries    = 200
+		maxTries = 20_000 // tries: a neighbor that shares the caches is not always active
 	)
 	runs := make([]layout.Run, 0, 1<<15)
 	for _, c := range benchCases() {
 		t.Run(c.name, func(t *testing.T) {
 			tpl, from, to := c.template(t)
 			best := math.Inf(1)
-			for i := 0; i < tries || best > limit && i < most; i++ {
+			for i := 0; i < tries || best > limit && i < maxTries; i++ {
 				began := time.Now()
 				out, err := tpl.Append(runs, from, to, layout.TokenRange{End: benchTokens})
 				if err != nil {
@@ -205,7 +205,7 @@ func TestCompact(t *testing.T) {
 	}
 }
 
-// planTime is the bound for planning a prompt of 32,768 tokens and 64 layers, as the least of
+// planTime is the bound for planning a prompt of 32,768 tokens and 64 layers, as the fastest of
 // several tries. The race detector makes planning tens of times slower; with it the test only finds
 // gross regressions.
 func planTime() time.Duration {
@@ -215,11 +215,11 @@ func planTime() time.Duration {
 	return time.Millisecond
 }
 
-// leastOf is the least time of f in 20 tries, or in more if a busy machine disturbed them.
-func leastOf(f func()) time.Duration {
-	const tries, most = 20, 500
+// fastestOf is the lowest time of f in 20 tries, or in more if a busy machine disturbed them.
+func fastestOf(f func()) time.Duration {
+	const tries, maxTries = 20, 500
 	best := time.Hour
-	for i := 0; i < tries || best > planTime() && i < most; i++ {
+	for i := 0; i < tries || best > planTime() && i < maxTries; i++ {
 		start := time.Now()
 		f()
 		best = min(best, time.Since(start))
@@ -329,25 +329,25 @@ func allocated(f func()) (bytes, objects uint64) {
 // walking their pieces allocates nothing.
 func TestMeasureReshape(t *testing.T) {
 	testutil.Measures(t)
-	const mostWarm, mostCold = 64 << 10, 512 << 10
+	const maxWarm, maxCold = 64 << 10, 512 << 10
 	r := newReshaped()
 	m := r.meet(t)
 	for _, c := range []struct {
 		name string
-		most uint64
+		max  uint64
 		f    func()
 	}{
-		{"a prompt between engines that have met", mostWarm, func() { r.plan(t, m) }},
-		{"two engines that meet", mostCold, func() { r.meet(t) }},
+		{"a prompt between engines that have met", maxWarm, func() { r.plan(t, m) }},
+		{"two engines that meet", maxCold, func() { r.meet(t) }},
 	} {
-		best := leastOf(c.f)
+		best := fastestOf(c.f)
 		bytes, objects := allocated(c.f)
 		t.Logf("%s: %v, %d bytes in %d objects", c.name, best, bytes, objects)
 		if best > planTime() {
 			t.Errorf("%s: %v at best, want %v", c.name, best, planTime())
 		}
-		if bytes > c.most {
-			t.Errorf("%s: %d bytes, want %d at most", c.name, bytes, c.most)
+		if bytes > c.max {
+			t.Errorf("%s: %d bytes, want %d at most", c.name, bytes, c.max)
 		}
 	}
 	plans := r.plan(t, m)

@@ -77,7 +77,7 @@ func TestFingerprintSees(t *testing.T) {
 			nil},
 		"rank": {base, mk(PackedNHD, 16, 16*2*512, map[string]int64{"heads": 2,
 			"kv_heads": 8, "tp_size": 4, "tp_rank": 3}, nil), nil},
-		"said little": {base, identity(IdentityOrder, "little"), nil},
+		"little order": {base, identity(IdentityOrder, "little"), nil},
 		"byte order": {base, identity(IdentityOrder, "big"),
 			[]string{`byte_order: "little" here, "big" there`}},
 		"reload": {base, identity(IdentityWeights, "w.2"),
@@ -210,9 +210,9 @@ func TestDifferencesAreBounded(t *testing.T) {
 	}
 }
 
-// said returns an identity with every required pair, and other values for the given pairs of key
-// and value.
-func said(pairs ...string) map[string]string {
+// identified returns an identity with every required pair, and other values for the given pairs of
+// key and value.
+func identified(pairs ...string) map[string]string {
 	id := map[string]string{IdentityPacking: "vec"}
 	for _, n := range needed {
 		id[n.key] = "1"
@@ -241,11 +241,11 @@ func TestFingerprintNeeds(t *testing.T) {
 		}
 		for _, w := range want {
 			if !strings.Contains(err.Error(), w) {
-				t.Errorf("%s: %v does not say %q", what, err, w)
+				t.Errorf("%s: %v lacks %q", what, err, w)
 			}
 		}
 	}
-	l.Identity = said()
+	l.Identity = identified()
 	refused("no dtype", `dtype = ""`)
 	l.DType, l.Identity = "bfloat16", nil
 	refused("no identity", append(goals, IdentityModel, "identity = without ")...)
@@ -258,10 +258,10 @@ func TestFingerprintNeeds(t *testing.T) {
 		}
 		seen[sum] = what
 	}
-	l.Identity = said()
+	l.Identity = identified()
 	fingerprint("all")
 	for _, key := range append(goals, IdentityModel) {
-		l.Identity = said()
+		l.Identity = identified()
 		delete(l.Identity, key)
 		refused(key, "identity = without "+key+":", "register", key+" (")
 		l.Identity[key] = ""
@@ -270,7 +270,7 @@ func TestFingerprintNeeds(t *testing.T) {
 		fingerprint(key + " 2")
 	}
 	// The packing is required only for opaque pages.
-	l.Identity = said()
+	l.Identity = identified()
 	delete(l.Identity, IdentityPacking)
 	fingerprint("no packing of plain pages")
 	for _, strategy := range []string{VLLMCPUAttn, Page} {

@@ -146,7 +146,7 @@ func TestDigestCoversEveryField(t *testing.T) {
 			note(top)
 			v.SetUint(old)
 		default:
-			t.Fatalf("%s is a %s: say how it is changed", top, v.Kind())
+			t.Fatalf("%s is a %s: add how it is changed", top, v.Kind())
 		}
 	}
 	for i := range p.segs {
@@ -162,7 +162,7 @@ func TestDigestCoversEveryField(t *testing.T) {
 		for i := range reflect.TypeOf(v).NumField() {
 			f := reflect.TypeOf(v).Name() + "." + reflect.TypeOf(v).Field(i).Name
 			if planFields[f] == "" {
-				t.Errorf("%s is in no list: say how the digest covers it, or why not", f)
+				t.Errorf("%s is in no list: add how the digest covers it, or why not", f)
 			}
 		}
 	}
@@ -308,7 +308,7 @@ func TestDigestIsCheap(t *testing.T) {
 	if testutil.Race {
 		return
 	}
-	plan, digest := leastOf(func() { r.plan(t, m) }), leastOf(func() { p.Digest() })
+	plan, digest := fastestOf(func() { r.plan(t, m) }), fastestOf(func() { p.Digest() })
 	t.Logf("%d tokens through 64 layers from two ranks: planned in %s, a digest in %s", benchTokens,
 		plan, digest)
 	if digest > plan/4 {

@@ -31,7 +31,7 @@ func (e *speculating) ranks(target, draft dims, skips [2]uint32) []*stageOf {
 	var out []*stageOf
 	for stage := range e.stages {
 		for rank := range e.tp {
-			s := &stageOf{end: end{l: &layout.Layout{DType: "bfloat16", Identity: said(IdentitySpec,
+			s := &stageOf{end: end{l: &layout.Layout{DType: "bfloat16", Identity: identified(IdentitySpec,
 				"eagle:draft:2")}}}
 			for i, d := range []dims{target, draft} {
 				d.n, d.blocks, d.rank, d.size = e.n[i], uint64(len(e.tables[i])), rank, e.tp

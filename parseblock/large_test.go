@@ -144,7 +144,7 @@ func TestTooLarge(t *testing.T) {
 			Layers: []layout.Layer{{Name: "a", PageBytes: page, BlockStride: page},
 				{Name: "b", PageBytes: page, BlockStride: page}}}}}
 	}
-	const most = transfer.MaxSlotChunks * transfer.ChunkBytes
+	const maxBytes = transfer.MaxSlotChunks * transfer.ChunkBytes
 	for _, c := range []struct {
 		page   uint64
 		tokens uint32
@@ -152,10 +152,10 @@ func TestTooLarge(t *testing.T) {
 	}{
 		{1 << 16, transfer.MaxSlotChunks / 2, ""},
 		{1 << 16, transfer.MaxSlotChunks/2 + 1, "b"},
-		{most / 2, 1, ""},
-		{most/2 + 1, 1, "b"},
-		{most, 1, "b"},
-		{most + 1, 1, "a"},
+		{maxBytes / 2, 1, ""},
+		{maxBytes/2 + 1, 1, "b"},
+		{maxBytes, 1, "b"},
+		{maxBytes + 1, 1, "a"},
 		{1 << 40, math.MaxUint32, "a"},
 		{1 << 62, math.MaxUint32, "a"},
 		{1 << 62, 4, "a"}, // 2^64 and nothing else

@@ -353,7 +353,7 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 				flat = append(flat, mems[share.Source][p.Off:p.Off+p.Len]...)
 			}
 			if n, err := sp.Bytes(r); err != nil || n != uint64(len(flat)) {
-				t.Fatalf("space says %d bytes for %v, the source has %d (%v)", n, r, len(flat), err)
+				t.Fatalf("space has %d bytes for %v, the source has %d (%v)", n, r, len(flat), err)
 			}
 			for _, p := range pd {
 				for i := range p.Len {

@@ -311,14 +311,14 @@ var bugs = []bug{
 }
 
 // TestMutants verifies the laws. Every strategy of the registry is changed by each bug that affects
-// it, at least five, and each time some case must copy wrongly; a refused description is not
+// it, at minCaught five, and each time some case must copy wrongly; a refused description is not
 // enough. A strategy without a reference has no such case.
 func TestMutants(t *testing.T) {
 	const (
-		seeds = 4000
-		least = 5   // ways to be wrong
-		tried = 240 // cases of a mistake that applies to the strategy
-		other = 15  // cases of a mistake that applies to others
+		seeds     = 4000
+		minCaught = 5   // ways to be wrong
+		tried     = 240 // cases of a mistake that applies to the strategy
+		other     = 15  // cases of a mistake that applies to others
 	)
 	if testutil.Race {
 		testutil.Skip(t, "norace", "ten times slower with -race; make test-go runs it without")
@@ -372,8 +372,8 @@ func TestMutants(t *testing.T) {
 					t.Errorf("%s: it is about this strategy and changes nothing", bug.name)
 				}
 			}
-			if caught < least {
-				t.Errorf("only %d ways to be wrong were tried and caught, want %d", caught, least)
+			if caught < minCaught {
+				t.Errorf("only %d ways to be wrong were tried and caught, want %d", caught, minCaught)
 			}
 			t.Logf("%d ways to be wrong, each caught", caught)
 		})

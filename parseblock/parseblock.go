@@ -11,12 +11,10 @@
 //
 // Copies have two forms. Runs cover both sides, two axes each, for any number of tokens (Template,
 // Work.Runs): they count, prove and explain a plan. Pieces cover one side and a few chunks
-// (Resolver): lanes move them. Neither is ever made for a whole prompt. prove and explain a plan.
-// Pieces are of one side and a few chunks (Resolver): what lanes move. Neither is ever made of a
-// whole prompt. A model has several groups of layers, each with its own block table. Three such
-// models, with the position of their data and the parts that move: A model has several groups of
-// layers, each with a block table of its own. Of three such models, what lies where, and what
-// moves:
+// (Resolver): lanes move them. Neither is ever made for a whole prompt.
+//
+// A model has several groups of layers, each with its own block table. Three such models, with the
+// position of their data and the parts that move:
 //
 //	hybrid   pool        | block 0 | block 1 | block 2 | block 3 | ...       equal blocks; each is one group's at a time
 //	         attention   | 0: l0 l1 of t0 .. t15 |   | 3: l0 l1 of t16 .. t31 |          table [0 3]: all of them move

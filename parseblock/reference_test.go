@@ -11,7 +11,7 @@ import (
 // one byte in it. It uses no plane, no stride parameter and no strategy; only its registration
 // (group) uses the tested terms.
 
-// part is a kind of content: rows of so many bytes for each head.
+// part is a kind of content: rows of a given number of bytes for each head.
 type content struct {
 	role       layout.Role
 	bytes      uint64 // of a cell

@@ -33,8 +33,8 @@ type rowKind struct {
 	src, dst uint64 // distance between pieces; 1 for bytes
 }
 
-// most is the largest size of a row.
-func (k *rowKind) most() uint64 {
+// maxSize is the largest size of a row.
+func (k *rowKind) maxSize() uint64 {
 	if k.len == 0 {
 		return 1 << 63
 	}
@@ -115,10 +115,10 @@ func (w *runWriter) join(n int, size uint64) {
 	}
 	bySrc, byDst := size*w.kind.src, size*w.kind.dst
 	endSrc, endDst := src[k]+sizes[k]*w.kind.src, dst[k]+sizes[k]*w.kind.dst
-	most := w.kind.most() - size
+	limit := w.kind.maxSize() - size
 	for i := len(src) - n; i < len(src); i++ {
 		s, d := src[i], dst[i]
-		if s == endSrc && d == endDst && sizes[k] <= most {
+		if s == endSrc && d == endDst && sizes[k] <= limit {
 			sizes[k] += size
 			endSrc += bySrc
 			endDst += byDst

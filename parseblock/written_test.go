@@ -54,7 +54,7 @@ func TestWritten(t *testing.T) {
 					want[i] = true
 				}
 				if touched != want {
-					t.Fatalf("%s: %d tokens, %d skipped: [%d, %d) is said, %v is written", name, tokens, skip,
+					t.Fatalf("%s: %d tokens, %d skipped: want [%d, %d), %v is written", name, tokens, skip,
 						first, end, touched)
 				}
 			}

@@ -23,8 +23,8 @@ func (c *Correction) Observe(predicted, actual float64) {
 	if !(predicted > 0) || !(actual > 0) || math.IsInf(actual, 0) || math.IsInf(predicted, 0) {
 		return
 	}
-	most := math.Log(MaxCorrection)
-	seen := min(most, max(-most, math.Log(actual/predicted)))
+	limit := math.Log(MaxCorrection)
+	seen := min(limit, max(-limit, math.Log(actual/predicted)))
 	c.log += learning * (seen - c.log)
 }
 

@@ -192,14 +192,14 @@ func fetch(s *State, a *Ask, h, e int, path Path) (best Choice, ok bool) {
 	g := &s.Engines[e]
 	begin := s.ready(h) + path.Fixed + path.Before/path.Rate // until the first byte
 	each := a.TokenBytes / path.Rate                         // seconds per token on the link
-	most := held - own
+	fetchable := held - own
 	block := float64(max(1, a.Block))
-	best = fetchTokens(s, a, e, most, begin+each*float64(most))
+	best = fetchTokens(s, a, e, fetchable, begin+each*float64(fetchable))
 	try := func(x float64) {
 		// A part of a block is no choice. Both neighbors are.
 		low := block * math.Floor(x/block)
 		for _, n := range [2]float64{low, low + block} {
-			if n >= 1 && n < float64(most) {
+			if n >= 1 && n < float64(fetchable) {
 				c := fetchTokens(s, a, e, int(n), begin+each*n)
 				if c.Price < best.Price {
 					best = c
@@ -222,7 +222,7 @@ func fetch(s *State, a *Ask, h, e int, path Path) (best Choice, ok bool) {
 			}
 		}
 	}
-	try(0) // one block is the least that can be fetched, and the best if the link is slow
+	try(0) // one block is the minimum of a fetch, and the best if the link is slow
 	best.Source = h
 	return best, true
 }

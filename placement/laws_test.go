@@ -18,11 +18,11 @@ func draw(t *rapid.T) *world {
 	w := &world{}
 	n := rapid.IntRange(1, 5).Draw(t, "engines")
 	stores := rapid.IntRange(0, 2).Draw(t, "stores")
-	some := func(name string, most float64) float64 {
+	some := func(name string, limit float64) float64 {
 		if rapid.Bool().Draw(t, name+" is 0") {
 			return 0
 		}
-		return rapid.Float64Range(0, most).Draw(t, name)
+		return rapid.Float64Range(0, limit).Draw(t, name)
 	}
 	w.a = Ask{Tokens: rapid.IntRange(1, 200_000).Draw(t, "tokens"),
 		TokenBytes: rapid.Float64Range(1, 1e6).Draw(t, "bytes"), Kinds: AllKinds,
@@ -192,9 +192,9 @@ func TestFetchTakesTheBestNumberOfTokens(t *testing.T) {
 			t.Fatalf("hits %v: %v", w.a.Hits, ok)
 		}
 		ready := p.Time(0) + w.s.ready(h)
-		most := w.a.Hits[h] - w.a.Hits[0]
-		for n := 1; n <= most; n++ {
-			if n%max(1, w.a.Block) != 0 && n != most {
+		missing := w.a.Hits[h] - w.a.Hits[0]
+		for n := 1; n <= missing; n++ {
+			if n%max(1, w.a.Block) != 0 && n != missing {
 				continue
 			}
 			c := fetchTokens(&w.s, &w.a, 0, n, ready+float64(n)*w.a.TokenBytes/p.Rate)

@@ -24,7 +24,7 @@ func ParseLinks(b []byte) (*Links, error) {
 }
 
 // Path is the path to the peer with an endpoint; its Rate is 0 if no link to it is usable. It has
-// the prediction of docs/protocol.md, section 8: the least fixed time, and the sum of the rates.
+// the prediction of docs/protocol.md, section 8: the lowest fixed time, and the sum of the rates.
 func (l *Links) Path(endpoint string) Path {
 	for _, p := range l.Peers {
 		if endpoint == "" || p.Endpoint != endpoint && p.Claimed != endpoint {

@@ -113,7 +113,7 @@ func TestChoices(t *testing.T) {
 	// A decode engine that is full delays the pair.
 	s.Engines[1].Wait = 3
 	near(t, "pair for a full engine", pair(&s, &a, 0, 1, m.Path(0, 1)).Price, 3.03, 1e-9)
-	// Work that others wait for makes a choice that computes least the cheapest.
+	// Work that others wait for makes a choice that computes the fewest tokens the cheapest.
 	s.Engines[1].Wait, s.Engines[1].Arrivals = 0.2, 40
 	if best, _ = Decide(&s, &a); best.Reused != 3000 {
 		t.Errorf("%+v", best)

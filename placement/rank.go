@@ -63,11 +63,11 @@ func (q *search) add(c *Choice) {
 	}
 }
 
-// hopeless reports whether choices that cost at least least need not be made. A sum of the same
+// hopeless reports whether choices that cost at least bound need not be made. A sum of the same
 // parts in another order differs by the rounding.
-func (q *search) hopeless(least float64) bool {
+func (q *search) hopeless(bound float64) bool {
 	const rounding = 1e-9
-	return !q.all && least*(1-rounding) > q.best.Price
+	return !q.all && bound*(1-rounding) > q.best.Price
 }
 
 // engines makes the choices without a transfer first: they are few, and rule most others out.
@@ -87,7 +87,7 @@ func (q *search) engines() {
 		if g.Role&Decode == 0 || q.hopeless(g.Wait+g.step()) {
 			continue
 		}
-		if a.Kinds&Fetch != 0 && g.Role == Both && !q.hopeless(q.least(e, q.longest)) {
+		if a.Kinds&Fetch != 0 && g.Role == Both && !q.hopeless(q.minPrice(e, q.longest)) {
 			q.holders(e)
 		}
 		if a.Kinds&Pair != 0 {
@@ -96,8 +96,8 @@ func (q *search) engines() {
 	}
 }
 
-// least is the price of engine e with a hit that is there.
-func (q *search) least(e, hit int) float64 {
+// minPrice is the price of engine e with a hit that is there.
+func (q *search) minPrice(e, hit int) float64 {
 	g := &q.s.Engines[e]
 	prefill := g.prefill(float64(q.a.Tokens - min(hit, q.a.Tokens)))
 	return g.Wait + g.step() + prefill + g.delay(prefill)
@@ -108,7 +108,7 @@ func (q *search) holders(e int) {
 	own := q.a.Hits[e]
 	for h, hit := range q.a.Hits {
 		// An engine without a role may be down.
-		if hit <= own || h == e || q.hopeless(q.least(e, hit)) ||
+		if hit <= own || h == e || q.hopeless(q.minPrice(e, hit)) ||
 			h < len(q.s.Engines) && q.s.Engines[h].Role == 0 {
 			continue
 		}
@@ -127,7 +127,7 @@ func (q *search) sources(d int) {
 	last := q.s.Engines[d].last()
 	for p := range q.s.Engines {
 		g := &q.s.Engines[p]
-		if p == d || g.Role&Prefill == 0 || q.hopeless(q.least(p, q.a.Hits[p])-g.step()+last) {
+		if p == d || g.Role&Prefill == 0 || q.hopeless(q.minPrice(p, q.a.Hits[p])-g.step()+last) {
 			continue
 		}
 		path := q.s.Network.Path(p, d)

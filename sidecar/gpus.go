@@ -44,7 +44,7 @@ func newGPUs(c *config.Config, log *slog.Logger) (*gpus, error) {
 	}
 	how, err := policy.ParseCopyMethod(t.Executor)
 	if err != nil {
-		return nil, fmt.Errorf("sidecar: transports.gpu.executor: %w", err)
+		return nil, fmt.Errorf("sidecar: transports.gpu.copy_method: %w", err)
 	}
 	table, err := gpuTable(c, log)
 	if err != nil {

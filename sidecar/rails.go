@@ -160,7 +160,7 @@ func (s *railSet) views() (out []nodeapi.Rail) {
 		for _, r := range s.of(b.Name()) {
 			out = append(out, nodeapi.Rail{Transport: b.Name(), Rail: r.Name, Address: r.Address,
 				Interface: r.nic, Gbps: r.Gbps, MTU: r.MTU,
-				NUMA: r.NUMA, Down: r.down, Auto: r.auto})
+				Down: r.down, Auto: r.auto})
 		}
 	}
 	return out

@@ -5,7 +5,7 @@ import (
 	"sync/atomic"
 )
 
-// Bitmap says which chunks of a space have landed. A commit is a full bitmap and not a count of
+// Bitmap has the chunks of a space that have landed. A commit is a full bitmap and not a count of
 // bytes: duplicates must not add up. Safe for concurrent use. Each part of a grant has one of its
 // own.
 type Bitmap struct {

@@ -43,7 +43,7 @@ func (l LeaseID) String() string { return fmt.Sprintf("%x:%d.%d", l.Boot[:4], l.
 // Slot is a receiver-chosen small name for one grant, scoped to the pair of peers.
 type Slot uint16
 
-// Gen is the generation of a slot. Frames of another generation are scrapped.
+// Gen is the generation of a slot. Frames of another generation are discarded.
 type Gen uint32
 
 // ChunkBytes is the unit of readiness, confirmation and retry in the transfer space.
@@ -65,14 +65,14 @@ func (r Range) End() uint32 { return r.First + r.Count }
 // Outcome is how one attempt to move one range ended.
 type Outcome uint8
 
-// Only Landed is success, and only the receiver can say it.
+// Only Landed is success, and only the receiver can report it.
 const (
 	Landed Outcome = iota + 1 // the receiver has proved it
-	// proved not to have landed, or disowned before it counted; retry at will.
+	// proved not to have landed, or invalidated before it counted; retry at will.
 	NotLanded
-	// the receiver refused it: stale lease, bad range, integrity; Reason says which.
+	// the receiver refused it: stale lease, bad range, integrity; see Reason.
 	Rejected
-	// bytes may still be on their way: fence before anyone reuses the blocks.
+	// bytes may still be on their way: fence before the blocks are reused.
 	InDoubt
 )
 
@@ -90,7 +90,7 @@ func (o Outcome) String() string {
 	return fmt.Sprintf("outcome(%d)", uint8(o))
 }
 
-// Reason says why a frame was refused or an attempt failed. Stable: it is a metric label and
+// Reason is why a frame was refused or an attempt failed. Stable: it is a metric label and
 // travels on lanes.
 type Reason uint8
 
@@ -103,7 +103,7 @@ const (
 	ReasonRange              // chunks outside the grant
 	ReasonLength             // payload length does not match the range
 	ReasonChecksum           // integrity check failed
-	ReasonDisowned           // the sender said that the source was no longer valid
+	ReasonDisowned           // the sender reported an invalid source
 	ReasonLaneLost           // the lane died under it
 	ReasonSourceGone         // the source lease closed before the bytes were read
 	ReasonMemory             // memory could not be read or written (an engine died)

@@ -60,7 +60,7 @@ type Options struct {
 	Keys      [][]byte // of 32 bytes, the one to encrypt with first; none: loopback only
 	Log       *slog.Logger
 	// Missed gets the addresses of Join that do not answer, for joinPatience or more, after
-	// each try. nil: nobody asks.
+	// each try. nil: none is needed.
 	Missed func(addresses []string)
 
 	reunion time.Duration // 0: reunionEvery

@@ -54,7 +54,7 @@ func begun(t *testing.T, key []byte, join ...string) *Gossip {
 	return g
 }
 
-// TestPublish: what one member serves reaches the others, and they are told.
+// TestPublish: what one member serves reaches the others, which notify their users.
 func TestPublish(t *testing.T) {
 	a := begun(t, nil)
 	b := begun(t, nil, a.Address())
@@ -116,7 +116,7 @@ func TestNameTooLong(t *testing.T) {
 	}
 }
 
-// A member that cannot be joined is asked on beside those that can, and said once, as is that it is
+// A member that cannot be joined is tried beside those that can, and logged once, as is that it is
 // joined.
 func TestMissedMember(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
@@ -127,7 +127,7 @@ func TestMissedMember(t *testing.T) {
 			asked = append(asked, a)
 			switch since := time.Since(start); {
 			case a == "late:1" && since < joinPatience/2, a == "dead:1" && since < 10*time.Minute:
-				return errors.New("nobody there")
+				return errors.New("no member there")
 			}
 			return nil
 		}
@@ -158,7 +158,7 @@ func TestMissedMember(t *testing.T) {
 	})
 }
 
-// Nothing is said, and nothing waited for, once the node ends.
+// Nothing is logged, and nothing waited for, once the node ends.
 func TestMissedMemberEnds(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		var log bytes.Buffer

@@ -58,7 +58,7 @@ func (d *self) round(own string, join []string, resolve func(string) []string) [
 	var lost []string
 	for name, l := range d.lost {
 		if here[l.address] || time.Since(l.since) > lostFor {
-			delete(d.lost, name) // another member is there now, or nobody
+			delete(d.lost, name) // another member is there now, or none
 			continue
 		}
 		lost = append(lost, l.address)
@@ -113,7 +113,7 @@ func (g *Gossip) reunite(ctx context.Context, o Options) {
 			return
 		}
 		for _, a := range g.self.round(g.Address(), o.Join, names) {
-			// The first exchange tells each side that the other has declared it dead, which it contradicts
+			// The first exchange shows each side that the other has declared it dead, which it contradicts
 			// in the second.
 			for range 2 {
 				if g.ask(ctx, a) != nil {

@@ -35,26 +35,27 @@ func (g *Gossip) nodes() (all []string) {
 	return all
 }
 
-// A member that was declared dead, and asks nobody itself, is a member again once others reach it.
+// A member that was declared dead, and sends no requests itself, is a member again once others
+// reach it.
 func TestReunion(t *testing.T) {
 	t.Parallel()
 	a := member(t, "a", "127.0.0.1:0")
 	defer func() { _ = a.Leave() }()
 	b := member(t, "b", "127.0.0.1:0", a.Address())
 	at := b.Address()
-	knows := func(g *Gossip, want ...string) func() bool {
+	hasMembers := func(g *Gossip, want ...string) func() bool {
 		return func() bool { return slices.Equal(g.nodes(), want) }
 	}
-	poll(t, "two members", knows(a, "a", "b"))
+	poll(t, "two members", hasMembers(a, "a", "b"))
 	b.stop()
 	b.wg.Wait()
 	if err := b.list.Shutdown(); err != nil { // without a farewell
 		t.Fatal(err)
 	}
-	poll(t, "b is dead", knows(a, "a"))
+	poll(t, "b is dead", hasMembers(a, "a"))
 	b = member(t, "b", at) // with the number of its state that a has declared dead
-	poll(t, "b is back at a", knows(a, "a", "b"))
-	poll(t, "a is back at b", knows(b, "a", "b"))
+	poll(t, "b is back at a", hasMembers(a, "a", "b"))
+	poll(t, "a is back at b", hasMembers(b, "a", "b"))
 	if err := b.Leave(); err != nil {
 		t.Fatal(err)
 	}

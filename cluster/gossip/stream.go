@@ -87,7 +87,7 @@ func (t *gated) StreamCh() <-chan net.Conn { return t.streams }
 
 // Shutdown ends the transport.
 func (t *gated) Shutdown() error {
-	// What came before waits to be taken, and the inner end waits for that.
+	// Earlier bytes wait to be taken, and the inner end waits for that.
 	t.wg.Go(func() {
 		for {
 			select {

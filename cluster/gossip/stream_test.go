@@ -36,7 +36,7 @@ func TestStrangersAtGossip(t *testing.T) {
 	t.Logf("%d streams of strangers; a member joined within %v", stop(), took)
 }
 
-// What comes before it is decrypted is bounded by far less than memberlist would keep.
+// The bound of bytes before decryption is far below memberlist's own.
 func TestLongStreamAtGossip(t *testing.T) {
 	key := make([]byte, 32)
 	_, _ = rand.Read(key)
@@ -61,7 +61,7 @@ func TestLongStreamAtGossip(t *testing.T) {
 	if err := c.SetReadDeadline(time.Now().Add(patience)); err != nil {
 		t.Fatal(err)
 	}
-	answer, err := io.ReadAll(c) // memberlist tells why in an error of its own
+	answer, err := io.ReadAll(c) // memberlist sends the reason in an error of its own
 	if errors.Is(err, syscall.ECONNRESET) {
 		err = nil
 	}

@@ -10,7 +10,7 @@ import (
 )
 
 // leaderWorkerSet has the fields of leaderworkerset.x-k8s.io/v1 that the chart sets, and no others:
-// decoded strictly, a field that this test does not know is an error. The pods are of the types of
+// decoded strictly, a field that this test does not have is an error. The pods are of the types of
 // the Kubernetes API. The Go module of LeaderWorkerSet is not used.
 type leaderWorkerSet struct {
 	meta.TypeMeta   `json:",inline"`

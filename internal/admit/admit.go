@@ -1,9 +1,9 @@
 // Package admit bounds the accepted connections that have proved nothing yet, and all connections
-// of HTTP, whose clients never do. Each of them costs a descriptor and a goroutine, and anybody may
-// open one. A listener that refuses the newest one lets strangers shut out members. So a Gate takes
-// every connection, and where there are too many it closes another one: first those that have sent
-// nothing, then those that have, both only from addresses where no member was; and of these one
-// from the source with the most, the oldest first.
+// of HTTP, whose clients never do. Each of them costs a descriptor and a goroutine, and any host
+// may open one. A listener that refuses the newest one lets strangers shut out members. So a Gate
+// takes every connection, and where there are too many it closes another one: first those that have
+// sent nothing, then those that have, both only from addresses where no member was; and of these
+// one from the source with the most, the oldest first.
 //
 // A source is an IPv4 address, or an IPv6 /64, of which one host may have every address. A member
 // is a source of its own, so that strangers in the same /64 take no place from it.
@@ -54,7 +54,7 @@ const (
 	minUnproved    = 8 // connections, however few descriptors there are
 )
 
-// What a Gate knows of a connection. It closes those of a lower class first.
+// The state of a connection in a Gate. It closes those of a lower class first.
 const (
 	silent       = iota // nothing of a protocol that is served here has come
 	speaking            // its first message is of such a protocol
@@ -257,7 +257,7 @@ func (c *crowd) remove(v *Visit) {
 	delete(c.addresses, v.from)
 }
 
-// unread reports whether bytes of the other end have come that nobody has read.
+// unread reports whether bytes of the other end wait to be read.
 func unread(c net.Conn) bool {
 	sc, ok := c.(syscall.Conn)
 	if !ok {
@@ -324,7 +324,7 @@ func (v *Visit) In() bool {
 	return v.class >= 0
 }
 
-// Spoke tells the gate that the connection's first message is of a protocol served here. The caller
+// Spoke records that the connection's first message is of a protocol served here. The caller
 // has read all of that message: a few bytes that look like its beginning are not enough.
 func (v *Visit) Spoke() {
 	g := v.gate
@@ -350,7 +350,7 @@ func (v *Visit) Waits() {
 	}
 }
 
-// Proved tells the gate that a member is at the other end. The connection leaves the gate. False:
+// Proved records that a member is at the other end. The connection leaves the gate. False:
 // it was closed for another one before.
 func (v *Visit) Proved() bool {
 	g := v.gate

@@ -155,7 +155,7 @@ func TestCrowdedSourceFirst(t *testing.T) {
 
 // scan finds the victim among all connections of a gate, without its order.
 func scan(g *Gate, key netip.Prefix) *Visit {
-	most := func(rows map[any][]*Visit) (best []*Visit) {
+	fullest := func(rows map[any][]*Visit) (best []*Visit) {
 		for _, r := range rows {
 			if len(r) > len(best) || len(r) == len(best) && r[0].age < best[0].age {
 				best = r
@@ -187,11 +187,11 @@ func scan(g *Gate, key netip.Prefix) *Visit {
 		}
 	}
 	slices.SortFunc(all, func(a, b *Visit) int { return cmp.Compare(a.age, b.age) })
-	all = most(by(all, func(v *Visit) any { return v.key }))
+	all = fullest(by(all, func(v *Visit) any { return v.key }))
 	if all[0].key.IsSingleIP() {
 		return all[0]
 	}
-	return most(by(all, func(v *Visit) any { return v.from }))[0]
+	return fullest(by(all, func(v *Visit) any { return v.from }))[0]
 }
 
 // The order that a gate keeps gives the same victim as a search through all connections.
@@ -247,9 +247,9 @@ func TestVictimIsThatOfAScan(t *testing.T) {
 	}
 }
 
-// Bytes that nobody has read yet put a connection behind others, and do not make it one that
+// Unread bytes put a connection behind others, and do not make it one that
 // speaks.
-func TestUnreadBytesPromoteNobody(t *testing.T) {
+func TestUnreadBytesPromoteNone(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

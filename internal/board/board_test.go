@@ -106,7 +106,7 @@ func TestReplayFlagsAreNeverEarly(t *testing.T) {
 			for !stop.Load() {
 				v := f.Layer(i) // before what is true by now
 				if at := done[i].Load(); v > at {
-					t.Errorf("layer %d is said to be complete in step %d, and is so in %d", i, v, at)
+					t.Errorf("layer %d is complete in step %d, want %d", i, v, at)
 					return
 				}
 			}
@@ -312,8 +312,8 @@ func TestProducerRefuses(t *testing.T) {
 	}
 }
 
-// TestDoorbell: of a sleeper and a producer that race, one sees the other, every time.
-func TestDoorbell(t *testing.T) {
+// TestWakeUp: of a sleeper and a producer that race, one sees the other, every time.
+func TestWakeUp(t *testing.T) {
 	r, _ := newRings(t)
 	p, c := r.SubmissionProducer(), r.SubmissionConsumer()
 	for range 20_000 {
@@ -327,7 +327,7 @@ func TestDoorbell(t *testing.T) {
 		asleep := c.Sleep()
 		wg.Wait()
 		if asleep && !wake {
-			t.Fatal("the consumer sleeps and nobody rings")
+			t.Fatal("the consumer sleeps without a wake-up")
 		}
 		if _, ok, err := c.Next(); !ok || err != nil {
 			t.Fatal(ok, err)
@@ -365,7 +365,7 @@ func BenchmarkRing(b *testing.B) {
 	}
 }
 
-// FuzzRings takes any bytes for a rings memory. Whatever they say, nothing outside the slice is
+// FuzzRings takes any bytes for a rings memory. Whatever their values, nothing outside the slice is
 // touched and the consumer ends.
 func FuzzRings(f *testing.F) {
 	_, mem := newRings(f)

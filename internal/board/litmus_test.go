@@ -71,7 +71,7 @@ func ring(f *os.File) error {
 	return err
 }
 
-// pipe sends n records through sub and expects each back on comp, with doorbells both ways.
+// pipe sends n records through sub and expects each back on comp, with eventfds both ways.
 func pipe(n uint64, sub *board.Producer, comp *board.Consumer, door, bell *os.File) error {
 	moved := make(chan struct{}, 1) // something came back: there may be room again
 	failed := make(chan error, 1)

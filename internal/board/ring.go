@@ -279,5 +279,5 @@ func (c *Consumer) Sleep() bool {
 	return true
 }
 
-// Awake withdraws the announcement without a doorbell.
+// Awake withdraws the announcement without a wake-up.
 func (c *Consumer) Awake() { c.r.sleeping.Store(0) }

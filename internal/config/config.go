@@ -94,7 +94,7 @@ type GDR struct {
 // GPU configures the access to GPU memory.
 type GPU struct {
 	Enabled  string `yaml:"enabled" unit:"auto or off" doc:"auto: used if there is an NVIDIA driver. off: engines that register GPU memory are refused."`
-	Executor string `yaml:"executor" unit:"auto, pack or copy" doc:"How scattered blocks are copied between a GPU and the host. pack: a kernel packs them on the GPU; beside a busy engine it waits unless MPS runs. copy: the copy engine copies each piece separately. auto: the faster method, learned under the current load."`
+	Executor string `yaml:"copy_method" unit:"auto, pack or copy" doc:"How scattered blocks are copied between a GPU and the host. pack: a kernel packs them on the GPU; beside a busy engine it waits unless MPS runs. copy: the copy engine copies each piece separately. auto: the faster method, learned under the current load."`
 	Buffers  int    `yaml:"buffers" unit:"buffers of 1 MiB" doc:"Pinned host memory per GPU for the use of lanes."`
 	Table    string `yaml:"table" unit:"path, auto or off" doc:"Results of kvspray calibrate for this host's GPU models. auto: the default file in the user's cache directory, if it exists. off: built-in or learned values."`
 	Stage    Size   `yaml:"stage" unit:"bytes" doc:"Size of one staging buffer of the copy between two GPUs. Each GPU has 8 for every direction in use; a GPU that two engines share has 16."`
@@ -133,7 +133,7 @@ type SHM struct {
 // Transfer bounds transfers.
 type Transfer struct {
 	Deadline    Duration `yaml:"deadline" unit:"duration" doc:"Longest time of a transfer until its commit. After it the transfer is fenced, and the engine recomputes."`
-	Partner     Duration `yaml:"partner" unit:"duration" doc:"Match timeout: longest wait for the other side of a transfer."`
+	Partner     Duration `yaml:"match_timeout" unit:"duration" doc:"Match timeout: longest wait for the other side of a transfer."`
 	Hold        Duration `yaml:"hold" unit:"duration" doc:"Longest time that the blocks of a finished prefill are held for a decode engine that lives and whose request waits in its queue. At most 10m."`
 	Grace       Duration `yaml:"grace" unit:"duration" doc:"Time after the deadline that a fence or a stopped sidecar has before the next stronger measure."`
 	MaxSlices   int      `yaml:"max_slices" unit:"slices" doc:"Largest number of slices in flight over all lanes of one peer."`
@@ -164,7 +164,7 @@ type StoreQuota struct {
 	ObjectQuota Portion `yaml:"object_quota" unit:"bytes or percent" doc:"As store.object_quota." default:"store.object_quota"`
 }
 
-// Quotas are the most bytes of a namespace in memory, on disks and in the object store; 0: no limit.
+// Quotas are the maximum bytes of a namespace in memory, on disks and in the object store; 0: no limit.
 func (s *Store) Quotas(id string) (memory, disk, object uint64) {
 	q := StoreQuota{}
 	for _, n := range s.Namespaces {

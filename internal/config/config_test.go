@@ -51,7 +51,7 @@ transports:
     integrity: off
     slice: 1MiB
   gpu: {open: [0, GPU-01234567-89ab-cdef-0123-456789abcdef], relays: [all], memory: 256MiB}
-transfer: {deadline: 1m, partner: 500ms}
+transfer: {deadline: 1m, match_timeout: 500ms}
 http: {listen: off}
 `))
 	if err != nil {
@@ -228,7 +228,7 @@ func TestMistakes(t *testing.T) {
 			[]string{"rails[0].speed", "faster than any rail"}},
 		"rails": {"transports: {tcp: {rails: everything}}", []string{"transports.tcp.rails",
 			"not a list"}},
-		"partner": {"transfer: {partner: 40s}", []string{"transfer.partner",
+		"match timeout": {"transfer: {match_timeout: 40s}", []string{"transfer.match_timeout",
 			"longer than transfer.deadline"}},
 		"socket long": {"engine: {socket: /" + strings.Repeat("x", 120) + "}",
 			[]string{"engine.socket", "107"}},
@@ -390,7 +390,7 @@ func TestEveryFieldIsDocumented(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(got, want.Bytes()) {
-		t.Error("docs/config.md is not what the code says; run 'make generate'")
+		t.Error("docs/config.md differs from the code; run 'make generate'")
 	}
 	for _, f := range Fields() {
 		if !bytes.Contains(got, []byte("`"+f.Key+"`")) {
@@ -458,7 +458,7 @@ func TestCheckFiles(t *testing.T) {
 	wantErr("peer.tls.ca")
 }
 
-// What this user may not read or write is said by the check: the start would end there.
+// The check reports files that this user may not read or write: the start would end there.
 func TestCheckFilesOfAnother(t *testing.T) {
 	dir := t.TempDir()
 	closed := t.TempDir()

@@ -54,11 +54,11 @@ func (e *Error) Error() string {
 }
 
 func shorten(s string) string {
-	const most = 120 // bytes of a value that an error repeats
-	if len(s) <= most {
+	const maxShown = 120 // bytes of a value that an error repeats
+	if len(s) <= maxShown {
 		return s
 	}
-	return s[:most] + "..."
+	return s[:maxShown] + "..."
 }
 
 // origin records the positions of values, so that Validate can name the line.
@@ -438,10 +438,10 @@ func Nearest(key string, known []string) string {
 	return best
 }
 
-// edits is the Levenshtein distance, up to most.
-func edits(a, b string, most int) int {
-	if len(a)-len(b) >= most || len(b)-len(a) >= most {
-		return most
+// edits is the Levenshtein distance, up to limit.
+func edits(a, b string, limit int) int {
+	if len(a)-len(b) >= limit || len(b)-len(a) >= limit {
+		return limit
 	}
 	row := make([]int, len(b)+1)
 	for j := range row {

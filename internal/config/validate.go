@@ -101,12 +101,13 @@ func (c *Config) Validate() error {
 	v.transports()
 
 	v.duration("transfer.deadline", c.Transfer.Deadline, 100*time.Millisecond)
-	v.duration("transfer.partner", c.Transfer.Partner, 100*time.Millisecond)
+	v.duration("transfer.match_timeout", c.Transfer.Partner, 100*time.Millisecond)
 	v.duration("transfer.hold", c.Transfer.Hold, 100*time.Millisecond)
 	v.check(c.Transfer.Hold <= maxHold, "transfer.hold", c.Transfer.Hold.String(),
 		fmt.Sprintf("longer than %v", time.Duration(maxHold)), "make it shorter")
 	v.duration("transfer.grace", c.Transfer.Grace, 100*time.Millisecond)
-	v.check(c.Transfer.Partner <= c.Transfer.Deadline, "transfer.partner", c.Transfer.Partner.String(),
+	v.check(c.Transfer.Partner <= c.Transfer.Deadline, "transfer.match_timeout",
+		c.Transfer.Partner.String(),
 		fmt.Sprintf("longer than transfer.deadline (%v)", c.Transfer.Deadline), "make it shorter, or "+
 			"the deadline longer")
 	v.between("transfer.max_slices", c.Transfer.MaxSlices, 1, 1<<16)
@@ -339,7 +340,7 @@ func (v *checker) transports() {
 		"not an absolute path", "start it with /")
 	v.between("transports.shm.copy_threads", t.SHM.CopyThreads, 0, maxThreads)
 	v.oneOf("transports.gpu.enabled", t.GPU.Enabled, Auto, Off)
-	v.oneOf("transports.gpu.executor", t.GPU.Executor, Auto, "pack", "copy")
+	v.oneOf("transports.gpu.copy_method", t.GPU.Executor, Auto, "pack", "copy")
 	v.check(t.GPU.Table != "", "transports.gpu.table", "", "empty", "use auto, off, or a path")
 	v.between("transports.gpu.buffers", t.GPU.Buffers, 8, 4096)
 	v.check(t.GPU.Stage >= minStage && t.GPU.Stage <= maxStage && t.GPU.Stage%minStage == 0,
@@ -421,15 +422,15 @@ func (v *checker) oneOf(key, value string, allowed ...string) {
 		"choose one of them")
 }
 
-func (v *checker) name(key, value string, most int) {
-	ok := value != "" && len(value) <= most
+func (v *checker) name(key, value string, maxLen int) {
+	ok := value != "" && len(value) <= maxLen
 	for _, r := range value {
 		if r <= ' ' || r > '~' || r == '"' {
 			ok = false
 		}
 	}
 	v.check(ok, key, value,
-		fmt.Sprintf("not a name of 1 to %d printable ASCII characters without spaces", most),
+		fmt.Sprintf("not a name of 1 to %d printable ASCII characters without spaces", maxLen),
 		"choose another")
 }
 

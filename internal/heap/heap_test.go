@@ -50,7 +50,7 @@ func TestHeap(t *testing.T) {
 			}
 			for i := range items {
 				if _, is := in[i]; is != items[i].Queued() {
-					t.Fatalf("seed %d: item %d is in: %v, it says %v", seed, i, is, items[i].Queued())
+					t.Fatalf("seed %d: item %d is in: %v, Queued is %v", seed, i, is, items[i].Queued())
 				}
 			}
 		}

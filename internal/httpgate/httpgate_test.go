@@ -118,12 +118,12 @@ func TestSilentClientsMakeRoom(t *testing.T) {
 	if code := idle.get("/"); code != 200 {
 		t.Fatal(code)
 	}
-	for n, say := range []string{"", "GET / HTTP/1.1\r\nHo"} {
+	for n, sent := range []string{"", "GET / HTTP/1.1\r\nHo"} {
 		from := testutil.ManyStrangers
 		if n == 0 {
 			from = testutil.OneStranger
 		}
-		stop := testutil.Strangers(t, ln.Addr().String(), 3*maxConns, 1, from, []byte(say))
+		stop := testutil.Strangers(t, ln.Addr().String(), 3*maxConns, 1, from, []byte(sent))
 		if n == 0 {
 			idle.closed()
 		}

@@ -106,15 +106,15 @@ func (l *Writer) run() {
 
 // Flush waits until all that was written before is with the destination or lost, at most for a
 // time. It reports whether it is. Flush(0) does not wait.
-func (l *Writer) Flush(atMost time.Duration) bool {
+func (l *Writer) Flush(limit time.Duration) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	target := l.queued
-	if l.done >= target || atMost <= 0 {
+	if l.done >= target || limit <= 0 {
 		return l.done >= target
 	}
 	over := false
-	t := time.AfterFunc(atMost, func() {
+	t := time.AfterFunc(limit, func() {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		over = true

@@ -12,8 +12,8 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// A destination that takes nothing for a while holds up nobody. Lines beyond the bound are counted,
-// the others arrive whole and in order.
+// A destination that takes nothing for a while holds up no writer. Lines beyond the bound are
+// counted, the others arrive whole and in order.
 func TestStalledDestination(t *testing.T) {
 	t.Parallel()
 	testutil.Bubble(t, func(t *testing.T) {
@@ -29,7 +29,7 @@ func TestStalledDestination(t *testing.T) {
 			}
 		}
 		if l.Flush(0) || l.Flush(time.Second) {
-			t.Error("nobody reads, and all is written")
+			t.Error("all is written before a read")
 		}
 		if took := time.Since(start); took != time.Second {
 			t.Errorf("took %v", took)
@@ -40,7 +40,7 @@ func TestStalledDestination(t *testing.T) {
 			got <- b
 		}()
 		if !l.Flush(time.Second) {
-			t.Error("not written, and somebody reads")
+			t.Error("not written although a reader reads")
 		}
 		_ = l.Close()
 		_ = w.Close()
@@ -148,7 +148,7 @@ func TestFullDestination(t *testing.T) {
 	})
 }
 
-// What is reported while the Writer closes is still written.
+// Lines that arrive while the Writer closes are still written.
 func TestLostBeforeClose(t *testing.T) {
 	t.Parallel()
 	testutil.Bubble(t, func(t *testing.T) {

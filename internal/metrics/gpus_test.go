@@ -7,7 +7,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 )
 
-// What is held is shown for as many GPUs as make series, and what the driver does not tell is left
+// Held memory is shown for as many GPUs as make series, and what the driver does not report is left
 // out.
 func TestMemory(t *testing.T) {
 	reg := prometheus.NewPedanticRegistry()

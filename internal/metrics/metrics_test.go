@@ -119,7 +119,7 @@ kvspray_rail_errors_total{rail="lo",transport="tcp"} 2
 	}
 }
 
-// Nothing that a peer or an engine can say makes the number of series grow without bound.
+// No value from a peer or an engine makes the number of series grow without bound.
 func TestSeriesAreBounded(t *testing.T) {
 	reg := prometheus.NewPedanticRegistry()
 	s := New(reg)
@@ -138,8 +138,8 @@ func TestSeriesAreBounded(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if most := 4*(maxRails+1) + 200; n > most {
-		t.Errorf("%d series after 2000 invented names, want at most %d", n, most)
+	if limit := 4*(maxRails+1) + 200; n > limit {
+		t.Errorf("%d series after 2000 invented names, want at most %d", n, limit)
 	}
 }
 
@@ -152,8 +152,8 @@ func TestOutcomeOf(t *testing.T) {
 	}
 }
 
-// What peers said wrong is there by reason from the beginning, zeros too: an alert on growth misses
-// a series' first value.
+// Protocol violations of peers have a series for each reason from the start, zeros too: an alert on
+// growth misses a series' first value.
 func TestViolations(t *testing.T) {
 	reg := prometheus.NewRegistry()
 	s := New(reg)

@@ -30,7 +30,7 @@ func NewStorePeers(reg prometheus.Registerer) (*StorePeers, error) {
 			"direction"),
 		pages: counter("pages_total", "Pages that came from other nodes, went there, or were damaged "+
 			"on the way.", "direction"),
-		announced: counter("announcements_total", "Calls that told the directory what is held.",
+		announced: counter("announcements_total", "Calls that announced held pages to the directory.",
 			"outcome"),
 	}
 	for _, c := range []prometheus.Collector{p.lookups, p.fetches, p.bytes, p.pages, p.announced} {

@@ -47,7 +47,6 @@ type Rail struct {
 	Interface string  `json:"interface,omitempty"`
 	Gbps      float64 `json:"gbps,omitempty"`
 	MTU       int     `json:"mtu,omitempty"`
-	NUMA      int     `json:"numa"`
 	Down      bool    `json:"down"`
 	Auto      bool    `json:"auto"` // by a pattern
 }

@@ -1,6 +1,6 @@
 // Package redact keeps secrets out of logs, errors, pages and reports. A Secret prints as its
-// length; URL and URLs remove users and passwords, both of which can be tokens; Text is for texts
-// of others. No goroutines.
+// length; URL and URLs remove users, passwords and secrets in queries; Text is for texts of others.
+// No goroutines.
 package redact
 
 import (
@@ -64,21 +64,28 @@ var (
 )
 
 // Text is a text that others wrote, without the secrets that it announces, without keys in PEM form
-// and without users of URLs.
+// and without users and secret parameters of URLs.
 func Text(b []byte) []byte {
 	b = pemBlock.ReplaceAll(b, []byte("[key or certificate]"))
 	b = assignment.ReplaceAll(b, []byte("${1}[secret]"))
 	b = accessKey.ReplaceAll(b, []byte("[access key]"))
-	return userOf.ReplaceAll(b, []byte("://"+Hidden+"@"))
+	return []byte(URLs(string(b)))
 }
 
 // userOf is the user of a URL in a text. A password may contain any character but a space or a
 // quotation mark, as the URL may be malformed.
 var userOf = regexp.MustCompile(`://[^\s"]*@`)
 
-// URLs is a text without the users and passwords of URLs in it. If a URL has another @, the text
-// before that is removed, too.
-func URLs(text string) string { return userOf.ReplaceAllLiteralString(text, "://"+Hidden+"@") }
+// secretIn is a parameter of a query whose name announces a secret, or hides what it announces.
+var secretIn = regexp.MustCompile(`(?i)([?&;][^\s"&;=#]*` +
+	`(?:secret|token|pass|pwd|auth|cred|key|sig|%)[^\s"&;=#]*=)[^\s"&;#]*[^\s"&;#:]`)
+
+// URLs is a text without the users, passwords and secret parameters of URLs in it. If a URL has
+// another @, the text before that is removed, too.
+func URLs(text string) string {
+	text = userOf.ReplaceAllLiteralString(text, "://"+Hidden+"@")
+	return secretIn.ReplaceAllString(text, "${1}"+Hidden)
+}
 
 // Parts of a text that is to be a URL or an address.
 var (

@@ -56,9 +56,16 @@ func TestURL(t *testing.T) {
 	for in, want := range map[string]string{
 		`dial "http://u:p@a", http://t@b/c: refused`: `dial "http://...@a", http://...@b/c: refused`,
 		`{"a":"http://x","b":"rail@10.0.0.1:1"}`:     `{"a":"http://x","b":"rail@10.0.0.1:1"}`,
+		`get http://h/p?rank=1&password=hunter2: no`: `get http://h/p?rank=1&password=...: no`,
+		`"http://h?Api_Token=hunter2&n=1"`:           `"http://h?Api_Token=...&n=1"`,
+		`s3://b/k?X-Amz-Signature=hunter2#x`:         `s3://b/k?X-Amz-Signature=...#x`,
+		`http://h/?p%61ss=hunter2`:                   `http://h/?p%61ss=...`,
 	} {
 		if got := URLs(in); got != want {
 			t.Errorf("URLs(%q): %q, want %q", in, got, want)
+		}
+		if got := string(Text([]byte(in))); strings.Contains(got, "hunter2") {
+			t.Errorf("Text(%q): %q", in, got)
 		}
 	}
 }

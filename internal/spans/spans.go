@@ -58,7 +58,7 @@ type Context = trace.SpanContext
 // Attr is an attribute of a span.
 type Attr = attribute.KeyValue
 
-// Text is an attribute. What is too long is cut.
+// Text is an attribute. Longer text is cut.
 func Text(key, value string) Attr { return attribute.String(key, clip(value)) }
 
 // clip makes a text that the protocol takes: with one that is no UTF-8 a whole call fails.
@@ -187,7 +187,7 @@ func (r *Recorder) Problem() string {
 	return ""
 }
 
-// put is what waits: at most so many spans.
+// put is the queue: at most that many spans wait.
 type put struct {
 	spans int
 	make  func() []Span
@@ -275,7 +275,7 @@ func (r *Recorder) Start() {
 // On reports whether spans are recorded.
 func (r *Recorder) On() bool { return r != nil }
 
-// Put has make called on the Recorder's goroutine, and sends its spans. They are at most so many;
+// Put has make called on the Recorder's goroutine, and sends its spans. They are bounded;
 // that number counts as dropped if there is no room.
 func (r *Recorder) Put(spans int, make func() []Span) {
 	if r == nil {

@@ -134,12 +134,12 @@ func TestCollectorDown(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	nobody := "http://" + l.Addr().String()
+	unreachable := "http://" + l.Addr().String()
 	if err := l.Close(); err != nil {
 		t.Fatal(err)
 	}
 	c.Fail(true)
-	for what, endpoint := range map[string]string{"refuses": c.URL, "is away": nobody} {
+	for what, endpoint := range map[string]string{"refuses": c.URL, "is away": unreachable} {
 		var log testutil.Log
 		r, n := open(t, endpoint, slog.New(slog.NewTextHandler(&log, nil)))
 		parent, _ := Parse(given)

@@ -19,11 +19,11 @@ func Allocates(f func()) uint64 {
 	return after.TotalAlloc - before.TotalAlloc
 }
 
-// AllocatesAtMost fails the test if f allocates more than most bytes: the bound of a reader of
+// AllocatesAtMost fails the test if f allocates more than limit bytes: the bound of a reader of
 // foreign bytes, as a function of the input.
-func AllocatesAtMost(tb testing.TB, most uint64, what string, f func()) {
+func AllocatesAtMost(tb testing.TB, limit uint64, what string, f func()) {
 	tb.Helper()
-	if n := Allocates(f); n > most+allocNoise {
-		tb.Fatalf("%s: it allocated %d bytes, at most %d are allowed", what, n, most)
+	if n := Allocates(f); n > limit+allocNoise {
+		tb.Fatalf("%s: it allocated %d bytes, at most %d are allowed", what, n, limit)
 	}
 }

@@ -16,7 +16,7 @@ const CollectorBound = 50 * time.Millisecond
 const (
 	collectorSamples = 20              // collections that nothing disturbed
 	collectorTime    = 3 * time.Second // for all of them
-	collectorLeast   = 3               // undisturbed ones that a result needs
+	collectorMinimum = 3               // undisturbed ones that a result needs
 	// delayed ones that fail the test: a loop that can delay one delays others, while a host delays
 	// its guest once.
 	collectorHeld = 2
@@ -41,10 +41,10 @@ func LetsCollectorIn(tb testing.TB) {
 		tb.Errorf("something held %d of %d garbage collections for more than %s: the longest took %s, "+
 			"of which threads waited %s for a CPU",
 			l.held, l.tries, CollectorBound, l.longest, l.noise)
-	case l.good < collectorLeast:
+	case l.good < collectorMinimum:
 		Skip(tb, "quiet", fmt.Sprintf("of %d collections %d were undisturbed, %d are needed: the "+
-			"machine is too busy to tell (in the best one threads waited %s for a CPU)",
-			l.tries, l.good, collectorLeast, l.least))
+			"machine is too busy to measure (in the best one threads waited %s for a CPU)",
+			l.tries, l.good, collectorMinimum, l.quietest))
 	}
 }
 
@@ -71,7 +71,7 @@ func LetsCollectorInWhile(tb testing.TB, loop func()) {
 type looked struct {
 	tries, good, held int
 	worst             time.Duration // of the undisturbed ones
-	least             time.Duration // that threads waited for a CPU, in the best of all
+	quietest          time.Duration // that threads waited for a CPU, in the best of all
 	longest, noise    time.Duration // of the delayed ones: total time, and the threads' waits in it
 }
 
@@ -85,8 +85,8 @@ func collect(tb testing.TB) (l looked) {
 		runtime.GC()
 		took := time.Since(began)
 		noise := waited(tb) - before
-		if l.tries == 0 || noise < l.least {
-			l.least = noise
+		if l.tries == 0 || noise < l.quietest {
+			l.quietest = noise
 		}
 		// The machine cannot have lengthened the collection by more than all threads' waits
 		// together.
@@ -105,7 +105,7 @@ func collect(tb testing.TB) (l looked) {
 }
 
 // WaitedForCPU is how long the threads of this process have waited for a CPU so far: a machine that
-// is busy with other things cannot tell how long something takes.
+// is busy with other things cannot measure how long something takes.
 func WaitedForCPU(tb testing.TB) time.Duration { tb.Helper(); return waited(tb) }
 
 // waited is how long the threads of this process have waited for a CPU so far.

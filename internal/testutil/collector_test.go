@@ -37,23 +37,23 @@ func TestMeasureCollectorDelayOfSearches(t *testing.T) {
 			defer close(done)
 			for at := 0; !stop.Load(); at = (at + c.piece) % len(src) {
 				if contains(src[at : at+c.piece]) {
-					t.Error("memory that nobody wrote to holds something")
+					t.Error("memory without a writer holds bytes")
 				}
 			}
 		}()
-		right, told := false, 0
+		right, decided := false, 0
 		for n := 0; n < tries && !right; n++ {
 			l := collect(t)
-			right = l.held >= collectorHeld == c.held && (c.held || l.good >= collectorLeast)
-			if l.good >= collectorLeast || l.held >= collectorHeld {
-				told++
+			right = l.held >= collectorHeld == c.held && (c.held || l.good >= collectorMinimum)
+			if l.good >= collectorMinimum || l.held >= collectorHeld {
+				decided++
 			}
 			t.Logf("%s: %+v", c.name, l)
 		}
 		stop.Store(true)
 		<-done
-		if told == 0 {
-			Skip(t, "quiet", c.name+": the machine is too busy to tell")
+		if decided == 0 {
+			Skip(t, "quiet", c.name+": the machine is too busy to measure")
 		}
 		if !right {
 			t.Errorf("%s: found held: %v, want %v", c.name, !c.held, c.held)

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// What leaves for the address leaves from another one: else it could hold a port that a test wants
+// Connections to the address leave from another one: else it could hold a port that a test wants
 // again.
 func TestLoopback(t *testing.T) {
 	l, err := net.Listen("tcp", net.JoinHostPort(Loopback(), "0"))

@@ -41,15 +41,15 @@ func InNamespace(tb testing.TB) bool {
 	runtime.LockOSThread() // Pdeathsig counts the life of the thread
 	out, err := cmd.CombinedOutput()
 	runtime.UnlockOSThread()
-	switch said := string(out[max(0, len(out)-childOutput):]); {
+	switch output := string(out[max(0, len(out)-childOutput):]); {
 	case err != nil && cmd.Process == nil:
 		Skip(tb, "netns", notPermitted(err))
 	case err != nil:
-		tb.Errorf("%v\n%s", err, said)
+		tb.Errorf("%v\n%s", err, output)
 	case !ranAs(out, tb.Name()): // go test ends with success where nothing matches
-		tb.Errorf("the child ran no test of the name %s:\n%s", tb.Name(), said)
-	case strings.Contains(said, "--- SKIP: "+tb.Name()+" "): // through Skip, which has counted it
-		tb.Skip(said)
+		tb.Errorf("the child ran no test of the name %s:\n%s", tb.Name(), output)
+	case strings.Contains(output, "--- SKIP: "+tb.Name()+" "): // through Skip, which has counted it
+		tb.Skip(output)
 	}
 	return false
 }

@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-const nobody = 65534
+const unprivileged = 65534
 
 // AsNobody calls f with permissions of files in effect: root runs it in a thread of another user. f
 // uses no other goroutine and does not end the test.
@@ -23,7 +23,7 @@ func AsNobody(tb testing.TB, f func()) {
 		runtime.LockOSThread() // and never unlocked: the thread ends with the goroutine
 		const same = ^uintptr(0)
 		// The raw call is for this thread alone, syscall.Setresuid for all of them.
-		if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, same, nobody, same); errno != 0 {
+		if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, same, unprivileged, same); errno != 0 {
 			done <- errno
 			return
 		}

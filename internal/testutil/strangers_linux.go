@@ -14,12 +14,12 @@ import (
 // strangersTick is how often Strangers open connections.
 const strangersTick = 5 * time.Millisecond
 
-// Strangers hold so many connections to a listener on loopback open, and open so many new ones a
-// second, for which the oldest go, until the test is over or stop is called. They send say on
+// Strangers hold connections to a listener on loopback open, and open some new ones a
+// second, for which the oldest go, until the test is over or stop is called. They send payload on
 // each, and nothing more. from gives the n-th one's source address. It returns once the first
 // ones are open.
 func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n int) [4]byte,
-	say []byte) (stop func() (opened int)) {
+	payload []byte) (stop func() (opened int)) {
 	tb.Helper()
 	at, err := netip.ParseAddrPort(address)
 	if err != nil {
@@ -31,10 +31,10 @@ func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n i
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
 		tb.Fatal(err)
 	}
-	if most := int(min(files.Cur, 1<<20) / 3); hold > most {
-		tb.Logf("strangers hold %d connections and not %d: a process may have %d open files", most,
+	if limit := int(min(files.Cur, 1<<20) / 3); hold > limit {
+		tb.Logf("strangers hold %d connections and not %d: a process may have %d open files", limit,
 			hold, files.Cur)
-		hold = most
+		hold = limit
 	}
 	to := &unix.SockaddrInet4{Port: int(at.Port()), Addr: at.Addr().As4()}
 	var held []int
@@ -52,8 +52,8 @@ func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n i
 		if err = unix.Bind(fd, &unix.SockaddrInet4{Addr: from(count)}); err == nil {
 			err = unix.Connect(fd, to)
 		}
-		if err == nil && len(say) > 0 {
-			_, err = unix.SendmsgN(fd, say, nil, nil, unix.MSG_NOSIGNAL|unix.MSG_DONTWAIT)
+		if err == nil && len(payload) > 0 {
+			_, err = unix.SendmsgN(fd, payload, nil, nil, unix.MSG_NOSIGNAL|unix.MSG_DONTWAIT)
 			if err == syscall.EPIPE {
 				err = nil // it was closed for another one
 			}

@@ -76,7 +76,7 @@ func TestInNamespace(t *testing.T) {
 }
 
 // A test whose name has characters of patterns runs in the child as well, and one that the child
-// does not know is no success.
+// lacks is no success.
 func TestInNamespaceByName(t *testing.T) {
 	t.Run("a+b (c)", func(t *testing.T) {
 		if InNamespace(t) && !strings.HasPrefix(t.Name(), "TestInNamespaceByName/") {

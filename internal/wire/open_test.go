@@ -18,7 +18,7 @@ func TestChoose(t *testing.T) {
 		want         Version
 	}{
 		{Versions{V(1, 0), V(1, 0)}, Versions{V(1, 0), V(1, 0)}, V(1, 0)},
-		// an older peer that knows nothing of ours
+		// an older peer that supports nothing of ours
 		{Versions{V(1, 0), V(1, 0)}, Versions{V(0, 9), V(0, 9)}, 0},
 		// a newer one that still speaks ours
 		{Versions{V(1, 0), V(1, 0)}, Versions{V(0, 9), V(1, 7)}, V(1, 0)},
@@ -35,7 +35,7 @@ func TestChoose(t *testing.T) {
 
 // ends opens a lane over a pipe, with fixed nonces, and records what either end wrote.
 func ends(t *testing.T, d DialParams, a AcceptParams) (dialed, accepted *Opened, derr, aerr error,
-	said, heard []byte) {
+	sent, answered []byte) {
 	t.Helper()
 	c1, c2 := net.Pipe()
 	deadline := time.Now().Add(time.Minute) // of a test that is about to fail
@@ -92,7 +92,7 @@ func params() (DialParams, AcceptParams) {
 
 func TestOpen(t *testing.T) {
 	d, a := params()
-	x, y, derr, aerr, said, heard := ends(t, d, a)
+	x, y, derr, aerr, sent, answered := ends(t, d, a)
 	if derr != nil || aerr != nil {
 		t.Fatal(derr, aerr)
 	}
@@ -104,8 +104,8 @@ func TestOpen(t *testing.T) {
 		y.Version != V(1, 0) {
 		t.Errorf("accepted: %+v", y)
 	}
-	golden(t, "open-dialer", said)
-	golden(t, "open-acceptor", heard)
+	golden(t, "open-dialer", sent)
+	golden(t, "open-acceptor", answered)
 }
 
 // A newer and an older build are spoken to, and understood.
@@ -153,7 +153,7 @@ func TestOpenRefuses(t *testing.T) {
 		name       string
 		change     func(*DialParams, *AcceptParams)
 		derr, aerr error
-		says       string
+		contains   string
 	}{
 		{"unknown boot", func(d *DialParams, _ *AcceptParams) { d.Self = boot(1) }, ErrRefused,
 			ErrRefused, "unknown peer"},
@@ -170,7 +170,7 @@ func TestOpenRefuses(t *testing.T) {
 		c.change(&d, &a)
 		_, _, derr, aerr, _, _ := ends(t, d, a)
 		if !errors.Is(derr, c.derr) || aerr == nil || c.aerr != nil && !errors.Is(aerr, c.aerr) ||
-			!strings.Contains(derr.Error(), c.says) {
+			!strings.Contains(derr.Error(), c.contains) {
 			t.Errorf("%s: dialer %v; acceptor %v", c.name, derr, aerr)
 		}
 	}
@@ -184,7 +184,7 @@ func TestOpenRefuses(t *testing.T) {
 	}
 }
 
-// script is a connection whose other end says fixed bytes.
+// script is a connection whose other end sends fixed bytes.
 type script struct {
 	in  *bytes.Reader
 	out bytes.Buffer
@@ -194,50 +194,50 @@ func (s *script) Read(p []byte) (int, error) { return s.in.Read(p) }
 
 func (s *script) Write(p []byte) (int, error) { return s.out.Write(p) }
 
-// What was said on one lane opens no other: a replayed dialer has the old answer's proof, a
+// The opening of one lane opens no other: a replayed dialer has the old answer's proof, a
 // replayed acceptor another dialer's, and a reflected proof another role's.
 func TestOpenReplay(t *testing.T) {
 	d, a := params()
-	_, _, derr, aerr, said, heard := ends(t, d, a)
+	_, _, derr, aerr, sent, answered := ends(t, d, a)
 	if derr != nil || aerr != nil {
 		t.Fatal(derr, aerr)
 	}
 	d, a = params()
 	a.Rand = nil // a fresh nonce
-	if _, err := Accept(&script{in: bytes.NewReader(said)}, a); !errors.Is(err, ErrProof) {
+	if _, err := Accept(&script{in: bytes.NewReader(sent)}, a); !errors.Is(err, ErrProof) {
 		t.Errorf("replayed dialer: %v", err)
 	}
 	d.Rand = nil
-	if _, err := Dial(&script{in: bytes.NewReader(heard)}, d); !errors.Is(err, ErrProof) {
+	if _, err := Dial(&script{in: bytes.NewReader(answered)}, d); !errors.Is(err, ErrProof) {
 		t.Errorf("replayed acceptor: %v", err)
 	}
 	// Same nonces, one bit of the attachment changed on the way.
 	_, a = params()
-	said[helloFixed] ^= 1
-	if _, err := Accept(&script{in: bytes.NewReader(said)}, a); !errors.Is(err, ErrProof) {
+	sent[helloFixed] ^= 1
+	if _, err := Accept(&script{in: bytes.NewReader(sent)}, a); !errors.Is(err, ErrProof) {
 		t.Errorf("changed attachment: %v", err)
 	}
 	d, _ = params()
 	// The acceptor's own proof sent back as the dialer's.
-	said[helloFixed] ^= 1
+	sent[helloFixed] ^= 1
 	n := helloFixed + len("eth0")
-	copy(said[n+8:], heard[20+nonceBytes:][:proofBytes])
+	copy(sent[n+8:], answered[20+nonceBytes:][:proofBytes])
 	_, a = params()
-	if _, err := Accept(&script{in: bytes.NewReader(said)}, a); !errors.Is(err, ErrProof) {
+	if _, err := Accept(&script{in: bytes.NewReader(sent)}, a); !errors.Is(err, ErrProof) {
 		t.Errorf("reflected proof: %v", err)
 	}
 	_ = d
 }
 
-// tape is a peer that said what it said.
+// tape is a recorded peer.
 type tape struct {
 	*bytes.Reader
-	heard bytes.Buffer
+	answered bytes.Buffer
 }
 
-func (t *tape) Write(p []byte) (int, error) { return t.heard.Write(p) }
+func (t *tape) Write(p []byte) (int, error) { return t.answered.Write(p) }
 
-// otherBuild is what builds of other versions say, each with the words that a version after ours
+// otherBuild is what builds of other versions send, each with the error that a version after ours
 // may give a meaning to.
 func otherBuild(t *testing.T, versions Versions) (dialer, acceptor []byte) {
 	t.Helper()
@@ -303,8 +303,8 @@ func TestOtherBuilds(t *testing.T) {
 						t.Errorf("%s: %v, want one that names %q", end, err, c.named)
 					}
 				}
-				// The other build hears why, and what we speak.
-				got, err := readAnswer(&in.heard)
+				// The other build receives the reason and our version.
+				got, err := readAnswer(&in.answered)
 				if err != nil || got.verdict != OpenVersion || got.versions != Lanes {
 					t.Errorf("answered %+v, %v", got, err)
 				}

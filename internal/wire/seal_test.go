@@ -71,7 +71,7 @@ func TestSealed(t *testing.T) {
 	}
 }
 
-// What is not the next record as it was sealed is refused by name, and so is everything behind it.
+// A record that is not the next one as it was sealed is refused by name, and so is all behind it.
 func TestSealedAttacks(t *testing.T) {
 	for name, c := range map[string]struct {
 		attack func(recs [][]byte) []byte

@@ -9,7 +9,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// Golden vectors: what a lane says of how pieces lie, byte for byte.
+// Golden vectors: how a lane encodes the places of pieces, byte for byte.
 var stridesGolden = []struct {
 	s   mem.Strides
 	hex string

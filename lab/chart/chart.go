@@ -30,7 +30,7 @@ const (
 	height = 11 * vg.Centimeter
 	points = 600 // of one curve at most
 	// that one point stands for: below it the shapers' bursts show, not the rails.
-	least   = 20 * time.Millisecond
+	minStep = 20 * time.Millisecond
 	perGbit = 1e9
 )
 
@@ -210,7 +210,7 @@ func series(r *timeline.Result) ([]plotter.XYs, error) {
 	if s.Every <= 0 || n < 2 {
 		return nil, fmt.Errorf("no samples")
 	}
-	step := max(1, int(least/s.Every.D()), (n+points-1)/points)
+	step := max(1, int(minStep/s.Every.D()), (n+points-1)/points)
 	out := make([]plotter.XYs, len(s.Bytes)+1)
 	for k := 0; k+step < n; k += step {
 		x := (float64(k) + float64(step)/2) * s.Every.D().Seconds()

@@ -31,7 +31,7 @@ func result(t *testing.T) *timeline.Result {
 	return r
 }
 
-// The page stands alone, is well formed, and says what happened.
+// The page stands alone, is well formed, and shows what happened.
 func TestPage(t *testing.T) {
 	var b strings.Builder
 	if err := HTML(&b, "a & b", Panel{"one", result(t)}, Panel{"two", result(t)}); err != nil {

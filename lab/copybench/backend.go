@@ -13,7 +13,7 @@ import (
 	"github.com/kvspray/kvspray/transport/tcp"
 )
 
-// setup is what the parent tells the child at the start.
+// setup is what the parent sends the child at the start.
 type setup struct {
 	Transport string
 	CRC32C    bool

@@ -169,7 +169,7 @@ func (o *options) check() error {
 			return fmt.Errorf("--blocks %s: must be a multiple of %d bytes, from %s to --total %s",
 				size(b), blockUnit, size(minBlock), size(o.Total))
 		case blocks(b, o.Total) > regionBytes/b:
-			return fmt.Errorf("--blocks %s and --total %s: %s have no room for so many blocks: use less "+
+			return fmt.Errorf("--blocks %s and --total %s: %s have no room for that many blocks: use less "+
 				"of --total",
 				size(b), size(o.Total), size(regionBytes))
 		}
@@ -250,15 +250,15 @@ func median(v []float64) float64 {
 // run is the parent.
 func run(ctx context.Context, o options, path []string, stderr io.Writer) (*Report, error) {
 	here := machine.Here()
-	say := progress.Start(stderr)
-	defer say.Close()
-	say.Phase("making two regions of %d MiB and the second process", regionBytes>>20)
+	line := progress.Start(stderr)
+	defer line.Close()
+	line.Phase("making two regions of %d MiB and the second process", regionBytes>>20)
 	s, err := newSource(ctx, o, path)
 	if err != nil {
 		return nil, err
 	}
 	defer s.close()
-	s.say = say
+	s.line = line
 	rep := &Report{Transport: o.Transport, Integrity: o.Integrity, Conns: o.Conns, Window: s.window,
 		Slice: s.slice, Total: o.Total,
 		Rounds: o.Rounds, Baseline: s.baselineName(), Copies: s.copies, Machine: here}
@@ -272,7 +272,7 @@ func run(ctx context.Context, o options, path []string, stderr io.Writer) (*Repo
 			return nil, fmt.Errorf("copy: %s, blocks of %d bytes: %w", o.Transport, b, err)
 		}
 		rep.Results = append(rep.Results, *res)
-		say.Say("%s %8d B: %.2f GB/s, baseline %.2f, ratio %.2f", o.Transport, b, res.GBps,
+		line.Print("%s %8d B: %.2f GB/s, baseline %.2f, ratio %.2f", o.Transport, b, res.GBps,
 			res.BaselineGBps, res.Ratio)
 	}
 	return rep, nil
@@ -280,7 +280,7 @@ func run(ctx context.Context, o options, path []string, stderr io.Writer) (*Repo
 
 // measure alternates both ways over one block size.
 func (s *source) measure(ctx context.Context, block int, seeds *rand.Rand) (*Result, error) {
-	s.say.Phase(
+	s.line.Phase(
 		"%s, blocks of %d bytes: a warm-up and %d rounds of %s, each through %s and as the baseline",
 		s.o.Transport, block, s.o.Rounds, size(s.o.Total),
 		s.o.Transport)
@@ -294,7 +294,7 @@ func (s *source) measure(ctx context.Context, block int, seeds *rand.Rand) (*Res
 		if err := ctx.Err(); err != nil {
 			return nil, err
 		}
-		s.say.Note("%d of %d", round, s.o.Rounds)
+		s.line.Note("%d of %d", round, s.o.Rounds)
 		var us, them sample
 		var err error
 		for turn := range 2 {

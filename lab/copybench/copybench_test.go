@@ -52,9 +52,9 @@ func TestCopy(t *testing.T) {
 		if err := json.Unmarshal(out.Bytes(), &r); err != nil {
 			t.Fatal(err)
 		}
-		if said := progress.String(); !strings.Contains(said, "656 bytes: a warm-up and 1 rounds") ||
-			!strings.Contains(said, "1048576 B: ") {
-			t.Errorf("%v: of its progress it said %q", args, said)
+		if output := progress.String(); !strings.Contains(output, "656 bytes: a warm-up and 1 rounds") ||
+			!strings.Contains(output, "1048576 B: ") {
+			t.Errorf("%v: progress %q", args, output)
 		}
 		if len(r.Results) != 4 || r.Results[0].GBps <= 0 || r.Results[0].BaselineGBps <= 0 ||
 			r.Results[3].CPUPerGB <= 0 || r.Machine.Version == "" || r.Machine.Cores == 0 {

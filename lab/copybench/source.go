@@ -30,7 +30,7 @@ const patience = time.Minute
 // source is the parent.
 type source struct {
 	o       options
-	say     *progress.Line
+	line    *progress.Line
 	setup   setup
 	slice   int // bytes
 	window  int

@@ -35,7 +35,7 @@ func scatter(block, total int, seed uint64) []uint64 {
 	return at
 }
 
-// blocks is the number of blocks that hold so many bytes.
+// blocks is the number of blocks that hold a given number of bytes.
 func blocks(block, total int) int { return (total + block - 1) / block }
 
 // used is what the space has of block b.

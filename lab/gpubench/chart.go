@@ -70,7 +70,7 @@ func bars(rows []Row) (string, error) {
 	for i := range rows {
 		at := len(rows) - 1 - i // the first row on top
 		rates[at], ceilings[at] = rows[i].GBps, rows[i].Ceiling
-		// the list below says what; its words are wider in a browser than where they were measured
+		// the list below has the names; its words are wider in a browser than where they were measured
 		labels[at] = strconv.Itoa(i + 1)
 		spread.XYs[at] = plotter.XY{X: rows[i].GBps, Y: float64(at)}
 		spread.XErrors[at].Low, spread.XErrors[at].High = rows[i].GBps-rows[i].Min,

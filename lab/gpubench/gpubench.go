@@ -53,12 +53,12 @@ type Report struct {
 type bench struct {
 	drv    *cuda.Driver
 	out    io.Writer
-	say    *progress.Line
+	line   *progress.Line
 	repeat int
 	name   string // of the bench that runs
 	report Report
 
-	interrupted func() error // the error with which to end, once somebody has asked for that
+	interrupted func() error // the error with which to end, once a signal has asked for that
 }
 
 // NewCommand makes `kvspray-bench gpu`.
@@ -100,9 +100,9 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 			if args, err = choose(args, len(drv.Devices)); err != nil {
 				return err
 			}
-			say := progress.Start(cmd.ErrOrStderr())
-			defer say.Close()
-			b := &bench{drv: drv, out: cmd.OutOrStdout(), say: say, repeat: repeat,
+			line := progress.Start(cmd.ErrOrStderr())
+			defer line.Close()
+			b := &bench{drv: drv, out: cmd.OutOrStdout(), line: line, repeat: repeat,
 				report: Report{Machine: machine.Here(), Driver: drv.Version}, interrupted: cmd.Context().Err}
 			for _, d := range drv.Devices {
 				name, err := d.Name()
@@ -115,7 +115,7 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 				b.report.Devices[0], "", "GB/s", "min", "max", "ceiling",
 				"ratio", "cores")
 			for _, name := range args {
-				// What was measured is kept, whatever becomes of the next. What fails after a signal fails for
+				// Results are kept, whatever becomes of the next. What fails after a signal fails for
 				// that: it reaches processes of ours, too.
 				if err = errors.Join(b.run(name), b.interrupted(), b.write(jsonFile, htmlFile)); err != nil {
 					return err
@@ -134,7 +134,7 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 // benches are in the order in which they run.
 var benches = []string{"staged", "nvlink", "multipath"}
 
-// choose says which benches run on so many GPUs: those asked for, or all that can.
+// choose returns the benches that run on that many GPUs: those asked for, or all that can.
 func choose(asked []string, gpus int) (out []string, err error) {
 	for _, name := range benches {
 		if len(asked) > 0 && !slices.Contains(asked, name) {
@@ -159,8 +159,8 @@ func choose(asked []string, gpus int) (out []string, err error) {
 
 func (b *bench) run(name string) error {
 	b.name = name
-	b.say.Phase("%s: filling memory of hosts and GPUs", name)
-	defer b.say.End()
+	b.line.Phase("%s: filling memory of hosts and GPUs", name)
+	defer b.line.End()
 	switch name {
 	case "nvlink":
 		return b.nvlink()
@@ -197,14 +197,14 @@ func (b *bench) write(jsonFile, htmlFile string) error {
 
 // pair times f and ceiling alternately and records a row. ceiling moves ceilingBytes; nil: none.
 func (b *bench) pair(r Row, f func() error, ceilingBytes uint64, ceiling func() error) error {
-	b.say.Phase("%s: %s", b.name, r.What)
+	b.line.Phase("%s: %s", b.name, r.What)
 	if err := f(); err != nil { // warm-up
 		return fmt.Errorf("%s: %w", r.What, err)
 	}
 	var rates, ceilings, ratios []float64
 	var cpu, wall float64
 	for i := range b.repeat {
-		b.say.Note("%d of %d", i+1, b.repeat)
+		b.line.Note("%d of %d", i+1, b.repeat)
 		if err := b.interrupted(); err != nil {
 			return fmt.Errorf("%s: %w", r.What, err)
 		}
@@ -232,7 +232,7 @@ func (b *bench) pair(r Row, f func() error, ceilingBytes uint64, ceiling func() 
 	}
 	r.Bench = b.name
 	b.report.Rows = append(b.report.Rows, r)
-	b.say.End()
+	b.line.End()
 	fmt.Fprintf(b.out, "%-58s %9.2f %9.2f %9.2f %9.2f %7.3f %6.2f\n", r.What, r.GBps, r.Min, r.Max,
 		r.Ceiling, r.Ratio, r.Cores)
 	return nil

@@ -51,19 +51,19 @@ func TestHTML(t *testing.T) {
 	}
 }
 
-// TestPairSays: who waits is told what is measured, and the table has rows only.
-func TestPairSays(t *testing.T) {
-	var table, said bytes.Buffer
-	b := &bench{out: &table, say: progress.Start(&said), repeat: 2, name: "staged",
+// TestPairProgress: progress shows what is measured, and the table has rows only.
+func TestPairProgress(t *testing.T) {
+	var table, shown bytes.Buffer
+	b := &bench{out: &table, line: progress.Start(&shown), repeat: 2, name: "staged",
 		interrupted: t.Context().Err}
 	nothing := func() error { return nil }
 	if err := b.pair(Row{What: "slices", Bytes: 1}, nothing, 1, nothing); err != nil {
 		t.Fatal(err)
 	}
-	b.say.Close()
-	if said.String() != "staged: slices\n" || strings.Count(table.String(), "\n") != 1 ||
+	b.line.Close()
+	if shown.String() != "staged: slices\n" || strings.Count(table.String(), "\n") != 1 ||
 		!strings.HasPrefix(table.String(), "slices ") {
-		t.Errorf("it said %q and printed %q", &said, &table)
+		t.Errorf("progress %q, table %q", &shown, &table)
 	}
 }
 

@@ -94,13 +94,13 @@ func (b *bench) multipathRows(cs []*cuda.Context) error {
 			if err := b.multipathContent(mp, host, hostPtr, mem[0], streams[0]); err != nil {
 				return err
 			}
-			b.say.Phase("multipath: measuring from where on every link pays")
+			b.line.Phase("multipath: measuring from where on every link pays")
 			threshold, err := mp.Calibrate(hostPtr, mem[0])
 			if err != nil {
 				return err
 			}
 			b.report.Threshold = threshold
-			b.say.End()
+			b.line.End()
 			fmt.Fprintf(b.out, "calibrated: every link from %d MiB on\n", threshold>>20)
 			for n := uint64(4 << 10); n <= 1<<30; n *= 2 {
 				for _, dir := range []device.Direction{device.HostToDevice, device.DeviceToHost} {
@@ -126,7 +126,7 @@ func (b *bench) multipathRows(cs []*cuda.Context) error {
 func (b *bench) multipathContent(mp *multipath.Multipath, host []byte, hostPtr, dev cuda.Ptr,
 	s *cuda.Stream) error {
 	const n = 1<<30 + 12345
-	b.say.Phase("multipath: comparing content, 1 GiB there and back")
+	b.line.Phase("multipath: comparing content, 1 GiB there and back")
 	rng := rand.NewChaCha8([32]byte{3})
 	rng.Read(host[:n])
 	if err := mp.Copy(device.HostToDevice, hostPtr, dev+64, n); err != nil {
@@ -146,7 +146,7 @@ func (b *bench) multipathContent(mp *multipath.Multipath, host []byte, hostPtr, 
 	if !bytes.Equal(back, host[:n]) {
 		return errors.New("multipath: device to host: content differs")
 	}
-	b.say.End()
+	b.line.End()
 	fmt.Fprintln(b.out, "content equal there and back, 1 GiB")
 	return nil
 }

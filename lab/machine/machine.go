@@ -1,5 +1,5 @@
-// Package machine says of which build and on what a benchmark's figures are: they are worth nothing
-// without. kvspray/machine.py says the same of those in Python. No goroutines.
+// Package machine records the build and the machine of a benchmark's figures: they are worth
+// nothing without. kvspray/machine.py does the same in Python. No goroutines.
 package machine
 
 import (
@@ -14,7 +14,7 @@ import (
 	"github.com/kvspray/kvspray/internal/version"
 )
 
-// Machine is what a result carries. What the kernel does not tell stays empty.
+// Machine is what a result carries. Values that the kernel does not report stay empty.
 type Machine struct {
 	// of the build: its commit, and whether something was changed since
 	Version   string  `json:"version"`

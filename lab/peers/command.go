@@ -88,8 +88,8 @@ func (o *options) parse(rates, blocks, total, only, faults string) (err error) {
 	if o.turns < 1 {
 		return usage.Errorf("--turns %d: must be positive", o.turns)
 	}
-	if o.span < leastSpan || o.span > mostSpan {
-		return usage.Errorf("--span %s: must be from %s to %s", o.span, leastSpan, mostSpan)
+	if o.span < minSpan || o.span > maxSpan {
+		return usage.Errorf("--span %s: must be from %s to %s", o.span, minSpan, maxSpan)
 	}
 	for _, name := range strings.Split(only, ",") {
 		if only != "" && !slices.ContainsFunc(engines, func(e engine) bool { return e.name == name }) {

@@ -2,11 +2,11 @@
 
     driver.py ENGINE target|initiator --ip IP --block BYTES --total BYTES [--region BYTES]
 
-The target says {"ready": ...}; what is in it is handed to the initiator as {"target": ...}, whose {"ready": ...} goes to the target as
+The target sends {"ready": ...}; what is in it is handed to the initiator as {"target": ...}, whose {"ready": ...} goes to the target as
 {"initiator": ...}. {"go": {"seconds": s, "count": n}} makes the initiator write transfers, one after the other, each block from a random
 place to a random place; each gives a line {"began": unix time, "took": seconds, "bytes": n, "error": text}. {"digest": k} asks either end
 for the digest of what transfer k moved. Planning (descriptor lists, permutations) is done before a transfer's clock starts, in the
-engine's favour. The places of transfer k follow from k alone, so both ends know them.
+engine's favour. The places of transfer k follow from k alone, so both ends compute them.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Memory:
 
 
 class Nixl:
-    """NIXL over UCX. Which rails and how many is said by UCX_* in the environment."""
+    """NIXL over UCX. Which rails and how many is set by UCX_* in the environment."""
 
     def __init__(self, role: str, _ip: str, memory: Memory):
         from nixl._api import nixl_agent, nixl_agent_config
 
-        # The target has nobody who would poll: its progress thread does. The initiator polls.
+        # The target has no thread that would poll: its progress thread does. The initiator polls.
         self.agent = nixl_agent(role, nixl_agent_config(enable_prog_thread=role == "target", backends=[]))
         self.agent.create_backend("UCX", {})
         self.memory = memory
@@ -99,7 +99,7 @@ class Nixl:
 class Mooncake:
     """Mooncake's transfer engine over TCP, which takes one address."""
 
-    MOST = 2048  # entries of a batch: it refuses larger ones
+    MAX_OPEN = 2048  # entries of a batch: it refuses larger ones
 
     def __init__(self, _role: str, ip: str, memory: Memory):
         from mooncake.engine import TransferEngine
@@ -122,7 +122,7 @@ class Mooncake:
 
     def plan(self, src: np.ndarray, dst: np.ndarray, block: int):
         a, b = (src * block + self.memory.address).tolist(), (dst * block + self.remote).tolist()
-        return [(a[i : i + self.MOST], b[i : i + self.MOST], [block] * len(a[i : i + self.MOST])) for i in range(0, len(a), self.MOST)]
+        return [(a[i : i + self.MAX_OPEN], b[i : i + self.MAX_OPEN], [block] * len(a[i : i + self.MAX_OPEN])) for i in range(0, len(a), self.MAX_OPEN)]
 
     def move(self, plan) -> str:
         for a, b, n in plan:
@@ -138,7 +138,7 @@ class End:
         self.role, self.block, self.total, self.region, self.out = role, block, total, region, out
         self.memory = Memory(region, role == "initiator")
         self.engine = (Nixl if engine == "nixl" else Mooncake)(role, ip, self.memory)
-        self.mutual = engine == "nixl"  # the target wants to know the initiator, too
+        self.mutual = engine == "nixl"  # the target needs the initiator's metadata, too
         self.next = 0
         if role == "target":
             self.say(ready=self.engine.hello())

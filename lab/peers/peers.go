@@ -37,8 +37,8 @@ import (
 const (
 	healthyCount = 4 // transfers of one turn, the first of which is cold
 	streamSpan   = 1500 * time.Millisecond
-	leastSpan    = 3 * time.Second
-	mostSpan     = time.Minute
+	minSpan      = 3 * time.Second
+	maxSpan      = time.Minute
 )
 
 // When a fault happens, and when it is healed, of the time that a turn takes.
@@ -153,7 +153,7 @@ func run(ctx context.Context, o options) error {
 		return err
 	}
 	var all []*outcome
-	// What was measured before somebody had enough is worth something, too.
+	// Results from before an interruption are worth something, too.
 	err := o.turnsOf(ctx, o.turn, func(x *outcome) { all = append(all, x) })
 	if len(all) == 0 {
 		for name, why := range o.unable {
@@ -164,8 +164,8 @@ func run(ctx context.Context, o options) error {
 	return errors.Join(err, o.write(all))
 }
 
-// turnsOf lets everybody have their turns. Who cannot be started is left out from then on; who
-// could before has an outcome that says so.
+// turnsOf gives all engines their turns. One that cannot be started is left out from then on; one
+// that could before has an outcome with the error.
 func (o *options) turnsOf(ctx context.Context, take func(context.Context, engine, scenario,
 	int) (*outcome, error), done func(*outcome)) error {
 	ran := map[string]bool{}
@@ -333,7 +333,7 @@ func title(name string) string {
 	return name
 }
 
-// table says for each engine and block what was reached, worst and median over all turns, and of
+// table has for each engine and block what was reached, worst and median over all turns, and of
 // who had none why.
 func (o *options) table(w *strings.Builder, all []*outcome) {
 	fmt.Fprintf(w, "kvspray %s; %s\nrails %s; transfers of %s; %d turns each; shares of what plain "+
@@ -377,7 +377,7 @@ func (o *options) table(w *strings.Builder, all []*outcome) {
 // row is what one engine made of one fault, in all of its turns.
 func (o *options) row(w io.Writer, s scenario, turns []*outcome) {
 	if len(turns) == 0 {
-		return // somebody had enough before
+		return // interrupted before
 	}
 	var during, stalls []float64
 	failed, transfers, note, window := 0, 0, "", "0 s"

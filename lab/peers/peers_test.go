@@ -88,7 +88,7 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// An engine that cannot be started does not keep the others from being compared: the table says
+// An engine that cannot be started does not keep the others from being compared: the table has
 // that it was left out, and why. One that could be before has what it did, and the turn that it
 // missed.
 func TestUnable(t *testing.T) {
@@ -135,8 +135,8 @@ func TestUnable(t *testing.T) {
 	}
 }
 
-// What an engine said last is why it could not be started.
-func TestUnableSays(t *testing.T) {
+// The last output of an engine is why it could not be started.
+func TestUnableHasLastOutput(t *testing.T) {
 	d := &driver{log: filepath.Join(t.TempDir(), "log")}
 	if err := d.unable(errEnded); err.Error() != errEnded.Error() {
 		t.Errorf("without a log: %v", err)

@@ -23,7 +23,7 @@ const (
 	driverPatience = 60 * time.Second // for a step of its set-up
 	regionBytes    = 768 << 20
 	maxLine        = 8 << 20
-	logTail        = 4 << 10 // of a driver's log: its end says why it could not start
+	logTail        = 4 << 10 // of a driver's log: its end has why it could not start
 )
 
 // driver is one end of another engine.
@@ -34,7 +34,7 @@ type driver struct {
 	log   string
 }
 
-// line is what a driver says.
+// line is what a driver sends.
 type line struct {
 	Ready    json.RawMessage `json:"ready"`
 	Met      bool            `json:"met"`
@@ -96,7 +96,7 @@ func (d *driver) stop() {
 	limit.Stop()
 }
 
-func (d *driver) say(what string, v any) error {
+func (d *driver) send(what string, v any) error {
 	b, err := json.Marshal(map[string]any{what: v})
 	if err != nil {
 		return err
@@ -107,7 +107,7 @@ func (d *driver) say(what string, v any) error {
 
 var errEnded = errors.New("the driver ended")
 
-// unableError is why an engine cannot be started here: what it said last, where it said something.
+// unableError is why an engine cannot be started here: its last output, if it had some.
 type unableError struct{ why string }
 
 func (e *unableError) Error() string { return e.why }
@@ -124,7 +124,7 @@ func (d *driver) unable(err error) error {
 	return &unableError{why}
 }
 
-// next is what the driver says next.
+// next is what the driver sends next.
 func (d *driver) next(ctx context.Context, patience time.Duration) (line, error) {
 	t := time.NewTimer(patience)
 	defer t.Stop()
@@ -142,16 +142,16 @@ func (d *driver) next(ctx context.Context, patience time.Duration) (line, error)
 }
 
 func (d *driver) ask(ctx context.Context, what string, v any) (line, error) {
-	if err := d.say(what, v); err != nil {
+	if err := d.send(what, v); err != nil {
 		return line{}, fmt.Errorf("%w; see %s", err, d.log)
 	}
 	return d.next(ctx, driverPatience)
 }
 
-// theirs moves with another engine. What becomes of it is part of the result (said); err is what
+// theirs moves with another engine. What becomes of it is part of the result (failure); err is what
 // keeps the comparison from going on.
 func (o *options) theirs(ctx context.Context, f *railsbench.Field, e engine, opt *timeline.Options,
-	res *timeline.Result) (said string, err error) {
+	res *timeline.Result) (failure string, err error) {
 	target, err := o.start(f, e, netrig.Receiver, opt.Block, opt.Total)
 	if err != nil {
 		return "", err
@@ -184,14 +184,14 @@ func (o *options) theirs(ctx context.Context, f *railsbench.Field, e engine, opt
 	}
 	last := -1
 	watched := f.Watch(ctx, opt.Faults, func(base time.Time) error {
-		if err := initiator.say("go", want); err != nil {
+		if err := initiator.send("go", want); err != nil {
 			return err
 		}
 		for {
 			l, err := initiator.next(ctx, patience)
 			switch {
 			case errors.Is(err, errEnded):
-				said = err.Error()
+				failure = err.Error()
 				return nil
 			case err != nil:
 				return err
@@ -207,11 +207,11 @@ func (o *options) theirs(ctx context.Context, f *railsbench.Field, e engine, opt
 		}
 	}, res)
 	if watched != nil {
-		return said, watched
+		return failure, watched
 	}
 	// One that failed has written over what an earlier one brought: then there is nothing to compare.
-	if said != "" || last < 0 || last != len(res.Transfers)-1 {
-		return said, nil
+	if failure != "" || last < 0 || last != len(res.Transfers)-1 {
+		return failure, nil
 	}
 	a, err := initiator.ask(ctx, "digest", last)
 	if err != nil {

@@ -5,7 +5,7 @@ import "github.com/kvspray/kvspray/placement/index"
 // cache is a node's pages, the least recently used one first to go. It keeps the index up to date.
 type cache struct {
 	node    int
-	most    int
+	limit   int
 	of      map[uint64]int32
 	entries []entry // entry 0 is the end of the list
 	shared  *index.Table
@@ -16,8 +16,8 @@ type entry struct {
 	prev, next int32
 }
 
-func newCache(node, most int, shared *index.Table) *cache {
-	return &cache{node, most, map[uint64]int32{}, make([]entry, 1), shared}
+func newCache(node, limit int, shared *index.Table) *cache {
+	return &cache{node, limit, map[uint64]int32{}, make([]entry, 1), shared}
 }
 
 func (c *cache) unlink(i int32) {
@@ -39,7 +39,7 @@ func (c *cache) use(pages []uint64) {
 		switch {
 		case ok:
 			c.unlink(i)
-		case len(c.of) < c.most:
+		case len(c.of) < c.limit:
 			i = int32(len(c.entries))
 			c.entries = append(c.entries, entry{page: p})
 		default:

@@ -78,15 +78,15 @@ func (o *options) check() error {
 			strings.Join(slices.Sorted(maps.Keys(shapes)), ", "))
 	}
 	for _, x := range []struct {
-		flag            string
-		is, least, most float64
+		flag         string
+		is, min, max float64
 	}{{"engines", float64(o.Engines), 1, maxEngines}, {"gbit", o.Gbit, 0.001, 1e5},
 		{"load", o.Load, 0.001, 100}, {"seconds", o.Seconds, 1, maxSeconds},
 		{"prefill", o.Rate, 1, 1e8}, {"token-bytes", o.TokenBytes, 1, 1e8},
 		{"cache", float64(o.CacheSize), pageTokens, 1e9}, {"delay", o.Delay, 0, 10},
 		{"failures", o.Failures, 0, 3600}} {
-		if !(x.is >= x.least && x.is <= x.most) {
-			return usage.Errorf("--%s %v: want %v to %v", x.flag, x.is, x.least, x.most)
+		if !(x.is >= x.min && x.is <= x.max) {
+			return usage.Errorf("--%s %v: want %v to %v", x.flag, x.is, x.min, x.max)
 		}
 	}
 	return nil

@@ -100,7 +100,7 @@ func TestFailures(t *testing.T) {
 		}
 		for i, n := range s.nodes {
 			if len(n.queue) > 0 || n.busy != nil || len(n.in.flows) > 0 || len(n.out.flows) > 0 ||
-				n.queued > 1e-6 || len(n.cache.of) > n.cache.most {
+				n.queued > 1e-6 || len(n.cache.of) > n.cache.limit {
 				t.Errorf("%s: node %d is not empty at the end", p.name, i)
 			}
 		}

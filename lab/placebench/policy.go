@@ -15,7 +15,7 @@ type named struct {
 // their documents.
 func policies() []named {
 	return []named{
-		{"least-loaded", leastLoaded},
+		{"least-loaded", lowestLoad},
 		{"cache-aware (SGLang's rule)", cacheAware},
 		{"weighted (llm-d's rule)", weighted},
 		{"predict: run only", predict(placement.Run)},
@@ -68,7 +68,7 @@ func (n *node) inFlight() int {
 	return f
 }
 
-func leastLoaded(s *sim, a *placement.Ask) (placement.Choice, bool) {
+func lowestLoad(s *sim, a *placement.Ask) (placement.Choice, bool) {
 	return s.run1(a, s.best(func(i int) float64 { return -float64(s.nodes[i].inFlight()) }))
 }
 
@@ -76,21 +76,21 @@ func leastLoaded(s *sim, a *placement.Ask) (placement.Choice, bool) {
 // the loads are unequal.
 func cacheAware(s *sim, a *placement.Ask) (placement.Choice, bool) {
 	const threshold, absolute, relative = 0.3, 64, 1.5
-	least, most := -1, 0
+	lowest, highest := -1, 0
 	for _, n := range s.nodes {
 		if f := n.inFlight(); n.up {
-			if least < 0 || f < least {
-				least = f
+			if lowest < 0 || f < lowest {
+				lowest = f
 			}
-			most = max(most, f)
+			highest = max(highest, f)
 		}
 	}
-	if most-least > absolute && float64(most) > relative*float64(least) {
-		return leastLoaded(s, a)
+	if highest-lowest > absolute && float64(highest) > relative*float64(lowest) {
+		return lowestLoad(s, a)
 	}
 	e := s.best(func(i int) float64 { return float64(a.Hits[i]) })
 	if e < 0 || float64(a.Hits[e]) < threshold*float64(a.Tokens) {
-		return leastLoaded(s, a)
+		return lowestLoad(s, a)
 	}
 	return s.run1(a, e)
 }
@@ -99,19 +99,19 @@ func cacheAware(s *sim, a *placement.Ask) (placement.Choice, bool) {
 // queue, twice.
 func weighted(s *sim, a *placement.Ask) (placement.Choice, bool) {
 	const prefix, queue = 3, 2
-	least, most := -1, 0
+	lowest, highest := -1, 0
 	for _, n := range s.nodes {
 		if n.up {
-			if least < 0 || len(n.queue) < least {
-				least = len(n.queue)
+			if lowest < 0 || len(n.queue) < lowest {
+				lowest = len(n.queue)
 			}
-			most = max(most, len(n.queue))
+			highest = max(highest, len(n.queue))
 		}
 	}
 	return s.run1(a, s.best(func(i int) float64 {
 		score := prefix * float64(a.Hits[i]) / float64(a.Tokens)
-		if most > least {
-			return score + queue*float64(most-len(s.nodes[i].queue))/float64(most-least)
+		if highest > lowest {
+			return score + queue*float64(highest-len(s.nodes[i].queue))/float64(highest-lowest)
 		}
 		return score + queue
 	}))

@@ -2,7 +2,7 @@
 // for long. It writes to one place, standard error as a rule: results go elsewhere and stay clean.
 //
 // On a terminal it is one line that is drawn again and again and is gone at the end; elsewhere a
-// line for each phase, and one now and then within a long one. A nil Line says nothing.
+// line for each phase, and one now and then within a long one. A nil Line prints nothing.
 //
 // Goroutines: one, from Start to Close.
 package progress
@@ -40,7 +40,7 @@ type Line struct {
 	drawn bool // the line stands on the terminal
 }
 
-// Start begins with nothing to say.
+// Start begins with an empty line.
 func Start(w io.Writer) *Line { return start(w, terminal(w)) }
 
 func start(w io.Writer, width func() int) *Line {
@@ -85,7 +85,7 @@ func terminal(w io.Writer) func() int {
 	return width
 }
 
-// Phase says what begins now. It ends the phase before.
+// Phase shows what begins now. It ends the phase before.
 func (l *Line) Phase(format string, args ...any) {
 	if l == nil {
 		return
@@ -96,7 +96,7 @@ func (l *Line) Phase(format string, args ...any) {
 	l.drawLocked()
 }
 
-// Note says how far the phase is. It is shown when the phase is mentioned next.
+// Note records how far the phase is. It is shown when the phase is mentioned next.
 func (l *Line) Note(format string, args ...any) {
 	if l == nil {
 		return
@@ -106,8 +106,8 @@ func (l *Line) Note(format string, args ...any) {
 	l.note = fmt.Sprintf(format, args...)
 }
 
-// Say writes a line that stays. It ends the phase.
-func (l *Line) Say(format string, args ...any) {
+// Print writes a line that stays. It ends the phase.
+func (l *Line) Print(format string, args ...any) {
 	if l == nil {
 		return
 	}
@@ -117,7 +117,7 @@ func (l *Line) Say(format string, args ...any) {
 	l.write(fmt.Sprintf(format, args...) + "\n")
 }
 
-// End ends the phase: nothing is said until the next one, and somebody else may write to the
+// End ends the phase: nothing is printed until the next one, and other code may write to the
 // terminal.
 func (l *Line) End() {
 	if l == nil {
@@ -163,11 +163,11 @@ func (l *Line) drawLocked() {
 	}
 	// A line that wraps could not be drawn over. What changes is worth more than what was there to be
 	// read before.
-	most := max(l.width()-1, 0)
-	phase = phase[:min(len(phase), max(most-len(far), 0))]
-	l.write(eraseLine + phase + far[:min(len(far), most)])
+	limit := max(l.width()-1, 0)
+	phase = phase[:min(len(phase), max(limit-len(far), 0))]
+	l.write(eraseLine + phase + far[:min(len(far), limit)])
 	l.drawn = true
 }
 
-// write says it, or not: nobody's result depends on it.
+// write ignores errors: no result depends on it.
 func (l *Line) write(s string) { _, _ = io.WriteString(l.w, s) }

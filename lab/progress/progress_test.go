@@ -21,7 +21,7 @@ func TestLines(t *testing.T) {
 		<-time.After(5 * time.Second)
 		l.Note("%d of 9", 3)
 		<-time.After(9 * time.Second)
-		l.Say("moved")
+		l.Print("moved")
 		<-time.After(time.Minute)
 		l.Close()
 		if want := "measuring rail0\nmoving\nmoving: 3 of 9 (9s)\nmoved\n"; b.String() != want {
@@ -62,10 +62,10 @@ func TestNoTerminal(t *testing.T) {
 	if terminal(f) != nil {
 		t.Error("a file is no terminal")
 	}
-	var none *Line // says nothing, and fails at nothing
+	var none *Line // prints nothing, and fails at nothing
 	none.Phase("x")
 	none.Note("x")
-	none.Say("x")
+	none.Print("x")
 	none.End()
 	none.Close()
 }

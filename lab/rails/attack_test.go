@@ -29,9 +29,9 @@ func TestLateWrites(t *testing.T) {
 	transfer(t, p, railsbench.Order{})
 	// Where the machine is busy the rail may fall silent when all is over. So there are more runs
 	// until half of those that were asked for are attacks.
-	const most = 4
+	const limit = 4
 	n, done, arrived := runs(t, 10), 0, 0
-	for i := 0; i < n || arrived*2 < n && i < most*n; i++ {
+	for i := 0; i < n || arrived*2 < n && i < limit*n; i++ {
 		done++
 		rail := i % 2
 		name := netrig.Name(rail)
@@ -61,7 +61,7 @@ func TestLateWrites(t *testing.T) {
 			arrived++
 		}
 		if !intact() {
-			t.Fatalf("run %d: bytes of a transfer that was committed landed in blocks that were somebody "+
+			t.Fatalf("run %d: bytes of a transfer that was committed landed in blocks that were another "+
 				"else's by then", i)
 		}
 	}

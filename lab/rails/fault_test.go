@@ -20,8 +20,8 @@ import (
 
 // What a fault may cost.
 const (
-	linkDown  = 20 * time.Millisecond  // the kernel says so
-	silent    = 150 * time.Millisecond // nobody does
+	linkDown  = 20 * time.Millisecond  // the kernel reports it
+	silent    = 150 * time.Millisecond // the kernel reports nothing
 	readmit   = 2 * time.Second        // after healing, at readmitAt of all rails
 	readmitAt = 0.97
 )
@@ -182,8 +182,8 @@ func again(r *timeline.Result, healed time.Duration) time.Duration {
 	return time.Hour // never
 }
 
-// All rails dead for three seconds, then back: who has time finishes, who has not fails for its
-// deadline, and the wire is used again.
+// All rails dead for three seconds, then back: a transfer with time finishes, one without fails for
+// its deadline, and the wire is used again.
 func TestAllDeadThenBack(t *testing.T) {
 	rr := goal(t)
 	for _, kind := range each([]string{"down", "drop"}) {
@@ -224,8 +224,8 @@ func TestAllDeadThenBack(t *testing.T) {
 			}
 			t.Logf("the hasty one names %d of %d tokens as missing: %v", hasty.Recompute,
 				hasty.Tokens(), hasty.Err)
-			if most := 3*time.Second + 2*readmit; took > most && figures() {
-				t.Errorf("the patient one ended %v after the rails died, want %v", took, most)
+			if limit := 3*time.Second + 2*readmit; took > limit && figures() {
+				t.Errorf("the patient one ended %v after the rails died, want %v", took, limit)
 			}
 			rejoined(t, f, p)
 		})
@@ -268,7 +268,7 @@ func TestOtherTransportCarriesOn(t *testing.T) {
 				flying := 2 * carried(t, f).room // windows grow until the fault, and no faster than that
 				died := kill()
 				select {
-				case <-x.Heard():
+				case <-x.Done():
 				case <-time.After(30 * time.Second):
 					t.Error("half a minute after tcp was gone the transfer has not ended")
 				}
@@ -303,7 +303,7 @@ func TestOtherTransportCarriesOn(t *testing.T) {
 	}
 }
 
-// refuse has the kernel answer whatever tcp says over any rail with a reset, or no more, and
+// refuse has the kernel answer whatever tcp sends over any rail with a reset, or no more, and
 // returns when that began. It is looked at: what connects is refused, and what was connected ends.
 func refuse(t *testing.T, f *railsbench.Field, on bool) (since time.Time) {
 	t.Helper()
@@ -337,7 +337,7 @@ func refuse(t *testing.T, f *railsbench.Field, on bool) (since time.Time) {
 		if c := old[i]; c != nil {
 			_, werr := c.Write([]byte{1})
 			_, rerr := c.Read(make([]byte, 1))
-			// whoever comes first after it is told
+			// the first that comes after it is rejected
 			if err := errors.Join(werr, rerr); !errors.Is(err, unix.ECONNRESET) {
 				t.Fatalf("rail %d: a connection of before: %v, want a reset", i, err)
 			}
@@ -416,7 +416,7 @@ func carried(t *testing.T, f *railsbench.Field) (c carriage) {
 	return c
 }
 
-// Nobody is blamed who did nothing: a slow rail beside a fast one, and loss on all of them.
+// No healthy rail is blamed: a slow rail beside a fast one, and loss on all of them.
 func TestNoFalseExclusion(t *testing.T) {
 	only(t, minute)
 	span := 20 * time.Second
@@ -442,7 +442,7 @@ func TestNoFalseExclusion(t *testing.T) {
 				}
 			}
 			// A sidecar that is not run for a while may take a rail for the cause. Then it is looked at once
-			// more, with others that know nothing.
+			// more, with fresh ones.
 			more := patience{left: 2}
 			for {
 				excluded := mixed(t, f, p, span, len(rr))
@@ -450,7 +450,7 @@ func TestNoFalseExclusion(t *testing.T) {
 					return
 				}
 				t.Log(excluded)
-				rejoined(t, f, p) // whoever was to blame
+				rejoined(t, f, p) // whichever was to blame
 				if !judges(t) {
 					return
 				}
@@ -495,7 +495,7 @@ func mixed(t *testing.T, f *railsbench.Field, p *railsbench.Pair, span time.Dura
 		if n := q.Counters["exclusions"]; n > 0 {
 			excluded += fmt.Sprintf("%s was excluded %d times, the last time: %s. ", q.Path.Local, n, q.Last)
 		}
-		t.Logf("%s: %d MiB, %d suspicions, %d given twice", q.Path.Local, q.Counters["bytes"]>>20,
+		t.Logf("%s: %d MiB, %d suspicions, %d received again", q.Path.Local, q.Counters["bytes"]>>20,
 			q.Counters["suspicions"], q.Counters["slices_doubled"])
 	}
 	if used != rails {

@@ -79,14 +79,14 @@ func TestUrgentBesideBackground(t *testing.T) {
 	carried := timeline.RateOf(received(t, f)-from, time.Since(begun))
 	stop()
 	wg.Wait()
-	// Beside a background that has pauses nobody waits.
+	// Beside a background that has pauses there is no wait.
 	if carried < plain*8/10 {
 		t.Errorf("the background carried %s, plain streams carry %s: this tests nothing", carried, plain)
 	}
 	a, l := quantile(alone, 0.99), quantile(loaded, 0.99)
 	t.Logf("%d transfers of 4 KiB: alone p50 %v, p99 %v; beside a background of %s p50 %v, p99 %v", n,
 		median(alone), a, carried, median(loaded), l)
-	if most := a + 2*sliceTime; l > most {
-		t.Errorf("p99 beside background %v, alone %v: want %v at most", l, a, most)
+	if limit := a + 2*sliceTime; l > limit {
+		t.Errorf("p99 beside background %v, alone %v: want %v at most", l, a, limit)
 	}
 }

@@ -106,19 +106,19 @@ const (
 func quiet(tries int) bool {
 	for range tries {
 		var wg sync.WaitGroup
-		least := make([]float64, runtime.GOMAXPROCS(0))
-		for i := range least {
+		lowest := make([]float64, runtime.GOMAXPROCS(0))
+		for i := range lowest {
 			wg.Go(func() {
 				runtime.LockOSThread()
 				defer runtime.UnlockOSThread()
 				used, began := threadTime(), time.Now()
 				for time.Since(began) < 500*time.Millisecond {
 				}
-				least[i] = float64(threadTime()-used) / float64(time.Since(began))
+				lowest[i] = float64(threadTime()-used) / float64(time.Since(began))
 			})
 		}
 		wg.Wait()
-		if slices.Min(least) > 0.9 {
+		if slices.Min(lowest) > 0.9 {
 			return true
 		}
 		<-time.After(time.Second)
@@ -133,7 +133,7 @@ const moreRounds = 6
 // patience is what is left of them.
 type patience struct {
 	left  int
-	noisy bool // behind a figure that was missed the processors were not to be had: it says nothing
+	noisy bool // behind a figure that was missed the processors were not to be had: it proves nothing
 }
 
 // again reports whether another round is worth its time.
@@ -257,7 +257,7 @@ func engines(t testing.TB, f *railsbench.Field, block int, total int64,
 	return p
 }
 
-// measured is a result that knows what plain streams carry.
+// measured is a result with what plain streams carry.
 func measured(t testing.TB, f *railsbench.Field, rr []timeline.Rate) *timeline.Result {
 	t.Helper()
 	r := &timeline.Result{Bench: "rails"}
@@ -294,7 +294,7 @@ func together(t testing.TB, f *railsbench.Field) timeline.Rate {
 	return r
 }
 
-// renew heals every rail and replaces the sidecars by new ones, which know nothing and meet.
+// renew heals every rail and replaces the sidecars by new ones, which have no history and meet.
 func renew(t testing.TB, f *railsbench.Field, p *railsbench.Pair) {
 	t.Helper()
 	apply(t, f, "0s:all:heal")
@@ -419,11 +419,11 @@ func quantile(v []time.Duration, q float64) time.Duration {
 	return s[min(int(q*float64(len(s))), len(s)-1)]
 }
 
-func runs(t testing.TB, least int) int {
+func runs(t testing.TB, lowest int) int {
 	t.Helper()
 	v := os.Getenv(attackEnv)
 	if v == "" {
-		return least
+		return lowest
 	}
 	n, err := strconv.Atoi(v)
 	if err != nil || n < 1 {

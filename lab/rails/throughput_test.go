@@ -25,7 +25,7 @@ type mix struct {
 
 // add moves transfers over a mix, cold and warm in turns with plain streams, judges the shares, and
 // returns them.
-func add(t *testing.T, m mix, block int, n int, coldLeast, warmLeast float64) (cold,
+func add(t *testing.T, m mix, block int, n int, minCold, minWarm float64) (cold,
 	warm []float64) {
 	t.Helper()
 	rr := rates(t, m.rates...)
@@ -44,9 +44,9 @@ func add(t *testing.T, m mix, block int, n int, coldLeast, warmLeast float64) (c
 		n = 1
 	}
 	before := together(t, f)
-	for i := 0; i < n || more.again(median(cold) >= coldLeast && median(warm) >= warmLeast); i++ {
+	for i := 0; i < n || more.again(median(cold) >= minCold && median(warm) >= minWarm); i++ {
 		if i > 0 {
-			// The sidecars of the last round know the rails. These do not.
+			// The sidecars of the last round have measured the rails. These have not.
 			renew(t, f, p)
 		}
 		c := rate(transfer(t, p, railsbench.Order{}))
@@ -56,12 +56,12 @@ func add(t *testing.T, m mix, block int, n int, coldLeast, warmLeast float64) (c
 		before = after
 		cold, warm = append(cold, float64(c/plain)), append(warm, float64(w/plain))
 	}
-	verdict(t, "cold", cold, coldLeast, &more)
-	verdict(t, "warm", warm, warmLeast, &more)
+	verdict(t, "cold", cold, minCold, &more)
+	verdict(t, "warm", warm, minWarm, &more)
 	return cold, warm
 }
 
-func verdict(t *testing.T, what string, v []float64, least float64, more *patience) {
+func verdict(t *testing.T, what string, v []float64, want float64, more *patience) {
 	t.Helper()
 	worst := slices.Min(v)
 	t.Logf("%s: worst %.3f, median %.3f of plain streams in %d runs", what, worst, median(v), len(v))
@@ -69,8 +69,8 @@ func verdict(t *testing.T, what string, v []float64, least float64, more *patien
 	if how == long {
 		judged = worst
 	}
-	if judged < least && more.judges(t) {
-		t.Errorf("%s: %.3f of what plain streams carry, want %.2f: %.3f", what, judged, least, v)
+	if judged < want && more.judges(t) {
+		t.Errorf("%s: %.3f of what plain streams carry, want %.2f: %.3f", what, judged, want, v)
 	}
 }
 

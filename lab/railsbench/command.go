@@ -41,7 +41,7 @@ Each of that takes --duration (10s).`,
 	}
 	flags := timeline.AddFlags(c)
 	c.Flags().StringVar(&claims, "claims", "", "what the links claim, separated by commas: the "+
-		"sidecars are told that (default: nothing)")
+		"sidecars are configured with it (default: nothing)")
 	c.Flags().StringVar(&integrity, "integrity", "", "off, crc32c or aead (default: the sidecar's)")
 	c.Flags().DurationVar(&plain, "plain", plainSpan, "how long plain streams over all rails at "+
 		"once are measured; over one alone, a second at most")
@@ -54,8 +54,8 @@ Each of that takes --duration (10s).`,
 		if err != nil {
 			return err
 		}
-		if plain < leastPlain || plain > mostPlain {
-			return usage.Errorf("--plain %s: must be from %s to %s", plain, leastPlain, mostPlain)
+		if plain < minPlain || plain > maxPlain {
+			return usage.Errorf("--plain %s: must be from %s to %s", plain, minPlain, maxPlain)
 		}
 		if integrity != "" && integrity != "off" && integrity != "crc32c" && integrity != "aead" {
 			return usage.Errorf("--integrity %q: want off, crc32c or aead", integrity)

@@ -35,7 +35,7 @@ type Pair struct {
 	field *Field
 	from  netrig.Side
 	to    netrig.Side
-	id    string // of both engines: a sidecar tells its workers apart by it
+	id    string // of both engines: a sidecar distinguishes its workers by it
 	shape connectortest.Shape
 	n     int // blocks of one transfer, in each layer
 
@@ -72,13 +72,13 @@ type Transfer struct {
 
 	pair     *Pair
 	from, to []uint32
-	missing  [][2]uint32   // tokens [start, end), as its engine was told
+	missing  [][2]uint32   // tokens [start, end), as its engine received them
 	done     chan struct{} // closed when the content was compared
 	landed   chan struct{} // closed at Ended
 }
 
 // Engines adds a pair of engines whose transfers have `total` bytes in blocks of `block`, rounded
-// down to whole blocks, with room for so many at a time.
+// down to whole blocks, with room for a number at a time.
 func (f *Field) Engines(ctx context.Context, block int, total int64, slots int) (*Pair, error) {
 	return f.EnginesAt(ctx, netrig.Sender, netrig.Receiver, block, total, slots)
 }
@@ -213,8 +213,8 @@ func (p *Pair) await(source bool, lease uint64) chan connectortest.Completion {
 	return ch
 }
 
-// knock expects what nobody sends.
-func (p *Pair) knock() (uint64, error) {
+// expectNothing expects a prompt that is never sent.
+func (p *Pair) expectNothing() (uint64, error) {
 	t := <-p.slots
 	p.slots <- t // nothing will be written
 	var x [16]byte
@@ -285,9 +285,9 @@ func (p *Pair) Begin(ctx context.Context, o Order) (*Transfer, error) {
 			}
 		}
 		close(t.landed)
-		// Blocks at the source are free only when its engine has heard, too.
+		// Blocks at the source are free only when its engine has its completion, too.
 		if s, ok := <-sent; t.Err == nil && (!ok || s.Status != 0) {
-			t.Err = fmt.Errorf("the receiver committed, and the sender says status %d: %+v",
+			t.Err = fmt.Errorf("the receiver committed, and the sender has status %d: %+v",
 				s.Status, s.Sent)
 		}
 		p.checks <- t
@@ -301,7 +301,7 @@ func (p *Pair) broken() error {
 	return fmt.Errorf("completions end: %w", p.err)
 }
 
-// Landed waits until the receiving engine has heard.
+// Landed waits until the receiving engine has its completion.
 func (t *Transfer) Landed() *Transfer {
 	<-t.landed
 	return t
@@ -316,16 +316,16 @@ func (t *Transfer) Wait() *Transfer {
 // Tokens is the length of the prompt that it carries.
 func (t *Transfer) Tokens() int { return len(t.to) * tokensPerBlock }
 
-// Heard is closed when Landed would return.
-func (t *Transfer) Heard() <-chan struct{} { return t.landed }
+// Done is closed when Landed would return.
+func (t *Transfer) Done() <-chan struct{} { return t.landed }
 
-// compare looks at what came, on a thread that gets only time that nobody else wants.
+// compare looks at what came, on a thread that gets only idle time.
 func (p *Pair) compare() {
 	defer p.wg.Done()
 	runtime.LockOSThread() // for good: the thread's priority ends with it
 	_ = unix.Setpriority(unix.PRIO_PROCESS, 0, compareNice)
 	for t := range p.checks {
-		if t.Err == nil || len(t.missing) > 0 { // no range at all says nothing of what came
+		if t.Err == nil || len(t.missing) > 0 { // no range at all proves nothing of what came
 			t.Err = errors.Join(t.Err, p.same(t))
 		}
 		p.slots <- t.to
@@ -354,7 +354,7 @@ func (p *Pair) same(t *Transfer) error {
 }
 
 // Scribble writes over the blocks of the receiver that a landed transfer used, as an engine that
-// gives them to another prompt, and returns a function that says whether anybody wrote there since.
+// gives them to another prompt, and returns a function that reports whether a write came since.
 func (t *Transfer) Scribble(mark byte) (intact func() bool) {
 	p := t.pair
 	each := func(f func(page []byte) bool) bool {

@@ -50,7 +50,7 @@ type Field struct {
 	Rig *netrig.Rig
 
 	setup Setup
-	say   *progress.Line // nil: nobody waits
+	line  *progress.Line // nil: no output
 	dir   string
 	nodes []*node // by Side
 	pairs []*Pair
@@ -120,7 +120,7 @@ func (f *Field) startNodes(ctx context.Context) error {
 	return nil
 }
 
-// Renew replaces the sidecars by new ones, which know nothing, and connects the engines to them.
+// Renew replaces the sidecars by new ones, which have no history, and connects the engines to them.
 func (f *Field) Renew(ctx context.Context) error {
 	for i, n := range f.nodes {
 		n.stop()
@@ -276,7 +276,7 @@ func (f *Field) Get(ctx context.Context, side netrig.Side, path string, v any) e
 	return json.Unmarshal(b, v)
 }
 
-// State is what a test wants to know of /debug/state.
+// State is what a test needs of /debug/state.
 type State struct {
 	Boot   string `json:"boot"`
 	Leases struct {
@@ -324,9 +324,9 @@ func (f *Field) State(ctx context.Context, side netrig.Side) (*State, error) {
 }
 
 // Meet waits until the sidecars of a pair have a lane on every rail, without moving anything:
-// somebody expects what nobody will send.
+// an engine expects what is never sent.
 func (f *Field) Meet(ctx context.Context, p *Pair) error {
-	lease, err := p.knock()
+	lease, err := p.expectNothing()
 	if err != nil {
 		return err
 	}

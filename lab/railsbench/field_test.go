@@ -36,7 +36,7 @@ func TestVoid(t *testing.T) {
 	}
 }
 
-// A sidecar that refuses its configuration was told something wrong; one that panics, which has the
+// A sidecar that refuses its configuration had a wrong one; one that panics, which has the
 // same exit code, was not.
 func TestAtStart(t *testing.T) {
 	const hint = "kvspray: transfer.nope: unknown key\nSee 'kvspray serve --help'."

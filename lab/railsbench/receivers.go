@@ -26,7 +26,7 @@ const (
 	loadAtOnce   = 2       // of one receiver
 	loadSlots    = 2 * loadAtOnce
 	phaseSpan    = 10 * time.Second // of each measurement, by default
-	leastPhase   = time.Second
+	minPhase     = time.Second
 	loadSettle   = time.Second           // until every receiver has been served for a while
 	urgentPause  = 20 * time.Millisecond // between two, at most
 	urgentSlots  = 2
@@ -39,7 +39,7 @@ type Waited struct {
 	P50   timeline.Seconds `json:"p50_seconds"`
 	P95   timeline.Seconds `json:"p95_seconds"`
 	P99   timeline.Seconds `json:"p99_seconds"`
-	Most  timeline.Seconds `json:"most_seconds"`
+	Max   timeline.Seconds `json:"max_seconds"`
 }
 
 // Beside is Waited while the other receivers are sent transfers of another priority without end.
@@ -47,20 +47,20 @@ type Beside struct {
 	Priority string `json:"priority"` // of those transfers
 	Waited
 	// By the median of those alone.
-	P50Times  float64       `json:"p50_times"`
-	P95Times  float64       `json:"p95_times"`
-	P99Times  float64       `json:"p99_times"`
-	MostTimes float64       `json:"most_times"`
-	Moved     timeline.Rate `json:"moved_bits_per_second"` // to all receivers
-	Share     float64       `json:"share"`                 // Moved, of plain streams
+	P50Times float64       `json:"p50_times"`
+	P95Times float64       `json:"p95_times"`
+	P99Times float64       `json:"p99_times"`
+	MaxTimes float64       `json:"max_times"`
+	Moved    timeline.Rate `json:"moved_bits_per_second"` // to all receivers
+	Share    float64       `json:"share"`                 // Moved, of plain streams
 }
 
 // Shares is what peers of one class got of the rails that they share.
 type Shares struct {
-	Each  []timeline.Rate `json:"each_bits_per_second"`
-	Least float64         `json:"least_of_most"`
-	Moved timeline.Rate   `json:"moved_bits_per_second"`
-	Share float64         `json:"share"` // Moved, of plain streams
+	Each   []timeline.Rate `json:"each_bits_per_second"`
+	Lowest float64         `json:"min_over_max"`
+	Moved  timeline.Rate   `json:"moved_bits_per_second"`
+	Share  float64         `json:"share"` // Moved, of plain streams
 }
 
 // FanResult is a run with several receivers.
@@ -95,12 +95,12 @@ func (r *FanResult) Print(w io.Writer) error {
 	p("plain streams together %s; %d transfers, %d failed\n", r.Together, r.Transfers, r.Failed)
 	p("%s that a decode waits for, to one receiver:\n", timeline.FormatSize(r.Total))
 	p("  alone: p50 %s, p95 %s, p99 %s, most %s of %d\n",
-		r.Alone.P50, r.Alone.P95, r.Alone.P99, r.Alone.Most, r.Alone.Count)
+		r.Alone.P50, r.Alone.P95, r.Alone.P99, r.Alone.Max, r.Alone.Count)
 	for _, x := range r.Beside {
 		p("  beside %s to %d others: p50 %s, p95 %s, p99 %s, most %s of %d: ",
-			x.Priority, r.Receivers-1, x.P50, x.P95, x.P99, x.Most, x.Count)
+			x.Priority, r.Receivers-1, x.P50, x.P95, x.P99, x.Max, x.Count)
 		p("%.2f, %.2f, %.2f, %.2f times the median alone; all moved %s, %.3f of plain streams\n",
-			x.P50Times, x.P95Times, x.P99Times, x.MostTimes, x.Moved, x.Share)
+			x.P50Times, x.P95Times, x.P99Times, x.MaxTimes, x.Moved, x.Share)
 	}
 	for _, x := range []struct {
 		what string
@@ -110,7 +110,7 @@ func (r *FanResult) Print(w io.Writer) error {
 		{"layer streams from all of them to the sender", r.Incast},
 	} {
 		p("%s: the least gets %.3f of the most; %s, %.3f of plain streams\n",
-			x.what, x.Least, x.Moved, x.Share)
+			x.what, x.Lowest, x.Moved, x.Share)
 	}
 	_, err := w.Write(b.Bytes())
 	return err
@@ -127,22 +127,22 @@ func (r *FanResult) Write(w io.Writer) error {
 func RunReceivers(ctx context.Context, o *timeline.Options, s Setup, stderr io.Writer) (
 	*FanResult, error) {
 	here := machine.Here()
-	say := progress.Start(stderr)
-	defer say.Close()
-	say.Phase("making %d rails, a switch for each, and %d sidecars", len(s.Rates), 1+s.Receivers)
+	line := progress.Start(stderr)
+	defer line.Close()
+	line.Phase("making %d rails, a switch for each, and %d sidecars", len(s.Rates), 1+s.Receivers)
 	f, err := Open(ctx, s)
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
-	f.say = say
+	f.line = line
 	res := &FanResult{Bench: "receivers", Version: here.Version, Host: here.String(),
 		Receivers: s.Receivers, Block: o.Block, Total: o.Total,
 		Duration: timeline.Seconds(o.Duration)}
 	if res.Rails, res.Together, err = f.Baseline(ctx); err != nil {
 		return nil, err
 	}
-	say.Say("plain streams over all rails at once carry %s", res.Together)
+	line.Print("plain streams over all rails at once carry %s", res.Together)
 	r := &fanRun{f: f, o: o, res: res}
 	if err := r.run(ctx); err != nil {
 		return nil, err
@@ -161,7 +161,7 @@ type fanRun struct {
 
 func (r *fanRun) run(ctx context.Context) error {
 	f := r.f
-	f.say.Phase("making engines for %d receivers", r.res.Receivers)
+	f.line.Phase("making engines for %d receivers", r.res.Receivers)
 	urgent, err := f.Engines(ctx, r.o.Block, r.o.Total, urgentSlots)
 	if err != nil {
 		return err
@@ -181,7 +181,7 @@ func (r *fanRun) run(ctx context.Context) error {
 			return err
 		}
 	}
-	f.say.Phase("moving what a decode waits for, alone")
+	f.line.Phase("moving what a decode waits for, alone")
 	if r.res.Alone, err = r.waited(ctx, urgent); err != nil {
 		return err
 	}
@@ -189,7 +189,7 @@ func (r *fanRun) run(ctx context.Context) error {
 		name string
 		of   uint32
 	}{{"background", msg.PrioBackground}, {"layer streams", msg.PrioStream}} {
-		f.say.Phase("moving it beside %s to the others", prio.name)
+		f.line.Phase("moving it beside %s to the others", prio.name)
 		x := Beside{Priority: prio.name}
 		_, x.Moved, err = r.under(ctx, load[1:], prio.of, func(ctx context.Context) (err error) {
 			x.Waited, err = r.waited(ctx, urgent)
@@ -200,11 +200,11 @@ func (r *fanRun) run(ctx context.Context) error {
 		}
 		alone := float64(r.res.Alone.P50)
 		x.P50Times, x.P95Times = float64(x.P50)/alone, float64(x.P95)/alone
-		x.P99Times, x.MostTimes = float64(x.P99)/alone, float64(x.Most)/alone
+		x.P99Times, x.MaxTimes = float64(x.P99)/alone, float64(x.Max)/alone
 		x.Share = float64(x.Moved / r.res.Together)
 		r.res.Beside = append(r.res.Beside, x)
 	}
-	f.say.Phase("moving layer streams to all receivers")
+	f.line.Phase("moving layer streams to all receivers")
 	if r.res.Fair, err = r.shares(ctx, load); err != nil {
 		return err
 	}
@@ -222,7 +222,7 @@ func (r *fanRun) run(ctx context.Context) error {
 			return err
 		}
 	}
-	f.say.Phase("moving layer streams from all of them to the sender")
+	f.line.Phase("moving layer streams from all of them to the sender")
 	r.res.Incast, err = r.shares(ctx, load)
 	return err
 }
@@ -266,7 +266,7 @@ func (r *fanRun) waited(ctx context.Context, p *Pair) (Waited, error) {
 			return Waited{}, fmt.Errorf("what a decode waits for: %w", t.Err)
 		}
 		all = append(all, t.Ended.Sub(t.Began))
-		r.f.say.Note("%d moved", len(all))
+		r.f.line.Note("%d moved", len(all))
 		if err := pause(ctx, time.Duration(rand.Int64N(int64(urgentPause)))); err != nil {
 			return Waited{}, err
 		}
@@ -274,8 +274,8 @@ func (r *fanRun) waited(ctx context.Context, p *Pair) (Waited, error) {
 	slices.Sort(all)
 	n := len(all)
 	at := func(percent int) timeline.Seconds { return timeline.Seconds(all[n*percent/100]) }
-	most := timeline.Seconds(all[n-1])
-	return Waited{Count: n, P50: at(50), P95: at(95), P99: at(99), Most: most}, nil
+	longest := timeline.Seconds(all[n-1])
+	return Waited{Count: n, P50: at(50), P95: at(95), P99: at(99), Max: longest}, nil
 }
 
 // under calls do while every pair moves transfers without end, and returns what each sidecar that
@@ -362,7 +362,7 @@ func (r *fanRun) shares(ctx context.Context, pairs []*Pair) (x Shares, err error
 	for _, n := range each {
 		x.Each = append(x.Each, timeline.RateOf(n, took))
 	}
-	x.Least = float64(each[0]) / float64(each[len(each)-1])
+	x.Lowest = float64(each[0]) / float64(each[len(each)-1])
 	x.Share = float64(x.Moved / r.res.Together)
 	return x, nil
 }
@@ -405,8 +405,8 @@ func checkReceivers(o *timeline.Options, n int) error {
 			"leave one of them out", n)
 	case o.HTML != "":
 		return fmt.Errorf("--html and --receivers %d: there is no chart of that; use --json", n)
-	case o.Duration < leastPhase:
-		return fmt.Errorf("--duration %s: must be at least %s with --receivers", o.Duration, leastPhase)
+	case o.Duration < minPhase:
+		return fmt.Errorf("--duration %s: must be at least %s with --receivers", o.Duration, minPhase)
 	case o.Block > loadTotal:
 		return fmt.Errorf("--block %s: must be at most %s with --receivers",
 			timeline.FormatSize(int64(o.Block)), timeline.FormatSize(loadTotal))

@@ -16,21 +16,21 @@ import (
 
 // How a run is made up.
 const (
-	plainSpan  = 2 * time.Second // over all rails at once
-	aloneSpan  = time.Second     // over each of them, at most
-	leastPlain = 100 * time.Millisecond
-	mostPlain  = time.Minute
-	settle     = 200 * time.Millisecond
+	plainSpan = 2 * time.Second // over all rails at once
+	aloneSpan = time.Second     // over each of them, at most
+	minPlain  = 100 * time.Millisecond
+	maxPlain  = time.Minute
+	settle    = 200 * time.Millisecond
 )
 
-// ErrVoid says that the machine did not let plain streams have the rails, so that there is nothing
+// ErrVoid means that the machine did not let plain streams have the rails, so that there is nothing
 // to compare transfers with.
 var ErrVoid = errors.New("the run is void")
 
 // Of the baseline.
 const (
 	// of a rail's rate that plain streams carry, 0.94 to 0.97 on a quiet machine: the rest is headers.
-	leastShare = 0.8
+	minShare   = 0.8
 	plainTries = 3
 	voidRemedy = "other load takes the processors, or they cannot do more; try again on a quiet " +
 		"machine, or with lower --rates"
@@ -45,15 +45,15 @@ const Pipelined = 2
 func Run(ctx context.Context, o *timeline.Options, s Setup, stderr io.Writer) (*timeline.Result,
 	error) {
 	here := machine.Here()
-	say := progress.Start(stderr)
-	defer say.Close()
-	say.Phase("making %d rails and a sidecar at each end", len(s.Rates))
+	line := progress.Start(stderr)
+	defer line.Close()
+	line.Phase("making %d rails and a sidecar at each end", len(s.Rates))
 	f, err := Open(ctx, s)
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
-	f.say = say
+	f.line = line
 	res := &timeline.Result{Bench: "rails", Version: here.Version, Host: here.String(), Block: o.Block,
 		Total:    o.Total,
 		Duration: timeline.Seconds(o.Duration), Faults: o.Faults}
@@ -61,10 +61,10 @@ func Run(ctx context.Context, o *timeline.Options, s Setup, stderr io.Writer) (*
 		return nil, err
 	}
 	for _, r := range res.Rails {
-		say.Say("%s of %s: a plain stream alone carries %s", r.Name, r.Rate, r.Alone)
+		line.Print("%s of %s: a plain stream alone carries %s", r.Name, r.Rate, r.Alone)
 	}
-	say.Say("plain streams over all of them at once carry %s", res.Together)
-	say.Phase("making two engines with a cache for %d transfers of %s", Pipelined+1,
+	line.Print("plain streams over all of them at once carry %s", res.Together)
+	line.Phase("making two engines with a cache for %d transfers of %s", Pipelined+1,
 		timeline.FormatSize(o.Total))
 	p, err := f.Engines(ctx, o.Block, o.Total, Pipelined+1)
 	if err != nil {
@@ -80,7 +80,7 @@ func Run(ctx context.Context, o *timeline.Options, s Setup, stderr io.Writer) (*
 	if o.Duration > 0 {
 		what = o.Duration.String() + " of transfers"
 	}
-	say.Phase("moving %s of %s, and comparing what came", what, timeline.FormatSize(o.Total))
+	line.Phase("moving %s of %s, and comparing what came", what, timeline.FormatSize(o.Total))
 	return res, f.Move(ctx, p, o, Pipelined, res)
 }
 
@@ -97,25 +97,25 @@ func (f *Field) Baseline(ctx context.Context) (rails []timeline.Rail, all timeli
 		if try == plainTries {
 			return nil, 0, err
 		}
-		f.say.Say("%v", err)
+		f.line.Print("%v", err)
 	}
 }
 
-// void is the error of a run that would compare with a disturbed baseline: its shares would tell of
-// the disturbance, and not of the rails.
+// void is the error of a run that would compare with a disturbed baseline: its shares would be
+// those of the disturbance, and not of the rails.
 func void(rails []timeline.Rail, together timeline.Rate) error {
 	var sum timeline.Rate
 	for _, r := range rails {
-		if r.Alone < leastShare*r.Rate {
+		if r.Alone < minShare*r.Rate {
 			return fmt.Errorf("%w: a plain stream over %s of %s carries %s, less than %g of it: %s", ErrVoid,
-				r.Name, r.Rate, r.Alone, leastShare, voidRemedy)
+				r.Name, r.Rate, r.Alone, minShare, voidRemedy)
 		}
 		sum += r.Rate
 	}
-	if together < leastShare*sum {
+	if together < minShare*sum {
 		return fmt.Errorf(
 			"%w: plain streams over all rails, %s together, carry %s, less than %g of it: %s", ErrVoid, sum,
-			together, leastShare, voidRemedy)
+			together, minShare, voidRemedy)
 	}
 	return nil
 }
@@ -124,7 +124,7 @@ func void(rails []timeline.Rail, together timeline.Rate) error {
 func (f *Field) Plain(ctx context.Context, span time.Duration) (rails []timeline.Rail,
 	all timeline.Rate, err error) {
 	for i, r := range f.setup.Rates {
-		f.say.Phase("measuring %s of %s with a plain stream", netrig.Name(i), r)
+		f.line.Phase("measuring %s of %s with a plain stream", netrig.Name(i), r)
 		alone, err := Streams(ctx, f.Rig, []int{i}, min(span, aloneSpan))
 		if err != nil {
 			return nil, 0, err
@@ -132,13 +132,13 @@ func (f *Field) Plain(ctx context.Context, span time.Duration) (rails []timeline
 		rails = append(rails, timeline.Rail{Name: netrig.Name(i), Rate: r, Alone: alone[0],
 			Buffer: f.Rig.Buffer(i)})
 	}
-	f.say.Phase("measuring all rails at once")
+	f.line.Phase("measuring all rails at once")
 	all, err = Together(ctx, f.Rig, span)
 	return rails, all, err
 }
 
-// Move moves transfers for o.Duration, so many at a time, or a cold and a warm one, while the
-// faults happen, and fills in what res says about that.
+// Move moves transfers for o.Duration, a number at a time, or a cold and a warm one, while the
+// faults happen, and fills in the fields of res about that.
 func (f *Field) Move(ctx context.Context, p *Pair, o *timeline.Options, atOnce int,
 	res *timeline.Result) error {
 	if o.Duration == 0 {
@@ -149,12 +149,12 @@ func (f *Field) Move(ctx context.Context, p *Pair, o *timeline.Options, atOnce i
 	}, res)
 }
 
-// MoveCount moves so many transfers, one after the other, on healthy rails.
+// MoveCount moves n transfers, one after the other, on healthy rails.
 func (f *Field) MoveCount(ctx context.Context, p *Pair, count int, res *timeline.Result) error {
 	return f.move(ctx, p, nil, 1, func(n int, _ time.Duration) bool { return n < count }, res)
 }
 
-// move begins transfers while more says so.
+// move begins transfers while more is true.
 func (f *Field) move(ctx context.Context, p *Pair, faults []timeline.Fault, atOnce int,
 	more func(n int, since time.Duration) bool, res *timeline.Result) error {
 	err := f.Watch(ctx, faults, func(base time.Time) error {
@@ -176,7 +176,7 @@ func (f *Field) move(ctx context.Context, p *Pair, faults []timeline.Fault, atOn
 				return err
 			}
 			all = append(all, t)
-			f.say.Note("%d begun", len(all))
+			f.line.Note("%d begun", len(all))
 			wg.Go(func() { t.Landed(); <-window })
 		}
 		var turn time.Time
@@ -205,7 +205,7 @@ func (f *Field) move(ctx context.Context, p *Pair, faults []timeline.Fault, atOn
 }
 
 // Watch calls do, which fills in transfers, while it samples the receiver's counters and lets the
-// faults happen; base is the time from which everything counts. res.Applied says when each fault
+// faults happen; base is the time from which everything counts. res.Applied has when each fault
 // had taken effect: its command has returned by then.
 func (f *Field) Watch(ctx context.Context, faults []timeline.Fault, do func(base time.Time) error,
 	res *timeline.Result) error {

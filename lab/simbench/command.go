@@ -34,10 +34,10 @@ event.
 What it prints: "moved" is the content of all transfers over the time from the first one's begin to
 the last one's end, and its share of what plain streams over all of those links carry: 1 is all that
 the links can do. "one transfer" is the rate of a single one, as a share of what the links of its
-own sender carry together: the first one of each sender, whose scheduler knows nothing yet, and the
+own sender carry together: the first one of each sender, whose scheduler has no history yet, and the
 later ones (the median; with --duration two are wanted at a time).
 
-With --against it runs what a result of 'kvspray-bench rails' says, on rails as they were measured
+With --against it runs the run of a result of 'kvspray-bench rails', on rails as they were measured
 there, and compares.`,
 		Example: `  kvspray-bench sim --rates 2gbit,1gbit,500mbit,500mbit --duration 8s \
       --fault 2s:rail0:down --fault 5s:rail0:up
@@ -63,7 +63,7 @@ there, and compares.`,
 		if against != "" {
 			for _, f := range []string{"rates", "block", "total", "duration", "fault", "nodes"} {
 				if cmd.Flags().Changed(f) {
-					return usage.Errorf("--against %s and --%s: the result says which run it was; leave --%s out",
+					return usage.Errorf("--against %s and --%s: the result has its run; leave --%s out",
 						against, f, f)
 				}
 			}
@@ -75,9 +75,9 @@ there, and compares.`,
 			s.Options.JSON, s.Options.HTML = o.JSON, o.HTML
 			o = s.Options
 		}
-		s.Say = progress.Start(cmd.ErrOrStderr())
+		s.Line = progress.Start(cmd.ErrOrStderr())
 		res, err := Run(cmd.Context(), s)
-		s.Say.Close()
+		s.Line.Close()
 		if err != nil {
 			return err
 		}

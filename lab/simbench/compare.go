@@ -9,8 +9,8 @@ import (
 	"github.com/kvspray/kvspray/lab/timeline"
 )
 
-// Tolerance is how far the simulation's word may be from what sockets did: of throughput, and of
-// what a fault cost.
+// Tolerance is the largest accepted error of a prediction: of throughput, and of the cost of a
+// fault.
 const Tolerance = 0.07
 
 // Predict is the run of a result, on simulated rails of the rates that plain streams had.
@@ -33,8 +33,8 @@ func Predict(real *timeline.Result, seed uint64) Setup {
 	return s
 }
 
-// Compare writes what both runs say beside each other; the error names everything that is further
-// apart than Tolerance.
+// Compare writes what both runs measured beside each other; the error names everything that is
+// further apart than Tolerance.
 func Compare(real, simulated *timeline.Result, w io.Writer) error {
 	var far []string
 	var err error

@@ -5,11 +5,11 @@
 //
 // Half of the nodes send, each to one of the other half. A rail is a shaped cable with a drop-tail
 // queue, as netrig makes them of the kernel's; a fault of rail N meets rail N of every pair, as
-// when their switch fails. Rates are what tc would be told: a plain stream carries a little less.
+// when their switch fails. Rates are what tc would be set to: a plain stream carries a little less.
 // The same flags give the same run.
 //
 // A result of `kvspray-bench rails` can be run again (Predict): the simulation then has the rates
-// that plain streams had there, and Compare says how far apart the two are.
+// that plain streams had there, and Compare reports how far apart the two are.
 //
 // No goroutines, no clock.
 package simbench

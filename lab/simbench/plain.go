@@ -12,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/transport/simfabric"
 )
 
-// plain is what one lane over each of these rails carries at once, when nobody decides anything.
+// plain is what one lane over each of these rails carries at once, without a scheduler.
 func (s *Setup) plain(rails []timeline.Rail) (timeline.Rate, error) {
 	f := simfabric.New(s.fabric())
 	var specs []simfabric.RailSpec

@@ -23,12 +23,12 @@ const (
 	payload   = 1448.0 / 1514
 	queueTime = 20 * time.Millisecond
 	// a chunk stands for its packets: in front of slow rails there is room for several at least.
-	leastQueue  = 3 * transfer.ChunkBytes
+	minQueue    = 3 * transfer.ChunkBytes
 	defaultRTT  = 100 * time.Microsecond
 	hostRate    = 200e9 // out of a host, where nothing is shaped
 	sliceBytes  = 1 << 20
 	maxInFlight = 16
-	// a link that comes up says so twice; package topo looks again after 40 ms, and holds it back for
+	// a link that comes up has two events; package topo looks again after 40 ms, and holds it back for
 	// 20.
 	lookPause = 60 * time.Millisecond
 )
@@ -58,7 +58,7 @@ type Setup struct {
 	// Together is what plain streams got over all rails at once, where something else than the rails
 	// was in the way; 0: nothing was.
 	Together timeline.Rate
-	Say      *progress.Line // nil: nobody waits
+	Line     *progress.Line // nil: no output
 }
 
 func (s *Setup) check() error {
@@ -105,7 +105,7 @@ func spec(r timeline.Rail) simfabric.RailSpec {
 	if link.Buffer == 0 {
 		link.Buffer = int(r.Alone.Over(queueTime))
 	}
-	link.Buffer = max(link.Buffer, leastQueue)
+	link.Buffer = max(link.Buffer, minQueue)
 	out := link
 	out.BitsPerSecond, out.Latency = hostRate, 0
 	return simfabric.RailSpec{Name: r.Name, Link: link, Out: &out}
@@ -128,7 +128,7 @@ func Run(ctx context.Context, s Setup) (*timeline.Result, error) {
 		Block: o.Block, Total: o.Total, Duration: timeline.Seconds(o.Duration),
 		Faults: o.Faults}
 	rails := s.rails()
-	s.Say.Phase("measuring %d simulated rails with plain streams, alone and together", len(rails))
+	s.Line.Phase("measuring %d simulated rails with plain streams, alone and together", len(rails))
 	for i, r := range rails {
 		alone, err := s.plain(rails[i : i+1])
 		if err != nil {
@@ -146,7 +146,7 @@ func Run(ctx context.Context, s Setup) (*timeline.Result, error) {
 	if o.Duration > 0 {
 		what = o.Duration.String() + " of transfers"
 	}
-	s.Say.Phase("moving %s of %s from each of %d nodes, in simulated time", what,
+	s.Line.Phase("moving %s of %s from each of %d nodes, in simulated time", what,
 		timeline.FormatSize(o.Total), pairs)
 	r := &run{s: s, res: res, c: sim.New(sim.Config{Fabric: s.fabric()})}
 	if err := r.move(ctx, rails, pairs); err != nil {
@@ -228,14 +228,14 @@ func (r *run) move(ctx context.Context, rails []timeline.Rail, pairs int) error 
 	return nil
 }
 
-// note says how far the run is.
+// note shows how far the run is.
 func (r *run) note() {
 	begun := 0
 	for _, p := range r.pairs {
 		begun += len(p.all)
 	}
 	open := r.c.Open()
-	r.s.Say.Note("%.2f s, %d transfers ended, %d under way", (r.c.F.Now() - r.begin).Seconds(),
+	r.s.Line.Note("%.2f s, %d transfers ended, %d under way", (r.c.F.Now() - r.begin).Seconds(),
 		max(begun-open, 0), open)
 }
 
@@ -325,8 +325,8 @@ func (r *run) turn(p *pair, i int, f timeline.Fault) {
 		carrier(p, i, !now.Down)
 	}
 	a, b := p.from.Host.Rails()[i], p.to.Host.Rails()[i]
-	b.Tx().SetDeaf(now.Deaf || now.AckDeaf)
-	b.Rx().SetDeaf(now.Deaf)
+	b.Tx().SetSilent(now.Drop || now.AckDrop)
+	b.Rx().SetSilent(now.Drop)
 	a.Tx().SetBarred(now.Blackholed)
 	a.Rx().SetRate(now.Share)
 	b.Rx().SetRate(now.Share)

@@ -106,9 +106,9 @@ func TestPredictsMeasuredRails(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			var said strings.Builder
-			if err := Compare(real, must(t, Predict(real, 1)), &said); err != nil {
-				t.Errorf("%v\n%s", err, said.String())
+			var report strings.Builder
+			if err := Compare(real, must(t, Predict(real, 1)), &report); err != nil {
+				t.Errorf("%v\n%s", err, report.String())
 			}
 		})
 	}
@@ -209,7 +209,7 @@ func TestCompare(t *testing.T) {
 	}
 	less.Dips = nil
 	if err := Compare(real, &less, io.Discard); err == nil {
-		t.Error("a dip is missing, and nobody minds")
+		t.Error("a dip is missing, and Compare accepts it")
 	}
 }
 

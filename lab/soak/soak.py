@@ -137,7 +137,7 @@ WARM_UP_S = 60.0
 SETTLE_S = 180.0
 IDLE = "15s"  # after which lanes without requests close
 SAMPLE_S = 5.0
-MOST_SAMPLES = 5000
+MAX_SAMPLES = 5000
 MOVES_S = 300.0  # in which something has to have moved
 LOG_BYTES = 24 << 20  # of one log at most; the older half goes
 STOPPED_S = (0.5, 8.0)
@@ -380,7 +380,7 @@ class Soak:
                 self.problem(f"{kind}: {err}")
 
     def look_after(self) -> None:
-        """What nobody made to end has to live; it is started again, so that the run goes on."""
+        """A process that no fault ended has to live; it is started again, so that the run goes on."""
         for _, thing in self.things():
             proc = thing.proc
             if thing.name in self.busy or (proc is not None and proc.poll() is None):
@@ -575,7 +575,7 @@ class Soak:
         self.sums, end = {}, self.begun + self.args.seconds
         self.clients = self.make_clients()
         watcher = threading.Thread(
-            target=self.watch, args=(max(SAMPLE_S, self.args.seconds / MOST_SAMPLES),)
+            target=self.watch, args=(max(SAMPLE_S, self.args.seconds / MAX_SAMPLES),)
         )
         watcher.start()
         try:

@@ -1,5 +1,5 @@
 // Package timeline is what `kvspray-bench rails` and `kvspray-bench sim` have in common: the flags
-// that say which rails there are, what moves over them and what goes wrong when; the result of a
+// that list which rails there are, what moves over them and what goes wrong when; the result of a
 // run, as JSON; and what is read out of a run, so that sockets and simulation are judged by one
 // rule.
 //

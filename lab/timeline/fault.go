@@ -147,7 +147,7 @@ func Sort(f []Fault) {
 
 // Condition is what faults have made of a rail.
 type Condition struct {
-	Down, Deaf, AckDeaf, Blackholed bool
+	Down, Drop, AckDrop, Blackholed bool
 	Flap                            time.Duration // 0: it does not
 	Share                           float64       // of its rate
 }
@@ -163,9 +163,9 @@ func (c Condition) After(f Fault) Condition {
 	case Up:
 		c.Down, c.Flap = false, 0
 	case Drop:
-		c.Deaf = true
+		c.Drop = true
 	case AckDrop:
-		c.AckDeaf = true
+		c.AckDrop = true
 	case Slow:
 		c.Share = f.Share
 	case Flap:
@@ -179,9 +179,9 @@ func (c Condition) After(f Fault) Condition {
 }
 
 // Usable is the share of its rate that a sprayer can count on: none where bytes or their
-// confirmations get lost, and none of a rail that flaps, of which nobody knows when it is there.
+// confirmations get lost, and none of a rail that flaps, whose times are unpredictable.
 func (c Condition) Usable() float64 {
-	if c.Down || c.Deaf || c.AckDeaf || c.Blackholed || c.Flap > 0 {
+	if c.Down || c.Drop || c.AckDrop || c.Blackholed || c.Flap > 0 {
 		return 0
 	}
 	return c.Share
@@ -197,7 +197,7 @@ func (c Condition) whole() float64 {
 
 // delivers is 1 of a rail whose bytes come and are known to have come, if not always or not fast.
 func (c Condition) delivers() float64 {
-	if c.Down || c.Deaf || c.AckDeaf || c.Blackholed {
+	if c.Down || c.Drop || c.AckDrop || c.Blackholed {
 		return 0
 	}
 	return 1

@@ -41,8 +41,8 @@ type Written interface {
 	Print(w io.Writer) error
 }
 
-// Save writes a result where the options say: as JSON, as what html makes of it, and for people
-// where neither goes to standard output.
+// Save writes a result to the places of the options: as JSON, as what html makes of it, and for
+// people where neither goes to standard output.
 func (o *Options) Save(r *Result, stdout io.Writer, html func(io.Writer, *Result) error) error {
 	if err := save(o.HTML, stdout, func(w io.Writer) error { return html(w, r) }); err != nil {
 		return fmt.Errorf("--html: %w", err)
@@ -166,7 +166,7 @@ func (x *Flags) options() (*Options, error) {
 	return o, nil
 }
 
-// Writable says before a run what would make its result be lost after it. It leaves no file where
+// Writable finds before a run what would lose its result after it. It leaves no file where
 // there was none.
 func Writable(path string) error {
 	if path == "" || path == "-" {
@@ -181,7 +181,7 @@ func Writable(path string) error {
 			return f.Close()
 		}
 	}
-	return fmt.Errorf("%w: name a file that can be written, in a folder that is there", err)
+	return fmt.Errorf("%w: name a file that can be written, in a directory that is there", err)
 }
 
 // Whole is the largest number of bytes up to total that consists of whole blocks, in all layers

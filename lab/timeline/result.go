@@ -69,7 +69,7 @@ type Transfer struct {
 	Bytes uint64  `json:"bytes"`
 	// Sender is who sent it, of the Nodes/2 of sim.
 	Sender int `json:"sender,omitempty"`
-	// Error is why it failed; "" says that it came and that its content was verified.
+	// Error is why it failed; "" means that it came and that its content was verified.
 	Error string `json:"error,omitempty"`
 }
 
@@ -93,7 +93,7 @@ type Dip struct {
 	Surviving Rate `json:"surviving_bits_per_second"`
 	// Recovered is when the first window begins in which these rails, and no other, bring enough of
 	// that; negative: none did before the next fault. A rail that flaps is no survivor while it is up
-	// either: nobody is owed its bytes.
+	// either: its bytes are not owed.
 	Recovered Seconds `json:"recovered_after_seconds"`
 	// Share of what was expected that came in the time after the fault that Depth names, or until the
 	// next, over rails that deliver.
@@ -215,7 +215,8 @@ func (r *Result) left(at time.Duration, share func(Condition) float64) (sum Rate
 }
 
 // over is what came over the rails of which faults have left a share. What a receiver's device
-// counts is no word for the others: a filter behind it swallows that, or nobody hears that it came.
+// counts proves nothing about the others: a filter behind it swallows that, or no end learns that
+// it came.
 func (r *Result) over(at time.Duration, share func(Condition) float64) *Samples {
 	s := &Samples{Every: r.Samples.Every}
 	for i, b := range r.Samples.Bytes {
@@ -265,7 +266,7 @@ func (r *Result) Write(w io.Writer) error {
 	return e.Encode(r)
 }
 
-// Read reads what Write wrote. Fields that it does not know are refused: they would be lost.
+// Read reads what Write wrote. Unknown fields are refused: they would be lost.
 func Read(in io.Reader) (*Result, error) {
 	d := json.NewDecoder(in)
 	d.DisallowUnknownFields()

@@ -233,7 +233,7 @@ func TestJudge(t *testing.T) {
 		t.Errorf("%v: %s", err, b.String())
 	}
 
-	// A rail that never comes near says so, and one that claims more together than alone is not
+	// A rail that never comes near is listed, and one that claims more together than alone is not
 	// expected to.
 	r.Rails[0].Alone *= 2
 	r.Judge()
@@ -245,7 +245,7 @@ func TestJudge(t *testing.T) {
 
 // TestJudgeSurvivors: after a fault the window is judged by the rails that nothing happened to, and
 // by them alone. The receiver's device of the other one goes on counting here: what a filter
-// swallows, what nobody hears of, or what a flapping link brings while it is up. Everything counts
+// swallows, what no end learns of, or what a flapping link brings while it is up. Everything counts
 // from the moment at which the fault had taken effect.
 func TestJudgeSurvivors(t *testing.T) {
 	const each = Rate(800e6)
@@ -317,7 +317,7 @@ func TestJudgeSurvivors(t *testing.T) {
 	}
 }
 
-// TestReadRefused: what is not a result is said to be none.
+// TestReadRefused: a file that is no result is refused.
 func TestReadRefused(t *testing.T) {
 	for s, want := range map[string]string{
 		`{`:                                "read a result",

@@ -39,12 +39,12 @@ func (p Prefix) Next(before uint64, tokens []uint32) uint64 {
 	return h.Sum64()
 }
 
-// Keys are the keys of a prompt's whole blocks, most of them at most.
-func (p Prefix) Keys(tokens []uint32, block, most int) []uint64 {
+// Keys are the keys of a prompt's first whole blocks, limit of them at most.
+func (p Prefix) Keys(tokens []uint32, block, limit int) []uint64 {
 	if block <= 0 {
 		return nil
 	}
-	keys := make([]uint64, min(len(tokens)/block, most))
+	keys := make([]uint64, min(len(tokens)/block, limit))
 	key := p.First(block)
 	for i := range keys {
 		key = p.Next(key, tokens[i*block:(i+1)*block])
@@ -61,9 +61,9 @@ type Block struct {
 }
 
 const (
-	heldBytes   = 40      // of one block in a map, about
-	keptLost    = 1 << 16 // lost blocks that stay, at most
-	forgetsMost = 16      // entries of the ring that one call looks at
+	heldBytes  = 40      // of one block in a map, about
+	keptLost   = 1 << 16 // lost blocks that stay, at most
+	maxForgets = 16      // entries of the ring that one call looks at
 )
 
 // Held has the blocks of one engine by the names that the engine gives them. A lost block stays for
@@ -74,7 +74,7 @@ const (
 type Held struct {
 	blocks map[uint64]Block
 	have   int // blocks with a tier
-	most   int
+	limit  int
 
 	lost   []loss // a ring of the last losses, the oldest at first
 	first  int
@@ -88,7 +88,7 @@ type loss struct {
 }
 
 // NewHeld makes one for a number of blocks.
-func NewHeld(most int) *Held { return &Held{blocks: map[uint64]Block{}, most: most} }
+func NewHeld(limit int) *Held { return &Held{blocks: map[uint64]Block{}, limit: limit} }
 
 // Blocks is the number of blocks that the engine has.
 func (h *Held) Blocks() int { return h.have }
@@ -106,14 +106,14 @@ func (h *Held) Key(name uint64) (uint64, bool) {
 // has another key, it is gone. false: there is no place.
 func (h *Held) Add(name, key uint64, tiers uint8) (before Block, ok bool) {
 	before, known := h.blocks[name]
-	if !known && len(h.blocks) >= h.most {
-		for range forgetsMost {
-			if len(h.blocks) < h.most || len(h.lost) == h.first {
+	if !known && len(h.blocks) >= h.limit {
+		for range maxForgets {
+			if len(h.blocks) < h.limit || len(h.lost) == h.first {
 				break
 			}
 			h.forget()
 		}
-		if len(h.blocks) >= h.most {
+		if len(h.blocks) >= h.limit {
 			return before, false
 		}
 	}
@@ -186,6 +186,6 @@ func (h *Held) Clear() []Block {
 			had = append(had, b)
 		}
 	}
-	*h = Held{blocks: map[uint64]Block{}, most: h.most}
+	*h = Held{blocks: map[uint64]Block{}, limit: h.limit}
 	return had
 }

@@ -107,21 +107,21 @@ func TestHeldForgetsLostBlocks(t *testing.T) {
 
 // A full map refuses blocks at once, and gives places of lost blocks away one by one.
 func TestFullHeldIsQuick(t *testing.T) {
-	const most = 1 << 18
-	h := NewHeld(most)
-	for i := range uint64(most) {
+	const limit = 1 << 18
+	h := NewHeld(limit)
+	for i := range uint64(limit) {
 		h.Add(i, i, 1)
 	}
 	began := time.Now()
 	for i := range uint64(10_000) {
-		if _, ok := h.Add(most+i, i, 1); ok {
+		if _, ok := h.Add(limit+i, i, 1); ok {
 			t.Fatal("more blocks than there is place for")
 		}
 	}
 	for i := range uint64(10_000) { // blocks come and go
 		h.Remove(i, 1)
-		if _, ok := h.Add(most+i, most+i, 1); !ok || len(h.blocks) != most {
-			t.Fatalf("no place for block %d: %d of %d", i, len(h.blocks), most)
+		if _, ok := h.Add(limit+i, limit+i, 1); !ok || len(h.blocks) != limit {
+			t.Fatalf("no place for block %d: %d of %d", i, len(h.blocks), limit)
 		}
 	}
 	if took := time.Since(began); took > 5*time.Second {

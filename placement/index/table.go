@@ -18,7 +18,7 @@ import (
 const (
 	MaxHolders = 1 << 14
 	inline     = 4 // holders of a block in its slot; more are in a bitmap
-	leastSlots = 1 << 10
+	minSlots   = 1 << 10
 )
 
 // slot is one block. In a free slot holders[0] is 0. With wide in the last place, the first two
@@ -37,7 +37,7 @@ const (
 type Table struct {
 	slots   []slot // a power of two; linear probing
 	blocks  int
-	most    int
+	limit   int
 	holders int
 	bitmaps [][]uint64
 	unused  []uint32 // of bitmaps
@@ -46,7 +46,7 @@ type Table struct {
 
 // NewTable makes a table for a number of blocks and of holders.
 func NewTable(blocks, holders int) *Table {
-	return &Table{slots: make([]slot, leastSlots), most: max(1, blocks),
+	return &Table{slots: make([]slot, minSlots), limit: max(1, blocks),
 		holders: min(holders, MaxHolders)}
 }
 
@@ -93,7 +93,7 @@ func (t *Table) Add(key uint64, holder int) bool {
 	i := t.find(key)
 	s := &t.slots[i]
 	if s.holders[0] == 0 {
-		if t.blocks >= t.most {
+		if t.blocks >= t.limit {
 			t.dropped++
 			return false
 		}

@@ -10,8 +10,8 @@ import (
 // The table has what a map of maps has, whatever is added and removed.
 func TestTableIsAMap(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		const holders, most = 90, 1000
-		tab := NewTable(most, holders)
+		const holders, limit = 90, 1000
+		tab := NewTable(limit, holders)
 		model := map[uint64]map[int]bool{}
 		keys := rapid.IntRange(1, 2000).Draw(t, "keys")
 		// many holders of few blocks, or few of many
@@ -25,7 +25,7 @@ func TestTableIsAMap(t *testing.T) {
 			switch op := next(10); {
 			case op < 6:
 				_, there := model[k]
-				if ok := tab.Add(k, h); ok != (there || len(model) < most) {
+				if ok := tab.Add(k, h); ok != (there || len(model) < limit) {
 					t.Fatalf("Add %v, there %v, %d blocks", ok, there, len(model))
 				} else if ok {
 					if !there {

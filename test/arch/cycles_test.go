@@ -169,7 +169,7 @@ void *kvs_two(void) { return kvs_one; }
 }
 
 // sourcesOf returns the files of a directory by name.
-func sourcesOf(t *testing.T, pattern string, least int) map[string]string {
+func sourcesOf(t *testing.T, pattern string, want int) map[string]string {
 	t.Helper()
 	paths, err := filepath.Glob(filepath.Join(root(t), pattern))
 	if err != nil {
@@ -183,7 +183,7 @@ func sourcesOf(t *testing.T, pattern string, least int) map[string]string {
 		}
 		out[filepath.Base(p)] = string(b)
 	}
-	if len(out) < least {
+	if len(out) < want {
 		t.Fatalf("%s: %d files: the pattern no longer fits the tree", pattern, len(out))
 	}
 	return out
@@ -308,10 +308,13 @@ var pyCycles = map[string][]arrow{
 	},
 }
 
+// pyPackages are the directories of the Python packages.
+var pyPackages = []string{"pybind/python/kvspray", "integration/vllm/src/kvspray_vllm",
+	"integration/sglang/src/kvspray_sglang"}
+
 // TestNoCycleInPython checks the Python packages.
 func TestNoCycleInPython(t *testing.T) {
-	for _, dir := range []string{"pybind/python/kvspray", "integration/vllm/src/kvspray_vllm",
-		"integration/sglang/src/kvspray_sglang"} {
+	for _, dir := range pyPackages {
 		t.Run(dir, func(t *testing.T) {
 			files := sourcesOf(t, dir+"/*.py", 5)
 			a := arrows{}

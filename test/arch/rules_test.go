@@ -75,8 +75,10 @@ var edges = []edge{
 		"sidecar processes, from outside"},
 }
 
+type confinement struct{ module, in, why string }
+
 // confined modules of others are imported at or below these packages only; none: nowhere.
-var confined = []struct{ module, in, why string }{
+var confined = []confinement{
 	{"charm.land", "", "status --watch needs a few escape codes, and no full-screen library"},
 	{"github.com/stretchr/testify", "", "tests compare with go-cmp"},
 	{"github.com/pkg/errors", "", "errors wrap with %w"},
@@ -100,6 +102,12 @@ var confined = []struct{ module, in, why string }{
 	{"github.com/vishvananda", "internal/sys/topo transport/tcp lab", "interfaces of the kernel"},
 	{"github.com/google/nftables", "lab", "rails that fail, for benchmarks"},
 	{"gonum.org/v1", "lab", "plots"},
+	{"github.com/cenkalti/backoff", "cluster/gossip control/peer sidecar store/object",
+		"waits between tries grow in one way"},
+	{"golang.org/x/sync", "store/object", "joins the parts of an object"},
+	{"golang.org/x/sys", "connector control/peer gpu internal proxy sidecar store transport",
+		"system calls that package syscall lacks"},
+	{"github.com/alicebob/miniredis", "", "tests: a Redis server in the process"},
 	{"go.uber.org/goleak", "internal/leaktest", "tests"},
 	{"pgregory.net/rapid", "transport/transporttest", "tests"},
 	{"github.com/google/go-cmp", "transport/transporttest", "tests"},
@@ -164,6 +172,90 @@ func TestConfinedModules(t *testing.T) {
 			}
 		}
 	})
+}
+
+// TestRequiredModules checks that each direct requirement of the modules has its reason above, and
+// that each reason is of a requirement.
+func TestRequiredModules(t *testing.T) {
+	used := map[string]bool{}
+	for _, mod := range []string{"go.mod", "lab/go.mod"} {
+		for line := range strings.Lines(read(t, mod)) {
+			f := strings.Fields(strings.TrimPrefix(line, "require "))
+			if len(f) != 2 || !strings.HasPrefix(f[1], "v") || f[0] == module {
+				continue // no requirement, an indirect one, or our own
+			}
+			i := slices.IndexFunc(confined, func(m confinement) bool {
+				return hasPathPrefix(f[0], m.module) || hasPathPrefix(m.module, f[0])
+			})
+			if i < 0 {
+				t.Errorf("%s requires %s: add it to confined in test/arch/rules_test.go, with the reason",
+					mod, f[0])
+				continue
+			}
+			for _, m := range confined {
+				if hasPathPrefix(f[0], m.module) || hasPathPrefix(m.module, f[0]) {
+					used[m.module] = true
+				}
+			}
+		}
+	}
+	for _, m := range confined {
+		if m.in != "" && !used[m.module] {
+			t.Errorf("test/arch/rules_test.go: no go.mod requires %s", m.module)
+		}
+	}
+}
+
+// leaves are parts of their own: no others than the importers depend on them.
+var leaves = []struct{ part, importers, why string }{
+	{"internal/ui/loadctl", "internal/ui/cli", "loads of weights are one command"},
+	{"proxy", "internal/ui/cli internal/metrics/gen", "the router is one command"},
+}
+
+// pyLeaves are the same of Python modules, by their files.
+var pyLeaves = []struct{ part, importers, why string }{
+	{"kvspray.weightstream", "kvspray.offer kvspray_vllm.load", "weights move apart from KV"},
+	{"kvspray.checkpoint", "kvspray.offer kvspray.weightstream kvspray_vllm.load", "as above"},
+	{"kvspray.offer", "", "a command: python -m kvspray.offer"},
+	{"kvspray.preload", "", "a command: python -m kvspray.preload"},
+	{"kvspray.latency", "", "a command: python -m kvspray.latency"},
+	{"kvspray_vllm.load", "", "a worker extension, which vLLM imports by name"},
+	{"kvspray_sglang.bridge", "", "a command: prefill and decode on unlike engines"},
+}
+
+func TestLeaves(t *testing.T) {
+	product(t, func(f file, name string) {
+		own, ok := strings.CutPrefix(name, module+"/")
+		for _, l := range leaves {
+			if ok && hasPathPrefix(own, l.part) && !hasPathPrefix(f.dir, l.part) &&
+				!within(f.dir, strings.Fields(l.importers)) {
+				t.Errorf("%s imports %s: %s", f.path, own, l.why)
+			}
+		}
+	})
+	for _, dir := range pyPackages {
+		for name, text := range sourcesOf(t, dir+"/*.py", 5) {
+			from := filepath.Base(dir) + "." + strings.TrimSuffix(name, ".py")
+			for _, l := range pyLeaves {
+				pkg, mod, _ := strings.Cut(l.part, ".")
+				read := text
+				if pkg != filepath.Base(dir) {
+					read = strings.ReplaceAll(text, "from .", "from "+filepath.Base(dir)+".")
+				}
+				is := func(m string) bool { return m == mod }
+				if len(pyImports(pkg, read, is)) > 0 && !slices.Contains(strings.Fields(l.importers), from) {
+					t.Errorf("%s imports %s: %s", from, l.part, l.why)
+				}
+			}
+		}
+	}
+	for _, l := range pyLeaves {
+		pkg, mod, _ := strings.Cut(l.part, ".")
+		i := slices.IndexFunc(pyPackages, func(dir string) bool { return filepath.Base(dir) == pkg })
+		if _, err := os.Stat(filepath.Join(root(t), pyPackages[i], mod+".py")); err != nil {
+			t.Error(err)
+		}
+	}
 }
 
 func TestC(t *testing.T) {

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Runs the shell blocks of the getting-started pages, in their order, as a reader of the page would.
 
-A comment before a block, which no reader sees, says how it runs:
+A comment before a block, which no reader sees, has how it runs:
 
     <!-- block: skip REASON -->     not here
     <!-- block: serves URL ... -->  its first paragraphs go on in the background, from when their URLs answer
     <!-- block: shows TEXT -->      what the output of the others has to contain
     <!-- block: host ADDRESS ... -->  on other hosts, which are network namespaces: its paragraphs one after the other, or
                                     its only one on each, with the address of that host
-    <!-- block: WORD is TEXT -->    what this reader writes instead of a word of the page; $UID and $RUN are the user's id and a folder
+    <!-- block: WORD is TEXT -->    what this reader writes instead of a word of the page; $UID and $RUN are the user's id and a directory
 
 Several of them may stand before a block, one in each line. A block without one has to end with status 0. All of it runs in
 namespaces of its own, so that the pages' ports are free, and nothing that was started outlives the test.
@@ -138,7 +138,7 @@ class Hosts:
             self.pids[address] = holder.pid
             inside = shlex.join(self.command(address))
             sh(f"{inside} ip link set lo up; {inside} ip address add {address}/24 dev eth0; {inside} ip link set eth0 up")
-            # A host that has none does not know its own address, SGLang finds.
+            # A host that has none does not find its own address, SGLang finds.
             sh(f"{inside} ip route add default dev eth0")
         return ["nsenter", "--target", str(self.pids[address]), "--net"]
 
@@ -254,7 +254,7 @@ class Page:
         until(f"an answer of {url}; {log}", answers, SERVES_S)
 
     def stop(self) -> None:
-        """As the page says: Ctrl-C in each terminal, what came last first."""
+        """As the page has it: Ctrl-C in each terminal, what came last first."""
         late = []
         for proc, log in reversed(self.running):
             with contextlib.suppress(ProcessLookupError):

@@ -120,7 +120,7 @@ Loras = tuple[engines.Adapter | None, engines.Adapter | None]
 
 
 class Cluster:
-    """Two sidecars, P, D, and a plain engine R that knows nothing of any of it."""
+    """Two sidecars, P, D, and a plain engine R without kvspray."""
 
     transport = "shm"  # what a sidecar's default comes to on one host
     model = MODEL

@@ -54,7 +54,7 @@ ENGINE_ARGS: dict[str, Any] = {
 }
 
 
-Adapter = tuple[str, int, str]  # a LoRA adapter's name, its id in the engine, and its folder
+Adapter = tuple[str, int, str]  # a LoRA adapter's name, its id in the engine, and its directory
 
 
 def preload(env: dict[str, str] | None = None) -> None:
@@ -127,7 +127,7 @@ class Engine:
         ctx = mp.get_context("fork")
         self._conn, theirs = ctx.Pipe()
         ranks = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
-        # A daemon may have no children of its own; workers end with the engine that they are told by.
+        # A daemon may have no children of its own; workers end with the engine that they watch.
         self._proc = ctx.Process(target=_child, args=(name, model, {**ENGINE_ARGS, **args}, kv, env or {}, theirs, self._conn, log), daemon=ranks == 1)
         self._proc.start()
         theirs.close()
@@ -184,7 +184,7 @@ class Engine:
         return self._call("computed", rid)
 
     def pause_at(self, steps: int | None) -> None:
-        """Begins no step once so many have computed something; None: goes on. So a test does what it has to between two of them,
+        """Begins no step once that many have computed something; None: goes on. So a test does what it has to between two of them,
         however long that takes on a busy machine."""
         self._call("pause_at", steps)
 
@@ -203,28 +203,28 @@ class Engine:
         return self._call("wake_up", tags)
 
     def set_weights(self, name: str) -> list[str]:
-        """Names the weights on every rank. Returns what they said before."""
+        """Names the weights on every rank. Returns what they reported before."""
         return self._call("set_weights", name)
 
     def status(self) -> dict[str, Any]:
         return self._call("status")
 
     def slow_layers(self, seconds: float, sidecar: str) -> None:
-        """Each layer takes so much longer from now on, as those of a larger model do. After the last one of each step this engine asks a sidecar,
+        """Each layer takes that much longer from now on, as those of a larger model do. After the last one of each step this engine asks a sidecar,
         by its HTTP address, how much has landed there. 0: as before."""
         self._call("slow_layers", seconds, sidecar)
 
     def landed_by_step(self) -> list[int]:
-        """What that sidecar said, step by step since slow_layers."""
+        """What that sidecar reported, step by step since slow_layers."""
         return self._call("landed_by_step")
 
     def watch_transfers(self) -> None:
-        """Notes from now on when each transfer ends for this engine, as transfer_ends tells."""
+        """Notes from now on when each transfer ends for this engine, as transfer_ends returns."""
         self._call("watch_transfers")
 
     def transfer_ends(self) -> dict[str, dict[str, float]]:
         """By transfer id, times of this host's clock: "over", the connector learned that its request
-        ends or takes nothing; "released", the worker reported that nobody reads its blocks."""
+        ends or takes nothing; "released", the worker reported that its blocks have no reader."""
         return self._call("transfer_ends")
 
     def kill(self) -> None:

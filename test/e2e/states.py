@@ -1,7 +1,7 @@
 """Layers of linear attention as vLLM has them, without a model: their states' shapes and the views of them, which channels and heads a
 rank has, the kernels that write a state and read it, and where vLLM looks for the one of a request.
 
-Shapes, views, weight loaders, kernels and copy helpers are vLLM's own. What is here stands in for the layer object that they ask for its
+Shapes, views, weight loaders, kernels and copy helpers are vLLM's own. The code here stands in for the layer object that they ask for its
 sizes and weights.
 """
 

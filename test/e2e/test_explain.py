@@ -44,7 +44,7 @@ REFUSED = ("llama4_text", "gemma3n_text", "gemma4_text", "jamba", "bamba", "falc
 
 
 def explain(model: str, fields: dict[str, Any], dir: pathlib.Path) -> tuple[Any, list[str], subprocess.CompletedProcess[str]]:
-    """transformers' config, what it says of each layer, and what kvspray says of the same config without layer types."""
+    """transformers' config, what it has for each layer, and what kvspray has for the same config without layer types."""
     need("kvspray", rig.BINARY.exists(), "run make build")
     from transformers import AutoConfig
 

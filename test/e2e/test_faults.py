@@ -60,7 +60,7 @@ class Faulty(Cluster):
         self.sd.start()
 
     def times(self) -> dict[str, str]:
-        return {"deadline": f"{self.slower * DEADLINE:g}s", "partner": f"{self.slower * PARTNER:g}s", "grace": f"{GRACE:g}s"}
+        return {"deadline": f"{self.slower * DEADLINE:g}s", "match_timeout": f"{self.slower * PARTNER:g}s", "grace": f"{GRACE:g}s"}
 
     @property
     def limit(self) -> float:
@@ -82,9 +82,9 @@ class Faulty(Cluster):
         return Sent(prompt, xfer, want, p, d, began, before)
 
     def dispatch(self, what: object, steps: int) -> Sent:
-        """Sends a prompt to both, and returns when P has done so many of its steps and what they gave has landed. P goes on, and stops
+        """Sends a prompt to both, and returns when P has done that many of its steps and what they gave has landed. P goes on, and stops
         before its last step until go_on: however busy the machine is, what comes now meets a transfer in flight. Where it is so busy that
-        the deadline has passed before, another prompt is sent, with more time: nothing has been done to anybody yet."""
+        the deadline has passed before, another prompt is sent, with more time: no part has been attacked yet."""
         chunks = steps * STEP // CHUNK
         for _ in range(TRIES):
             before, start = self.landed(), self.p.steps()
@@ -115,7 +115,7 @@ class Faulty(Cluster):
         return [d["state"] for d in self.state(self.sd)["leases"]["destinations"] or ()]
 
     def all_of(self, bytes: float) -> bool:
-        """So much has landed, with nothing on its way, and the transfer is not over."""
+        """That much has landed, with nothing on its way, and the transfer is not over."""
         return self.landed() >= bytes and not self.state(self.sp)["leases"]["slices_in_flight"] and self.destinations() == ["landing"]
 
     def landed(self) -> float:
@@ -138,8 +138,8 @@ class Faulty(Cluster):
         rig.wait_for(f"{d.rid} let go", lambda: not any(r.startswith(d.rid) for r in self.d.status()["loads"]), left)
 
     def serves_on(self, what: object, sent: Sent | None = None) -> None:
-        """A fresh request while a part is down, beside the one that the fault met: whoever lives answers, with the right tokens, and
-        nobody waits for a transfer beyond its time."""
+        """A fresh request while a part is down, beside the one that the fault met: an engine that lives answers, with the right tokens, and
+        no engine waits for a transfer beyond its time."""
         prompt = fresh(200, ("meanwhile", what, next(self.seeds)))
         spray = {"v": 1, "xfer": secrets.token_hex(16), "fanout": 1}
         began = time.monotonic()
@@ -170,15 +170,15 @@ class Faulty(Cluster):
             assert sent.p.result().tokens == [sent.want[0][:1]], what
 
     def hit(self, sent: Sent, known: bool) -> None:
-        """The fault met the transfer in flight: D did not get it, and computed what had not come: where its sidecar could still say what
+        """The fault met the transfer in flight: D did not get it, and computed what had not come: where its sidecar could still report what
         that was, no more than this."""
         after = self.d.metrics()
-        computed, most = self.d.computed(sent.d.rid), len(sent.prompt)
-        assert computed >= most - (STEPS - 1) * STEP, f"the fault came too late: {computed} tokens were computed"
+        computed, total = self.d.computed(sent.d.rid), len(sent.prompt)
+        assert computed >= total - (STEPS - 1) * STEP, f"the fault came too late: {computed} tokens were computed"
         if known:
-            assert computed <= most - sent.landed, f"{computed} tokens were computed, though {sent.landed} of {most} had come"
+            assert computed <= total - sent.landed, f"{computed} tokens were computed, though {sent.landed} of {total} had come"
         else:
-            assert computed == most, f"{computed} tokens were computed: nobody had said that the others had come"
+            assert computed == total, f"{computed} tokens were computed: there was no report that the others had come"
 
         def grew(name: str, **labels: str) -> float:
             return rig.total(after, name, **labels) - rig.total(sent.before, name, **labels)
@@ -313,7 +313,7 @@ def test_kill_9_of_an_engine_between_prefill_and_decode(c: Faulty, name: str) ->
         c.let_go(d, began)
         assert d.result().tokens == c.r.run(prompt, 12).tokens
     c.serves_on((name, "between"))
-    c.settle(timeout=c.limit)  # where D is dead, nobody comes for the blocks
+    c.settle(timeout=c.limit)  # where D is dead, no request comes for the blocks
     c.revive(name)
     c.works_again()
 

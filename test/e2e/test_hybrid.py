@@ -63,7 +63,7 @@ def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> It
 
 def moves(case: Case, n: int, skip: int = 0) -> int:
     """The bytes of a prompt that D lacks: all tokens but the last of full layers, and the blocks in the window of the others. Of the first of
-    those P has less where its blocks are smaller: it has given up what nobody sees any more."""
+    those P has less where its blocks are smaller: it has given up what no layer sees any more."""
     if not case.hybrid:
         return (n - skip) * (FULL + SLIDING) * BYTES
     n -= 1  # the last one is D's
@@ -100,7 +100,7 @@ def test_a_prefix_that_decode_has_is_left_out(c: Cluster) -> None:
             got = c.prefill_first(prompt)
         assert got.tokens == c.r.run(prompt, 12).tokens
         moved.all_loaded(1)
-        # How much of a prefix all groups still have is vLLM's to say.
+        # How much of a prefix all groups still have is vLLM's decision.
         assert 0 < moved.hit <= hit and moved.bytes == moves(case, n, moved.hit), vars(moved)
         c.settle()
 
@@ -163,7 +163,7 @@ def test_a_window_that_moves_on_while_prefill_decodes(c: Cluster) -> None:
 
 def test_a_load_that_fails_is_recomputed(c: Cluster) -> None:
     """Where all layers see the whole prompt, from the first block that has not come. Elsewhere all of it: of a window nothing has come, and
-    an engine with several groups could not even be told of single blocks."""
+    an engine with several groups could not even receive single blocks."""
     case: Case = c.case  # type: ignore[attr-defined]
     prompt, came = fresh(700, (case.name, "fails")), 2 * STEP
 
@@ -234,7 +234,7 @@ def test_tokens_of_unlike_pipeline_stages(staged: Cluster, mode: str, n: int) ->
 
 
 def test_a_load_of_stages_that_fails_is_recomputed(staged: Cluster) -> None:
-    """Where prefill has stages it has begun a second step before the first has ended, and where decode has some each of them is told."""
+    """Where prefill has stages it has begun a second step before the first has ended, and where decode has some each of them receives it."""
     c = staged
     prompt, came = fresh(700, (c.dir.name, "fails")), 2 * STEP
 

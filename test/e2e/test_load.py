@@ -61,7 +61,7 @@ def request(source: str | pathlib.Path, **more: Any) -> str:
 
 
 class Rank:
-    """What the command says to an engine, with one token."""
+    """What the command sends to an engine, with one token."""
 
     def __init__(self, e: Engine, token: str = "") -> None:
         self.e, self.token = e, token or f"t-{next(COUNT)}"
@@ -122,7 +122,7 @@ def b(workdir: pathlib.Path) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def c(zygote: None, workdir: pathlib.Path, b: pathlib.Path) -> Iterator[Cluster]:
     """P and D have A, and R has B from its start."""
-    out = Cluster(workdir, {"transports": {"order": ["shm"]}, "transfer": {"partner": "2s"}})
+    out = Cluster(workdir, {"transports": {"order": ["shm"]}, "transfer": {"match_timeout": "2s"}})
     try:
         out.spawn("P", env=SERVES)
         out.spawn("D", env=SERVES)
@@ -178,7 +178,7 @@ def test_damaged_folders_are_refused(c: Cluster, workdir: pathlib.Path) -> None:
 
 
 def slowly(_worker: Any, seconds: float) -> None:
-    """Each piece takes so much longer, as those of a larger model do. 0: as before."""
+    """Each piece takes that much longer, as those of a larger model do. 0: as before."""
     from kvspray_vllm import load as module
 
     inner = getattr(module, "_sample_inner", module._sample)
@@ -231,7 +231,7 @@ def test_a_load_that_is_stopped(c: Cluster, slow: None, b: pathlib.Path) -> None
     (said,) = r.call("cancel", "no more")
     assert said["state"] == "failed" and "no more" in said["error"]
     never_serves(c.d, "no more")
-    # Or another takes its place in the middle, once its command says nothing any more.
+    # Or another takes its place in the middle, once its command is silent.
     r = Rank(c.d).begin(asked)
     other = Rank(c.d, "other")
     for said in other.call("arm") + other.call("cancel", "x") + other.call("begin", asked, "x") + other.call("finish") + other.call("release"):
@@ -297,7 +297,7 @@ def test_arming_that_fails(c: Cluster) -> None:
 
 
 def test_a_sleep_that_comes_after_the_end(c: Cluster) -> None:
-    """Its command is gone, and did not hear of it."""
+    """Its command is gone, and did not learn of it."""
     old = c.d.run(PROMPT, 12).tokens
     r = Rank(c.d)
     r.call("arm")
@@ -608,7 +608,7 @@ def test_the_command(server: str, b: pathlib.Path, workdir: pathlib.Path) -> Non
         assert json.loads(f.read())["status"] == "awake"
     assert said_by(server) == old
 
-    # A load that nobody confirms.
+    # A load without a confirmation.
     wide = workdir / "served"
     shutil.copytree(b, wide)
     run = subprocess.run(
@@ -618,7 +618,7 @@ def test_the_command(server: str, b: pathlib.Path, workdir: pathlib.Path) -> Non
         urllib.request.urlopen(urllib.request.Request(server + "/wake_up", method="POST"), timeout=60)
     assert err.value.code == 500 and asleep(server)
     run = command(server, b)
-    assert run.returncode == 1 and "the load nobody is under way" in run.stderr and "sleeps" not in run.stderr, run.stderr
+    assert run.returncode == 1 and "the load unconfirmed is under way" in run.stderr and "sleeps" not in run.stderr, run.stderr
     time.sleep(16)
     run = command(server, b)
     assert run.returncode == 0, run.stderr
@@ -632,14 +632,14 @@ def post(path, body=None):
     with urllib.request.urlopen(ask, timeout=60) as f:
         return json.loads(f.read() or "null")
 def rpc(method, *args):
-    (said,) = post("/collective_rpc", {"method": "kvspray_load_" + method, "args": list(args)})["results"]
-    assert "error" not in said, said
-    return said
+    (reported,) = post("/collective_rpc", {"method": "kvspray_load_" + method, "args": list(args)})["results"]
+    assert "error" not in reported, reported
+    return reported
 digest = rpc("check", sys.argv[2])["digest"]
-rpc("arm", "nobody")
+rpc("arm", "unconfirmed")
 post("/sleep?level=2")
 post("/wake_up?tags=weights")
-rpc("begin", "nobody", sys.argv[2], digest)
-while rpc("poll", "nobody", "0.5")["state"] == "loading":
+rpc("begin", "unconfirmed", sys.argv[2], digest)
+while rpc("poll", "unconfirmed", "0.5")["state"] == "loading":
     pass
 """

@@ -64,7 +64,7 @@ class Offer:
 
 @pytest.fixture(scope="module")
 def sidecars(workdir: pathlib.Path) -> Iterator[tuple[rig.Sidecar, rig.Sidecar]]:
-    config = {"transports": {"order": ["tcp"]}, "transfer": {"partner": "5s"}}
+    config = {"transports": {"order": ["tcp"]}, "transfer": {"match_timeout": "5s"}}
     both = rig.Sidecar("from", workdir, config), rig.Sidecar("to", workdir, config)
     for s in both:
         s.start()

@@ -194,8 +194,8 @@ def test_a_hot_prefix_is_copied_once(engines: list[Engine], plain: Server, route
         pairs = [line["decode"] for line in lines if line["choice"] == "pair"]
         compute = {line["decode"] for line in lines if line["choice"] == "run" and line["reused"] == 0}
         certain = [url for url in pairs if url not in compute]
-        least = bytes_before + len(certain) * 900 * TOKEN
-        rig.wait_for("bytes of the copies", lambda least=least: moved() >= least, 20)  # vLLM shows its figures once a second
+        want = bytes_before + len(certain) * 900 * TOKEN
+        rig.wait_for("bytes of the copies", lambda want=want: moved() >= want, 20)  # vLLM shows its figures once a second
         assert moved() - bytes_before <= len(pairs) * 1000 * TOKEN
         print(f"\n{len(got)} askers at once, {copies:.0f} copies, {len(pairs)} pairs, {moved() - bytes_before:.0f} bytes")
         if certain:

@@ -2,7 +2,7 @@
 nothing that should have moved was computed again. (Pipeline stages are in test_hybrid.py.)
 
 Numbers are float32, as in all of these tests: ranks' sums are rounded in another order than one engine's, and in bf16 that alone
-changes greedy tokens, with no transfer at all. What moves is copied as it is, whatever its size.
+changes greedy tokens, with no transfer at all. Moved blocks are copied as they are, whatever its size.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Beside(Both, Kind):
 def c(request: pytest.FixtureRequest, zygote: None, workdir: pathlib.Path) -> Iterator[Kind]:
     dir = workdir / request.param.name
     dir.mkdir()
-    out = request.param(dir, {"transports": {"order": ["tcp"]}, "transfer": {"deadline": "60s", "partner": "5s"}})
+    out = request.param(dir, {"transports": {"order": ["tcp"]}, "transfer": {"deadline": "60s", "match_timeout": "5s"}})
     try:
         for name in "PD":
             out.spawn(name, max_num_seqs=N)

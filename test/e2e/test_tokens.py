@@ -18,14 +18,11 @@ LAYER_S = 0.04  # that a layer takes at least where streaming is judged
 TRIES = 4  # of what a busy machine may spoil
 
 
-@pytest.fixture(scope="module", params=["tcp", "shm"])
-def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    dir = workdir / request.param
-    dir.mkdir()
-    out = Cluster(dir, {"transports": {"order": [request.param]}, "transfer": {"partner": "3s"}})
-    out.transport = request.param
+@pytest.fixture(scope="module")
+def c(zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
+    out = Cluster(workdir, {"transports": {"order": ["shm"]}, "transfer": {"match_timeout": "3s"}})
     try:
-        # P's pool holds two long prompts at most, and lets them in before it knows that both fit: so that it has to preempt.
+        # P's pool holds two long prompts at most, and lets them in before it checks that both fit: so that it has to preempt.
         out.spawn("P", kv_cache_memory_bytes=12 << 20, scheduler_reserve_full_isl=False, long_prefill_token_threshold=128)
         out.spawn("D")
         out.spawn("R")
@@ -93,11 +90,11 @@ def test_an_unmodified_nixl_router_sees_its_keys(c: Cluster) -> None:
     prompt = fresh(40, "nobody came")
     got = c.d.run(prompt, 4, kv={**kv, "kvspray": {**kv["kvspray"], "v": 9}})
     same(got, c.r.run(prompt, 4))
-    c.settle(timeout=20)  # its partner never came: P lets go after its deadline
+    c.settle(timeout=20)  # the other side never came: P lets go after its deadline
 
 
 def test_a_router_that_names_the_wrong_sidecar_is_told(c: Cluster) -> None:
-    """D's own: nobody can come from there, and D does not wait for anybody."""
+    """D's own: no transfer can come from there, and D does not wait."""
     prompt = fresh(90, "own sidecar")
     kv = {"do_remote_prefill": True, "kvspray": {"v": 1, "xfer": "ab" * 16, "fanout": 1, "peer": c.sd.endpoint}}
     before = c.d.metrics()
@@ -258,7 +255,7 @@ def test_abort_on_either_side(c: Cluster) -> None:
 @pytest.mark.parametrize("n", [2048, 4096])
 def test_long_prompts_stream_while_prefill_runs(c: Cluster, n: int) -> None:
     """P goes on at its own pace, and nothing waits for anything. Its layers take time, as those of a larger model do; what has landed when the
-    last layer of its last step is done is what D's sidecar says then. All that the steps before have computed must be there, and the last one's
+    last layer of its last step is done is what D's sidecar has then. All that the steps before have computed must be there, and the last one's
     layers but two: with pushes that come a step late, or only at a step's end, that can never be. A machine that was busy just then gets another try."""
     steps = n // STEP
     want = ((steps - 1) * LAYERS + LAYERS - 2) * STEP * TOKEN
@@ -283,7 +280,7 @@ def test_long_prompts_stream_while_prefill_runs(c: Cluster, n: int) -> None:
     else:
         pytest.fail(f"{TRIES} times less had landed than {want} bytes at the end, and what half of the steps compute at half of them; the last time {by_step}")
     c.settle()
-    # What the trace says of it, and make demo judges, is the same as it was known at P.
+    # The trace's value of it, and make demo judges, is the same as at P.
     def last() -> dict[str, Any]:
         return [t for t in c.sp.lines(c.sp.transfers) if t["side"] == "source"][-1]
 

@@ -259,7 +259,7 @@ class Hybrid:
     order: str = "SD"
     tp: int = 1
     align: bool = False
-    wider: int = 0  # tokens that a block has more than a state needs: behind the state, the page belongs to nobody
+    wider: int = 0  # tokens that a block has more than a state needs: behind the state, the page has no owner
     pages: str = "LBHNC"
 
     def __str__(self) -> str:

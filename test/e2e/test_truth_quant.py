@@ -12,9 +12,9 @@ What it cannot run, and why:
 
 - Rows of fp8_ds_mla: concat_and_cache_mla is CUDA in that form, and its Triton twin needs Triton, which has no backend in this wheel. A row is
   opaque to the cache and written by index, where vLLM's view has it.
-- Pages with inline scales (TRITON_ATTN): the kernel is Triton. The backend's own methods say where values and scales of a token lie
+- Pages with inline scales (TRITON_ATTN): the kernel is Triton. The backend's own methods define where values and scales of a token lie
   (_pth_key_value_caches, _ensure_scale_caches); they are written there by index.
-- nvfp4 (FLASHINFER): the kernel is FlashInfer's, for CUDA. The backend's own _nvfp4_kv_views says where values and scales lie; FlashInfer is
+- nvfp4 (FLASHINFER): the kernel is FlashInfer's, for CUDA. The backend's own _nvfp4_kv_views defines where values and scales lie; FlashInfer is
   imported by that module and used by nothing that is called here, so an empty package stands for it.
 """
 
@@ -161,7 +161,7 @@ WINDOW = 128
 
 
 def slab(block: int) -> list[Cache]:
-    """The caches of an engine of DeepSeek-V4 with blocks of so many tokens, as its layers ask for them."""
+    """The caches of an engine of DeepSeek-V4 with blocks of that many tokens, as its layers ask for them."""
     from vllm.models.deepseek_v4.attention import DeepseekV4Attention, DeepseekV4IndexerCache
     from vllm.models.deepseek_v4.compressor import CompressorStateCache
     from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
@@ -378,7 +378,7 @@ def test_slab_of_deepseek_v4(sidecars: tuple[rig.Sidecar, rig.Sidecar], pn: int,
 
 
 def v32(block: int) -> list[Cache]:
-    """Rows of fp8_ds_mla and the keys of the indexer, as its layers ask for them. Kernels know pages of 64 tokens, of which a block may hold several."""
+    """Rows of fp8_ds_mla and the keys of the indexer, as its layers ask for them. Kernels have pages of 64 tokens, of which a block may hold several."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
     from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend

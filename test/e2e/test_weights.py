@@ -20,7 +20,7 @@ from test_tokens import Moved
 
 @pytest.fixture(scope="module")
 def c(zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
-    out = Cluster(workdir, {"transports": {"order": ["shm"]}, "transfer": {"partner": "2s"}})
+    out = Cluster(workdir, {"transports": {"order": ["shm"]}, "transfer": {"match_timeout": "2s"}})
     try:
         for name in "PDR":
             out.spawn(name)
@@ -62,9 +62,9 @@ if sys.argv[2] == "one tensor":
 elif sys.argv[2] == "fp8":
     # Each linear layer's weight in fp8, with a scale for each row. vLLM's wheel for CPUs lacks the
     # kernel that it wants as it loads fp8 with one scale for a tensor.
-    most = torch.finfo(torch.float8_e4m3fn).max
+    largest = torch.finfo(torch.float8_e4m3fn).max
     for name in [n for n in names if n.endswith("_proj.weight")]:
-        scale = tensors[name].float().abs().amax(1, keepdim=True) / most
+        scale = tensors[name].float().abs().amax(1, keepdim=True) / largest
         tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
         tensors[name + "_scale"] = scale
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -145,7 +145,7 @@ def test_kv_of_other_weights_is_not_taken(c: Cluster, others: pathlib.Path) -> N
 
 
 def names(c: Cluster) -> list[str]:
-    """What P's and D's weights are called, as the sidecars tell that they differ."""
+    """What P's and D's weights are called, as the sidecars report that they differ."""
     status, verdict = checked(c.sp.url, c.sd.url)
     (line,) = [d for d in verdict["differs"] if d.startswith("identity.weights: ")]
     assert status == 1
@@ -218,9 +218,9 @@ def test_weights_have_names(c: Cluster) -> None:
 OTHER = """
 import base64, json, sys
 import kvspray
-told = json.loads(sys.argv[2])
-layout = kvspray.protocol.decode(base64.b64decode(told["layout"]))
-layout["identity"].update(told["identity"])
+changed = json.loads(sys.argv[2])
+layout = kvspray.protocol.decode(base64.b64decode(changed["layout"]))
+layout["identity"].update(changed["identity"])
 layers = [layer for group in layout["groups"] for layer in group["layers"]]
 blocks = max(group["num_blocks"] for group in layout["groups"])
 size = max(layer["base"] + layer["block_stride"] * (blocks - 1) + layer["page_bytes"] for layer in layers)
@@ -234,7 +234,7 @@ with kvspray.WorkerClient(sys.argv[1], engine=kvspray.EngineInfo("test", id="oth
 
 
 def checked(prefill: str, decode: str) -> tuple[int, dict[str, Any]]:
-    """`kvspray layout check`: its status and what it said, which is the same as text."""
+    """`kvspray layout check`: its status and what it reported, which is the same as text."""
     command = [rig.BINARY, "layout", "check", prefill, decode]
     run = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
     assert run.stdout, run.stderr

@@ -48,7 +48,7 @@ WORDS = PAGE // 8
 STEPS = 3  # that the engine takes at least, where it is timed: one more or less is much otherwise
 ALLOCATIONS = 2  # that a cache consists of, as those of engines consist of one for each layer
 SIZES = (32, 128, 256, 512)  # blocks of a graph's request
-OTHERS = SIZES[1]  # those of a request that nobody awaits
+OTHERS = SIZES[1]  # those of a request without a waiter
 HIDDEN = 2048
 VICTIMS = ("source engine", "source sidecar", "destination sidecar", "destination engine")
 CANARY = -0x5A5A5A5A
@@ -94,7 +94,7 @@ class Engine:
         return (self.word + (place << 20) + (layer << 40)) * 0x9E3779B1 + seed * 0x85EBCA6B
 
     def forward(self, n: int, work: int, rows: int = 0) -> None:
-        """Layers of so many kernels on an input of so many rows, by default one for each block."""
+        """Layers of that many kernels on an input of that many rows, by default one for each block."""
         rows = rows or max(16, n)
         if rows not in self.inputs:
             self.inputs[rows] = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
@@ -111,7 +111,7 @@ class Engine:
     def graph(self, n: int, work: int, rows: int = 0) -> torch.cuda.CUDAGraph:
         if (n, work, rows) not in self.graphs:
             self.gpu.step(self.count, torch.cuda.current_stream().cuda_stream)
-            self.forward(n, 1, rows)  # loads what it needs; says a step that is over
+            self.forward(n, 1, rows)  # loads what it needs; reports a step that is over
             torch.cuda.synchronize()
             g = torch.cuda.CUDAGraph()
             with torch.cuda.graph(g):
@@ -149,7 +149,7 @@ class Engine:
         return self.count
 
     def kernel(self, rows: int) -> float:
-        """Microseconds that the kernel of a layer takes with an input of so many rows."""
+        """Microseconds that the kernel of a layer takes with an input of that many rows."""
         a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.nn.functional.linear(self.inputs[rows], self.weight)
         a.record()
@@ -262,7 +262,7 @@ class Engine:
             return self.busy(n, work, seconds), pulled.result()
 
     def stream(self, xfers: list[bytes], peer: str, tables: list[list[int]], ahead: int) -> float:
-        """Transfers into these tables by turns, so many open at a time and one for a table; GB/s from the first word to the last completion."""
+        """Transfers into these tables by turns, a number of them open at a time and one for a table; GB/s from the first word to the last completion."""
         waiting, open_leases, moved = list(enumerate(xfers)), dict[int, int](), 0
         start = time.monotonic()
         while waiting or open_leases:
@@ -280,7 +280,7 @@ class Engine:
         return moved / (time.monotonic() - start) / 1e9
 
     def settle(self, leases: list[int]) -> None:
-        """Gives up what nobody pulled."""
+        """Gives up pages without a pull."""
         open_leases = set(leases)
         for lease in leases:
             self.client.cancel(lease)
@@ -395,7 +395,7 @@ class Observer:
         """Whether the layer's flag has come, from a stream or from a graph. The engine waits for the end of the step: nothing is forgotten meanwhile."""
         if self.flags[(FLAGS_HEADER + FLAGS_STRIDE * layer) // 8] >= self.step:
             return True
-        step = self.flags[(self.replays + FLAGS_STRIDE * LAYERS) // 8]  # before the flag: whoever sees the step sees its zeros
+        step = self.flags[(self.replays + FLAGS_STRIDE * LAYERS) // 8]  # before the flag: a reader that sees the step sees its zeros
         return step >= self.step and self.flags[(self.replays + FLAGS_STRIDE * layer) // 8] != 0
 
     def watch(self) -> tuple[list[float], float]:
@@ -544,7 +544,7 @@ def layers(rig: Rig, r: random.Random, work: int, n: int, repeat: int = 12) -> d
 
 
 def first(rig: Rig, r: random.Random, rows: int, work: int, ahead: bool, n: int = 4, pool: int = 32, warm: int = 20, repeat: int = 30) -> dict[str, Any]:
-    """`n` blocks a layer, so that what is moved is small and what is measured is how soon. They are of a few, whose pages everybody has
+    """`n` blocks a layer, so that what is moved is small and what is measured is how soon. They are of a few, whose pages all have
     touched before, as in a cache that has been used for a while."""
     rig.p.call("prepare", OTHERS, work, rows)
     layer_us = rig.p.call("prepare", SIZES[0], work, rows)

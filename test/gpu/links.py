@@ -83,7 +83,7 @@ class Engine:
         return [self.client.intent(x, b"h" * 32, n, [blocks], ready=n, held=True) for x in xfers]
 
     def take(self, xfers: list[bytes], peer: str, tables: list[list[int]], ahead: int) -> list[float]:
-        """Transfers into these blocks by turns, so many open at a time; when each ended, in seconds from the first word."""
+        """Transfers into these blocks by turns, a number of them open at a time; when each ended, in seconds from the first word."""
         waiting, open_leases, ends = list(enumerate(xfers)), set(), []
         start = time.monotonic()
         while waiting or open_leases:
@@ -123,7 +123,7 @@ class Engine:
 
 
 def lists(r: random.Random, run: int, count: int) -> list[list[int]]:
-    """Lists without a block in common, in runs of so many that lie side by side."""
+    """Lists without a block in common, in runs of a fixed length that lie side by side."""
     starts = r.sample(range(BLOCKS // run), count * (MOVED // run))
     each = len(starts) // count
     return [[b * run + i for b in starts[k * each :][:each] for i in range(run)] for k in range(count)]

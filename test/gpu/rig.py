@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: real sidecars, and engines in processes of their own."""
+"""What the scripts of this directory share: real sidecars, and engines in processes of their own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def until(done: Callable[[], bool], what: str) -> None:
 
 
 def layout(model: str, layers: int, blocks: int, page: int, regions: int = 1) -> dict[str, Any]:
-    """Of so many regions in turns, layer after layer, a page of one head for each block."""
+    """Of that many regions in turns, layer after layer, a page of one head for each block."""
     all_ = [
         {"name": f"l{i}", "index": i, "region": i % regions, "base": i // regions * blocks * page, "block_stride": page, "page_bytes": page}
         for i in range(layers)
@@ -99,7 +99,7 @@ def serve(pipe: Any, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 class Remote:
-    """An engine in a process of its own. The first answer says that it is there."""
+    """An engine in a process of its own. The first answer shows that it is there."""
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         context = mp.get_context("spawn")

@@ -61,10 +61,10 @@ class Flags:
         self.replays = self.words[REPLAYS_AT // 8]
 
     def layer(self, i: int) -> int:
-        """The last step whose layer i is known to be complete. What graphs say is forgotten as the next step begins, but for the end of a step."""
+        """The last step whose layer i is known to be complete. Flags of graphs are cleared as the next step begins, but for the end of a step."""
         value = self.words[(HEADER + STRIDE * i) // 8]
         if i < LAYERS:
-            step = self.words[(self.replays + STRIDE * LAYERS) // 8]  # before the flag: whoever sees the step sees its zeros
+            step = self.words[(self.replays + STRIDE * LAYERS) // 8]  # before the flag: a reader that sees the step sees its zeros
             if step > value and self.replayed(i):
                 return step
         return value
@@ -106,7 +106,7 @@ def watch(path: str, cache: torch.Tensor, progress: Any, launched: Any, looks: A
                 seen = looks.value
                 while looks.value < seen + 2 and time.monotonic() < end:
                     pass
-                progress.value = layer + 1  # said before it is done: a stream that ran early would have been seen
+                progress.value = layer + 1  # reported before it is done: a stream that ran early would have been seen
                 flags.set_load(layer, 1)
             results.put(None)
             continue
@@ -195,7 +195,7 @@ class Run:
             raise SystemExit("signals: the other process did not start")
 
     def follow(self, steps: int, how: Any, ahead: int = AHEAD) -> dict[str, Any]:
-        """Runs so many steps, how(step) each, while the other process follows, so many steps behind at most."""
+        """Runs that many steps, how(step) each, while the other process follows, that many steps behind at most."""
         first = self.step + 1
         self.progress.value = self.step
         self.jobs.put(("watch", first, first + steps))

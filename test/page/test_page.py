@@ -1,4 +1,4 @@
-"""The sidecar's page in a real browser, beside real transfers: what it shows, and that anyone can use it."""
+"""The sidecar's page in a real browser, beside real transfers: what it shows, and that all users can use it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from traffic import Pair
 
 RAILS = {"rail0": "10.77.0.1", "rail1": "10.77.1.1"}
 LAYER_S = 0.03
-SHOTS = os.environ.get("KVSPRAY_SHOTS")  # a folder for screenshots
+SHOTS = os.environ.get("KVSPRAY_SHOTS")  # a directory for screenshots
 
 pytestmark = pytest.mark.usefixtures("needs")
 

@@ -72,7 +72,7 @@ class Pair:
         self.engines = [Engine(s.name, s) for s in self.sidecars]
 
     def move(self, layer_s: float = 0.0) -> kvspray.Completion:
-        """One prompt; prefill computes a layer in so many seconds."""
+        """One prompt; prefill computes a layer in that many seconds."""
         n = next(self._numbers)
         p, d = (e.client for e in self.engines)
         xfer = hashlib.sha256(f"page {n}".encode()).digest()[:16]

@@ -109,7 +109,7 @@ def child(then) -> int:  # type: ignore[no-untyped-def]
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             then()
-        except BaseException as err:  # noqa: BLE001  a container that cannot start says why
+        except BaseException as err:  # noqa: BLE001  a container that cannot start reports why
             print(f"container: {err!r}", file=sys.stderr, flush=True)
         os._exit(125)
 

@@ -3,7 +3,7 @@
 Done as Kubernetes does it: the pod's network, its IPC and, with shareProcessNamespace, its processes are shared; each container has a
 root file system, user, groups, volumes and environment of its own; init containers start one after the other, sidecars
 (restartPolicy Always) before the containers and end after them in reverse; startup, readiness and liveness probes at their periods;
-preStop, SIGTERM, the grace period, SIGKILL; containers that end start again. Images are entry points and folders of this host.
+preStop, SIGTERM, the grace period, SIGKILL; containers that end start again. Images are entry points and directories of this host.
 Not done: seccomp, resources, node selection, network policies.
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 HERE = pathlib.Path(__file__).resolve().parent
 BRIDGE, SUBNET = "pods", "10.244.0"
 BACK_OFF_S = 10.0  # before a container that ends again and again starts once more
-SIDECAR_LEAST_S = 2.0  # for sidecars, after containers that used the whole grace period
+SIDECAR_MIN_S = 2.0  # for sidecars, after containers that used the whole grace period
 ZONE = "svc.cluster.local"
 
 Object = dict[str, Any]
@@ -239,7 +239,7 @@ class Pod:
             t.join()
         self.order(self.containers, "ended", self.sidecars, "ended")
         for c in reversed(self.sidecars):
-            c.stop(max(deadline, time.monotonic() + SIDECAR_LEAST_S))
+            c.stop(max(deadline, time.monotonic() + SIDECAR_MIN_S))
         self.took = time.monotonic() - begun
         self.node.event(self.name, f"has ended after {self.took:.1f} of {self.grace:g} s{', killed: ' + ', '.join(self.killed) if self.killed else ''}")
         self.kill()

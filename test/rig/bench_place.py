@@ -6,7 +6,7 @@ kind of traffic and number of clients, all policies serve the same prompts in tu
 with that of a plain engine. Of `auto` the predicted time to the first token is compared with the measured one, for the second half of each run.
 Rates take turns within each round.
 Each layer of an engine is slowed down to --pace tokens per second (paced/kvspray_paced.py), so that engines on few cores do not wait for each
-other; --pace 0 leaves that out. What is done so far is in the report, also of a run that was cut.
+other; --pace 0 leaves that out. Finished parts are in the report, also of a run that was cut.
 
 usage: bench_place.py [--gbit 0.1,1,10] [--shapes multi-turn,fan-out] [--clients 2,8] [--rounds 5] [--pace 4000] [--out FILE.json]    (root)
 """
@@ -51,7 +51,7 @@ TOKEN_BYTES = 2048
 NAMES = ("A", "B", "C")
 POLICIES = ("auto", "cache", "least-loaded", "fetch", "local")
 ANSWER = 12  # tokens
-LEAST_S = 0.1  # of requests whose prediction is judged
+MIN_S = 0.1  # of requests whose prediction is judged
 ASKERS = 64
 QUIET = 0.5  # cores that other work may use
 GOAL_ERROR, GOAL_COST, GOAL_GAIN = 0.15, 1.05, 1.3
@@ -467,8 +467,8 @@ class Seen:
 
 
 def errors(lines: list[dict[str, Any]], pairs: bool = False) -> dict[str, Any]:
-    """Mean of |predicted - measured| / measured, of requests that took longer than LEAST_S."""
-    found = [(x["choice"], x["predicted"], x["actual"]) for x in lines if x.get("actual", 0) > LEAST_S]
+    """Mean of |predicted - measured| / measured, of requests that took longer than MIN_S."""
+    found = [(x["choice"], x["predicted"], x["actual"]) for x in lines if x.get("actual", 0) > MIN_S]
     out: dict[str, Any] = {"requests": len(found)}
     if found:
         out["error"] = statistics.fmean(abs(p - a) / a for _, p, a in found)
@@ -525,7 +525,7 @@ def verdict(report: dict[str, Any]) -> bool:
             misses.append(f"auto gains less than {GOAL_GAIN}: {show_askers(row)}")
     if pairs:
         error = statistics.fmean(abs(p - a) / a for _, p, a in pairs)
-        print(f"predictions of {len(pairs)} requests above {LEAST_S} s: mean error {error:.1%}")
+        print(f"predictions of {len(pairs)} requests above {MIN_S} s: mean error {error:.1%}")
         if error > GOAL_ERROR:
             misses.append(f"mean error of predictions {error:.1%}, the goal is {GOAL_ERROR:.0%}")
     for m in misses:

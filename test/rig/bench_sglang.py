@@ -87,7 +87,7 @@ class Answer:
     total: float
     tokens: list[int]
     cached: int
-    stored: int  # of the cached tokens, those that the server says it has from the store
+    stored: int  # of the cached tokens, those that the server reports it has from the store
 
 
 def stream(port: int, ids: Sequence[int], tokens: int) -> Answer:
@@ -286,7 +286,7 @@ class Store:
         return dir
 
     def mooncake(self, env: Mapping[str, str]) -> dict[str, Any]:
-        """As SGLang's README of the backend says, over tcp: a master; pages in a process of their own, or (own) in the server."""
+        """As SGLang's README of the backend describes, over tcp: a master; pages in a process of their own, or (own) in the server."""
         own = self.name == "mooncake-own"
         master = Part(f"{self.name}-master", self.logs)
         binary = next(PEERS.glob("lib/python3*/site-packages/mooncake/mooncake_master"))
@@ -533,7 +533,7 @@ def show_stores(rounds: Mapping[str, list[dict[str, Any]]]) -> None:
 
 
 class PairOf:
-    """Prefill, decode and router with one transfer backend. Two sidecars of a host use shared memory, unless told not to (kvspray-tcp)."""
+    """Prefill, decode and router with one transfer backend. Two sidecars of a host use shared memory, unless configured not to (kvspray-tcp)."""
 
     def __init__(self, name: str, run: pathlib.Path, logs: pathlib.Path, host: sgl.Host) -> None:
         self.name, self.logs, self.host = name, logs, host
@@ -598,7 +598,7 @@ class Plain:
 
 
 def first(port: int, size: int) -> bool:
-    """Whether a request is answered: the router needs a while until it knows its servers."""
+    """Whether a request is answered: the router needs a while until it has its servers."""
     try:
         return bool(stream(port, range(2, 2 + size), 4).tokens)
     except rig.Failed as err:

@@ -7,7 +7,7 @@ without a transfer. What a connector adds is printed three times: above the floo
 at rest (the lower one of the two engines); above the same D's own time, which leaves out what a connector costs while it
 moves nothing; and above its own time right behind a prefill of another prompt at P. A transfer always comes behind one, which
 leaves the processor's caches cold; right behind the same request they are warm. Both connectors see fresh prompts of the same
-lengths, in turns, and whoever goes first changes with each pair. While one is measured the engines of the other are stopped.
+lengths, in turns, and the first one changes with each pair. While one is measured the engines of the other are stopped.
 
 usage: bench_vllm.py [--pairs 50] [--lengths 128,512,...] [--transport tcp|shm] [--engine-args="..."] [--out FILE.json]
 """

@@ -12,7 +12,7 @@ from typing import Any
 from servers import Answer, Server, complete, give_up
 
 GONE_S = 0.5  # after which a client that goes away has gone
-LEAST_EXPONENT = 0  # of prompts' lengths, whose logarithms are spread evenly
+MIN_EXPONENT = 0  # of prompts' lengths, whose logarithms are spread evenly
 ANSWER = 64  # tokens of an answer, less than that
 SHARED = 4  # prompts whose beginnings others have, where any have
 REPEATS_S = 1.0  # between two tries of a request
@@ -55,7 +55,7 @@ class Clients:
         self._lock = threading.Lock()
 
     def start(self, n: int, end: float, tag: str) -> None:
-        """So many clients, until a time of time.monotonic."""
+        """That many clients, until a time of time.monotonic."""
         self._threads = [
             threading.Thread(target=self._client, args=(f"{tag}c{i}", end)) for i in range(n)
         ]
@@ -82,7 +82,7 @@ class Clients:
             self._turn(rng, f"{tag}-{turn}")
 
     def _turn(self, rng: random.Random, rid: str) -> None:
-        n = min(self.longest, int(2 ** rng.uniform(LEAST_EXPONENT, self.longest.bit_length())))
+        n = min(self.longest, int(2 ** rng.uniform(MIN_EXPONENT, self.longest.bit_length())))
         ids = prompt(n, rid)
         if rng.random() < self.shared:
             head = prompt(self.longest, ("shared", rng.randrange(SHARED)))

@@ -24,7 +24,7 @@ BINARY = pathlib.Path(os.environ.get("KVSPRAY_BINARY", ROOT / "bin" / "kvspray")
 
 
 class Failed(Exception):
-    """Something did not come about in time; the text says what was seen instead."""
+    """Something did not come about in time; the text has what was seen instead."""
 
 
 _PORTS = range(18000, 30000)  # below what Linux gives to outgoing connections, one of which could take a port between look and use
@@ -33,7 +33,7 @@ _held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port for a server that we start, and start again: held until this process ends. Whoever looks as we do finds it taken; a server,
+    """A port for a server that we start, and start again: held until this process ends. A process that looks as we do finds it taken; a server,
     which sets SO_REUSEADDR, may listen on it, because we do not."""
     for port in _ports:
         s = socket.socket()
@@ -288,7 +288,7 @@ class _Relay:
 
 class Relay:
     """A TCP relay that can be cut: every connection through it dies, and new ones are refused, until it is healed. It has a
-    process of its own, so that whoever uses it has no threads and may fork."""
+    process of its own, so that its user has no threads and may fork."""
 
     def __init__(self, target: str) -> None:
         self.proc = subprocess.Popen(

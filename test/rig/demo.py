@@ -127,7 +127,7 @@ class Demo:
     # ---- processes
 
     def start_sidecars(self, integrity: str, flip: bool) -> None:
-        """Sidecars of this integrity level, in the place of earlier ones: engines and routers need not know."""
+        """Sidecars of this integrity level, in the place of earlier ones: engines and routers see no change."""
         for s in self.sidecars:
             s.stop()
         self.stop_flipper()
@@ -140,13 +140,13 @@ class Demo:
             s.config["trace"] = {"transfers": str(s.transfers), "block_hashes": str(s.hashes)}
             tcp: dict[str, Any] = {"integrity": "crc32c" if integrity == "on" else "off"}
             if flip:
-                # Lanes to a rail go to where it says it is: to the flipper, which passes them on to where it really is.
+                # Lanes to a rail go to its advertised address: to the flipper, which passes them on to the real one.
                 real, shown = free_port(), free_port()
                 tcp["rails"] = [{"name": "lo", "listen": f"127.0.0.1:{real}", "advertise": f"127.0.0.1:{shown}"}]
                 rails.append((f"127.0.0.1:{shown}", f"127.0.0.1:{real}"))
             s.config["transports"] = {"order": [self.transport], "tcp": tcp}
         if flip:
-            # Data goes over the lanes of whoever dialled first: one process counts them all, so that one bit is flipped.
+            # Data goes over the lanes of the process that dialled first: one process counts them all, so that one bit is flipped.
             listen, target = (",".join(addresses) for addresses in zip(*rails, strict=True))
             with (LOGS / f"flip.{integrity}.jsonl").open("w") as out:
                 self.flipper = subprocess.Popen(

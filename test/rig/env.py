@@ -43,7 +43,7 @@ def say(text: str) -> None:
 
 
 def run(what: str, cmd: list[str], log: pathlib.Path, **kw: object) -> None:
-    """Runs cmd with its output in log, says every ten seconds that it still runs, and shows the end of the log if it fails."""
+    """Runs cmd with its output in log, reports every ten seconds that it still runs, and shows the end of the log if it fails."""
     start = time.monotonic()
     say(f"{what} ...")
     with log.open("ab") as out:
@@ -115,7 +115,7 @@ def pyenv_pythons() -> list[str]:
 
 
 def installer_env() -> dict[str, str]:
-    """The environment of pip and uv. uv checks servers against roots of its own unless it is told to use the system's, which is where a
+    """The environment of pip and uv. uv checks servers against roots of its own unless it is configured to use the system's, which is where a
     site's proxy has its certificate. The user's UV_SYSTEM_CERTS goes first."""
     return {"UV_SYSTEM_CERTS": "true", **os.environ, "UV_NO_PROGRESS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 

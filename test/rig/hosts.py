@@ -30,7 +30,7 @@ class Host:
     memory: str  # of kv_connector_extra_config
 
     def with_modules(self, folder: pathlib.Path) -> Host:
-        """The same, whose engines also find the modules of a folder."""
+        """The same, whose engines also find the modules of a directory."""
         path = ":".join(p for p in (str(folder), self.env.get("PYTHONPATH", "")) if p)
         return dataclasses.replace(self, env={**self.env, "PYTHONPATH": path})
 

@@ -43,7 +43,7 @@ def main(out: pathlib.Path, kind: str = "llama", seed: int = SEED) -> None:
     if kind == "gemma3":
         # Two layers with a sliding window before each one that sees everything: vLLM makes three cache groups of them. Attention is sharp
         # (query_pre_attn_scalar), so that a single token that is missing shows.
-        # Its embeddings are its output, too: small ones leave the say to what the layers add, or every token would answer with itself.
+        # Its embeddings are its output, too: small ones leave the choice to what the layers add, or every token would answer with itself.
         embed = 0.02
         types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
         model = Gemma3ForCausalLM(

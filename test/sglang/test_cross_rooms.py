@@ -102,7 +102,7 @@ def test_prefill_offers_its_own_prompt() -> None:
 
 
 def test_weights_are_replaced_in_a_prefill() -> None:
-    """What is computed from then on is of other weights than the layout's name says."""
+    """What is computed from then on is of other weights than those in the layout's name."""
     m = rooms.manager()
     m.request_status[7] = KVPoll.Bootstrapping
     m._asked(pd_wire.Room(7, "10.0.0.2", 5, b"x" * 16, 2, 0, 1, by_prompt=True))

@@ -36,7 +36,7 @@ ROW = 3
 
 
 class Session:
-    """Leases that end when the test says so."""
+    """Leases that end when the test ends them."""
 
     def __init__(self) -> None:
         self.open: dict[int, Any] = {}
@@ -577,7 +577,7 @@ def test_a_lease_fails_whose_pages_decode_has(monkeypatch: pytest.MonkeyPatch) -
     s = sender(m)
     room = sent_all(m, s)
     m._session.end(1, ok=False)
-    assert s.poll() == KVPoll.Transferring and len(m.sent) == 2  # decode is not told
+    assert s.poll() == KVPoll.Transferring and len(m.sent) == 2  # decode is not notified
     m._done(pd_wire.Done(7, room.xfer))
     assert s.poll() == KVPoll.Success
     m = manager()

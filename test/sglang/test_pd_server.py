@@ -153,7 +153,7 @@ def test_a_sidecar_stops_for_a_while(pair: Pair, side: int) -> None:
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_server_dies(pair: Pair, side: int) -> None:
-    """Its partner lives, and serves with the next server. That one has SGLang's own injected
+    """The other side lives, and serves with the next server. That one has SGLang's own injected
     failures: a poll of a transfer fails at random while its bytes move."""
     server, jobs = (pair.prefill, pair.decode)[side], DEAD[5 * side :][:5]
     beside(pair, jobs, server.kill)

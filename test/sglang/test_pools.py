@@ -98,7 +98,7 @@ class Kind:
 
     @property
     def tokens(self) -> int:
-        # A device pool has one page more than it says, for padding.
+        # A device pool has one page more than its size, for padding.
         return TOKENS + self.page if self.layout == "device" else TOKENS * 2
 
 
@@ -499,7 +499,7 @@ def state_engine(sidecar: rig.Sidecar, kind: State, name: str) -> tuple[list[Ran
     for rank in range(kind.tp):
         cache = state_pool(kind).mamba_cache
         conv, temporal = cache.conv[0], cache.temporal
-        history, channel = (2, 3) if kind.kda else (3, 2)  # axes of the conv state, as its shape says
+        history, channel = (2, 3) if kind.kda else (3, 2)  # axes of the conv state, as in its shape
         params = {
             "k_heads": heads, "k_dim": dim, "v_heads": V_HEADS, "v_dim": V_DIM, "conv_len": KERNEL - 1, "conv_bytes": 2, "state_bytes": 4,
             "tp_rank": rank, "tp_size": kind.tp, "conv_order": int(conv.stride(channel) > conv.stride(history)),

@@ -37,7 +37,7 @@ def configured(**args: Any) -> ServerArgs:
         extra = json.loads(args["hicache_storage_backend_extra_config"] or "{}") | {
             "backend_name": "kvspray", "module_path": "kvspray_sglang.hicache",
             "class_name": "KvsprayHiCache", "interface_v1": 1, "socket": SOCKET,
-            # Each test has a folder of its own for the file backend, and its tokens are the same.
+            # Each test has a directory of its own for the file backend, and its tokens are the same.
             "weights": envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get(),
         }  # fmt: skip
         args["hicache_storage_backend"] = "dynamic"

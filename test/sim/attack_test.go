@@ -10,7 +10,7 @@ import (
 	"github.com/kvspray/kvspray/transport/simfabric"
 )
 
-const fewAttacks = 100 // where nobody asks for more; 1,000 in make test-sim
+const fewAttacks = 100 // the default; 1,000 in make test-sim
 
 func attacks(t testing.TB) int {
 	if _, full := runs(t); full {
@@ -26,14 +26,14 @@ func TestLateWriteAttack(t *testing.T) {
 	late, n := 0, attacks(t)
 	for seed := range uint64(n) {
 		rng := rand.New(rand.NewPCG(seed, 0x1a7e))
-		s := scenario{nodes: 2, rails: 4, partners: 1, link: slow}
+		s := scenario{nodes: 2, rails: 4, peers: 1, link: slow}
 		c := s.build(schedule{seed: seed})
 		x := c.Begin(c.Nodes[0], c.Nodes[1], 256, 10*time.Second, time.Millisecond)
 		rails := c.Nodes[0].Host.Rails()
 		stalled := rng.Perm(len(rails))[:1+rng.IntN(3)]
 		c.F.After(time.Duration(rng.Int64N(int64(20*time.Millisecond))), func() {
 			for _, r := range stalled {
-				rails[r].Tx().SetDeaf(true)
+				rails[r].Tx().SetSilent(true)
 			}
 		})
 		c.F.Run(c.F.Now()+5*time.Second, func() bool { return x.Received != nil })
@@ -45,7 +45,7 @@ func TestLateWriteAttack(t *testing.T) {
 		y := c.Begin(c.Nodes[0], c.Nodes[1], 256, 10*time.Second, time.Millisecond)
 		for _, r := range stalled {
 			c.F.After(time.Duration(rng.Int64N(int64(300*time.Millisecond))),
-				func() { rails[r].Tx().SetDeaf(false) })
+				func() { rails[r].Tx().SetSilent(false) })
 		}
 		c.F.Run(c.F.Now()+20*time.Second, func() bool { return len(c.Violations()) > 0 })
 		c.Settle(slack)
@@ -70,18 +70,18 @@ func TestDoubtOnThreeRails(t *testing.T) {
 	n, three, late := attacks(t), 0, 0
 	for seed := range uint64(n) {
 		rng := rand.New(rand.NewPCG(seed, 0xd0b7))
-		s := scenario{nodes: 2, rails: 4, partners: 1, link: slow, unfence: 0.1}
+		s := scenario{nodes: 2, rails: 4, peers: 1, link: slow, unfence: 0.1}
 		c := s.build(schedule{seed: seed})
 		from, to := c.Nodes[0], c.Nodes[1]
 		for _, r := range rng.Perm(4)[:3] {
 			rail, back := from.Host.Rails()[r], time.Duration(rng.Int64N(int64(time.Second)))
 			switch rng.IntN(3) {
 			case 0: // what is sent is lost
-				rail.Tx().SetDeaf(true)
-				c.F.After(back, func() { rail.Tx().SetDeaf(false) })
-			case 1: // what is sent arrives, and nobody hears of it
-				rail.Rx().SetDeaf(true)
-				c.F.After(back, func() { rail.Rx().SetDeaf(false) })
+				rail.Tx().SetSilent(true)
+				c.F.After(back, func() { rail.Tx().SetSilent(false) })
+			case 1: // what is sent arrives, and no confirmation comes
+				rail.Rx().SetSilent(true)
+				c.F.After(back, func() { rail.Rx().SetSilent(false) })
 			default: // the link goes once something is on it, and comes again
 				c.F.After(time.Duration(rng.Int64N(int64(100*time.Millisecond))), rail.Down)
 				c.F.After(100*time.Millisecond+back, rail.Up)
@@ -167,37 +167,37 @@ func TestManyLeases(t *testing.T) {
 				})
 			}
 		}
-		most := 0
+		peak := 0
 		c.F.Run(begin+10*time.Second, func() bool {
 			d, s := hub.side.ex.Open()
-			most = max(most, d+s)
+			peak = max(peak, d+s)
 			return c.Open() == 0 || len(c.Violations()) > 0
 		})
 		if forth != peers/8 || back != peers/8 {
 			t.Errorf("round %d: %d clocks leapt with what they had open, %d fell back: want %d each", round,
 				forth, back, peers/8)
 		}
-		if most < peers*each*3/4 {
-			t.Errorf("round %d: %d leases were open at one node at a time", round, most)
+		if peak < peers*each*3/4 {
+			t.Errorf("round %d: %d leases were open at one node at a time", round, peak)
 		}
 		came, expired, over := 0, 0, 0
 		for _, x := range all {
 			i := at[x]
-			in := func(what string, d, least, most time.Duration) {
+			in := func(what string, d, low, high time.Duration) {
 				t.Helper()
-				if d < least || d > most {
+				if d < low || d > high {
 					t.Errorf("round %d: transfer %d of node %d: %s ended after %s: want %s to %s", round, x.ID, i,
-						what, d, least, most)
+						what, d, low, high)
 				}
 			}
 			switch {
-			case x.Received == nil || x.Sent == nil && !x.Alone: // said below
+			case x.Received == nil || x.Sent == nil && !x.Alone: // reported below
 			case x.Alone && x.Received.Status == engines.StatusExpired:
-				least := deadline
+				low := deadline
 				if leapt(i, round) {
-					least = moved // the other side waits for its source no longer, and says so
+					low = moved // the other side waits for its source no longer, and reports it
 				}
-				in("the one that nobody sends", x.Took(), least, deadline+slack)
+				in("the one that is never sent", x.Took(), low, deadline+slack)
 				expired++
 			case !x.Alone && leapt(i, round):
 				end, what := x.sentAt-x.Began, x.Sent
@@ -235,7 +235,7 @@ func TestManyLeases(t *testing.T) {
 // three hours, takes the same course down to the last event, also where clocks leap and processes
 // begin again: between hosts there are durations only.
 func TestClocksAgreeAboutNothing(t *testing.T) {
-	s := scenario{nodes: 8, rails: 2, partners: 3, transfers: 6, tokens: 256,
+	s := scenario{nodes: 8, rails: 2, peers: 3, transfers: 6, tokens: 256,
 		deadline: 3 * time.Second, spread: 500 * time.Millisecond,
 		preempted: 0.1, canceled: 0.1, alone: 0.05, link: slow, twice: 0.01, replay: 0.1}
 	for seed := range uint64(4) {

@@ -73,7 +73,7 @@ func (l lane) RTT() time.Duration {
 	return 0
 }
 
-// Move gives back later what the fabric does not accept.
+// Move returns later what the fabric does not accept.
 func (l lane) Move(batch []transport.Slice) error {
 	s := l.s
 	for _, x := range batch {
@@ -88,7 +88,7 @@ func (l lane) Move(batch []transport.Slice) error {
 	switch {
 	case err == nil:
 		return nil
-	// what lies send counts, and nobody knows of it
+	// what lies send counts, and the executor does not learn of it
 	case !errors.Is(err, net.ErrClosed) && s.c.cfg.Lies == 0:
 		s.c.violation("%s: lane %d %s: %v", s.n.addr, l.ID(), brokeBound, err)
 	}
@@ -103,10 +103,10 @@ func (l lane) Move(batch []transport.Slice) error {
 
 var errBackend = errors.New("sim: a backend gave a slice back")
 
-// ghost marks slices that the executor believes to be over.
-const ghost = 1 << 63
+// over marks slices that the executor believes to be over.
+const over = 1 << 63
 
-// lie takes slices out of a batch of which the backend will not tell the truth, or that it gives
+// lie takes slices out of a batch of which the backend will report falsely, or that it returns
 // back.
 func (s *sidecar) lie(lane uint64, batch []transport.Slice) []transport.Slice {
 	if s.c.cfg.Lies+s.c.cfg.Errors == 0 {
@@ -128,7 +128,7 @@ func (s *sidecar) lie(lane uint64, batch []transport.Slice) []transport.Slice {
 		if s.c.chance(0.7) {
 			res.Outcome = transfer.NotLanded
 			s.later(s.c.F.Jitter(300*time.Millisecond), func() {
-				x.Cookie |= ghost
+				x.Cookie |= over
 				_ = give(s.lanes[lane], []transport.Slice{x}) // what does not leave does no harm
 			})
 		}

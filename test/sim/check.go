@@ -8,8 +8,8 @@ import (
 	"github.com/kvspray/kvspray/control/spray"
 )
 
-// What must hold after every event. Each promise has words of its own, by which the mutants know
-// what noticed them.
+// What must hold after every event. Each promise has words of its own, by which the mutants
+// recognize what noticed them.
 const (
 	brokeWrite   = "is written outside a live lease"
 	brokeRead    = "is read outside a live lease"
@@ -41,12 +41,12 @@ func (s *sidecar) check() {
 	if x.Flights != len(s.moving) {
 		s.c.violation("%s %s: %d are in flight, %d were given out and have not ended", s.n.addr,
 			brokeSlices, x.Flights, len(s.moving))
-		// Said once; what follows is the same.
+		// A violation is counted once; what follows is the same.
 		clear(s.moving)
 	}
-	bound := func(what string, n, most int) {
-		if n > most {
-			s.c.violation("%s %s: %d %s, at most %d", s.n.addr, brokeBound, n, what, most)
+	bound := func(what string, n, limit int) {
+		if n > limit {
+			s.c.violation("%s %s: %d %s, at most %d", s.n.addr, brokeBound, n, what, limit)
 		}
 	}
 	cfg := s.c.cfg.Exec
@@ -61,8 +61,8 @@ func (s *sidecar) check() {
 		x.Peers, 1))
 	bound("lanes", x.Lanes, spray.MaxLanes*max(x.Peers, 1))
 	// One for each thing that has a time of its own, grants whose sidecar is away among them; a fence
-	// or a close that failed may be told twice; credits and what is in flight have one look at all of
-	// them.
+	// or a close that failed may be reported two times; credits and what is in flight have one look at
+	// all of them.
 	bound("timers", x.Timers, x.Dests+x.Sources+x.Inbound+x.Asked+x.Describing+x.Endpoints+x.
 		Pending*waiting+2*s.bound()+2)
 	s.inTurn()
@@ -121,7 +121,7 @@ func (l *lease) released() {
 	}
 }
 
-// committed is called when a rank of the receiving engine was told that everything is there.
+// committed is called when a rank of the receiving engine has the completion.
 func (l *lease) committed() {
 	t, own := l.t, held(l.rank, len(l.e.boots))
 	// What one rank of the prefill gave is all from one life of its blocks: half of a layer computed

@@ -18,11 +18,11 @@ import (
 // long as both live, PeerUp before the first of them, and none once a boot is superseded. Replays
 // break the first on purpose.
 const (
-	maxWaiting = 8192 // frames to one peer that it has not had
-	maxHeard   = 32   // frames that may be replayed, of one peer
+	maxWaiting  = 8192 // frames to one peer that it has not had
+	maxReceived = 32   // frames that may be replayed, of one peer
 )
 
-// pipe carries control frames to one boot, in order, as long as any rail gets through and nobody
+// pipe carries control frames to one boot, in order, as long as any rail gets through and no
 // has cut it.
 type pipe struct {
 	s       *sidecar
@@ -31,12 +31,12 @@ type pipe struct {
 	waiting []*peerv1.ControlFrame
 	last    exec.Instant
 	retry   bool
-	up      bool // PeerUp was said
+	up      bool // PeerUp was called
 	lanes   bool // one of the two opens them
 	stuck   time.Duration
 	away    time.Duration // since when nothing gets through; -1: it does
 
-	heard []*peerv1.ControlFrame // from there
+	received []*peerv1.ControlFrame // from there
 }
 
 func bootsInOrder(m map[transfer.Boot]*pipe) []transfer.Boot {
@@ -70,7 +70,7 @@ func (s *sidecar) peerUp(y *sidecar) {
 			s.supersede(boot)
 		}
 	}
-	rails := y.n.rails() // the handshake says them
+	rails := y.n.rails() // they are in the handshake
 	s.event(func(now exec.Instant) {
 		s.ex.PeerUp(now, y.n.addr, y.boot)
 		s.ex.PeerRails(now, y.boot, rails)
@@ -78,7 +78,7 @@ func (s *sidecar) peerUp(y *sidecar) {
 	p.pump()
 }
 
-// supersede says that a boot will never be heard again.
+// supersede ends a boot.
 func (s *sidecar) supersede(boot transfer.Boot) {
 	if s.over[boot] {
 		return
@@ -96,7 +96,7 @@ func (s *sidecar) supersede(boot transfer.Boot) {
 	}
 }
 
-// cut looks whether control frames get through, and tells the executor when they have not for long.
+// cut looks whether control frames get through, and calls the executor when they have not for long.
 func (p *pipe) cut() {
 	if p.away >= 0 || p.s.dead {
 		return
@@ -111,7 +111,7 @@ func (p *pipe) cut() {
 	})
 }
 
-// back says that frames get through again.
+// back calls the executor when frames get through again.
 func (p *pipe) back() {
 	p.away = -1
 	if !p.up {
@@ -177,11 +177,11 @@ func (p *pipe) pump() {
 		p.waiting = p.waiting[1:]
 		p.last = max(f.Now()+d, p.last+1)
 		to := p.to
-		to.later(p.last-f.Now(), func() { to.hear(s.boot, frame) })
+		to.later(p.last-f.Now(), func() { to.receive(s.boot, frame) })
 	}
 }
 
-// peerRails takes what a peer says of its rails.
+// peerRails takes what a peer reports of its rails.
 func (s *sidecar) peerRails(from transfer.Boot, f *peerv1.Rails) {
 	var rails []exec.Rail
 	for _, r := range f.Rails {
@@ -191,8 +191,8 @@ func (s *sidecar) peerRails(from transfer.Boot, f *peerv1.Rails) {
 	s.redial()
 }
 
-// hear takes a frame of a peer.
-func (s *sidecar) hear(from transfer.Boot, f *peerv1.ControlFrame) {
+// receive takes a frame of a peer.
+func (s *sidecar) receive(from transfer.Boot, f *peerv1.ControlFrame) {
 	if s.over[from] {
 		s.c.stats.Stale++
 		return
@@ -207,14 +207,14 @@ func (s *sidecar) hear(from transfer.Boot, f *peerv1.ControlFrame) {
 			s.c.violation("%s %s: %v", s.n.addr, brokeWord, err)
 		}
 	})
-	if len(p.heard) == maxHeard {
-		p.heard = append(p.heard[:0], p.heard[1:]...)
+	if len(p.received) == maxReceived {
+		p.received = append(p.received[:0], p.received[1:]...)
 	}
-	p.heard = append(p.heard, f)
+	p.received = append(p.received, f)
 	if !s.c.chance(s.c.cfg.Replay) {
 		return
 	}
-	old := proto.Clone(p.heard[s.c.F.Rand().IntN(len(p.heard))]).(*peerv1.ControlFrame)
+	old := proto.Clone(p.received[s.c.F.Rand().IntN(len(p.received))]).(*peerv1.ControlFrame)
 	after := s.c.F.Jitter(2 * time.Second)
 	if s.c.chance(0.5) {
 		after = s.c.F.Jitter(4 * time.Millisecond) // while what it speaks of may still be under way

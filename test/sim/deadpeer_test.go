@@ -27,8 +27,8 @@ func TestDeadPeerSlowsNoOther(t *testing.T) {
 		c.F.Run(settle, nil)
 		silence := func(n *Node) {
 			for _, r := range n.Host.Rails() {
-				r.Rx().SetDeaf(true)
-				r.Tx().SetDeaf(true)
+				r.Rx().SetSilent(true)
+				r.Tx().SetSilent(true)
 			}
 		}
 		if dead {

@@ -32,7 +32,7 @@ type lease struct {
 	rank     int
 	receiver bool
 	id       transfer.LeaseID
-	said     bool // the engine wants it: a sidecar is told, and the next one again
+	wanted   bool // the engine wants it: a sidecar gets the request, and the next one again
 	done     *engines.Completion
 
 	content []uint64  // receiver: its blocks
@@ -52,7 +52,7 @@ type Transfer struct {
 	// Sent and Received are the first completion of a side's leases that is not good, or the last;
 	// nil: not all have ended.
 	Sent, Received *engines.Completion
-	// OnReceived is called when the receiving engine hears how it ended.
+	// OnReceived is called when the receiving engine has its completion.
 	OnReceived func()
 
 	key                transfer.Key
@@ -62,7 +62,7 @@ type Transfer struct {
 	ready              [Layers]bool // computed at that epoch
 }
 
-// ReceivedAt is when the receiving engine heard how it ended.
+// ReceivedAt is when the receiving engine had its completion.
 func (t *Transfer) ReceivedAt() time.Duration { return t.receivedAt }
 
 // Took is how long the receiving engine waited.
@@ -86,7 +86,7 @@ func inOrder(all iter.Seq[*lease]) []*lease {
 }
 
 // Begin lets `to` expect a prompt of tokens from `from`, which has them computed layer by layer.
-// Where an engine is dead there is nobody to want anything: nil.
+// Where an engine is dead no engine wants anything: nil.
 func (c *Cluster) Begin(from, to *Node, tokens uint32, deadline time.Duration,
 	prefill time.Duration) *Transfer {
 	return c.BeginAs(engines.DecodeWaits, from, to, tokens, deadline, prefill)
@@ -104,10 +104,10 @@ func (c *Cluster) BeginAs(prio engines.Priority, from, to *Node, tokens uint32,
 		t.gives = append(t.gives, from.open(t, r, false))
 	}
 	intent := func() {
-		c.saySoon(t.gives)
+		c.sendSoon(t.gives)
 		t.compute(prefill)
 	}
-	expect := func() { c.saySoon(t.takes) }
+	expect := func() { c.sendSoon(t.takes) }
 	if c.F.Rand().IntN(2) == 0 {
 		expect()
 		c.F.After(c.F.Jitter(time.Millisecond), intent)
@@ -118,12 +118,12 @@ func (c *Cluster) BeginAs(prio engines.Priority, from, to *Node, tokens uint32,
 	return t
 }
 
-// BeginAlone lets `to` expect a prompt that `from` never hears of.
+// BeginAlone lets `to` expect a prompt that `from` never receives.
 func (c *Cluster) BeginAlone(from, to *Node, tokens uint32, deadline time.Duration) *Transfer {
 	t := c.transfer(from, to, tokens, deadline)
 	if t != nil {
 		t.Alone = true
-		c.saySoon(t.takes)
+		c.sendSoon(t.takes)
 	}
 	return t
 }
@@ -153,19 +153,19 @@ func (n *Node) open(t *Transfer, rank int, receiver bool) *lease {
 	return l
 }
 
-// saySoon lets each rank say what it wants, the first at once.
-func (c *Cluster) saySoon(all []*lease) {
+// sendSoon lets each rank send its request, the first at once.
+func (c *Cluster) sendSoon(all []*lease) {
 	for i, l := range all {
 		if i == 0 {
-			l.say()
+			l.send()
 			continue
 		}
-		c.F.After(c.F.Jitter(time.Millisecond), l.say)
+		c.F.After(c.F.Jitter(time.Millisecond), l.send)
 	}
 }
 
-func (l *lease) say() {
-	l.said = true
+func (l *lease) send() {
+	l.wanted = true
 	if s := l.n.side; s != nil {
 		l.present(s)
 	}
@@ -181,7 +181,7 @@ func (l *lease) left() time.Duration {
 
 // present shows a sidecar a lease that its engine wants.
 func (l *lease) present(s *sidecar) {
-	if !l.said || !l.alive() {
+	if !l.wanted || !l.alive() {
 		return
 	}
 	t, w := l.t, s.workers[l.rank]
@@ -226,10 +226,10 @@ func (t *Transfer) compute(prefill time.Duration) {
 	}
 }
 
-// announce says that layers follow.
+// announce sends that layers follow.
 func (l *lease) announce(epoch uint32) {
 	s := l.n.side
-	if s == nil || !l.said || !l.alive() {
+	if s == nil || !l.wanted || !l.alive() {
 		return
 	}
 	id := l.id
@@ -238,10 +238,10 @@ func (l *lease) announce(epoch uint32) {
 		Leases: []transfer.LeaseID{id}})
 }
 
-// progress says that a layer is complete, if it is of the lease's rank.
+// progress reports that a layer is complete, if it is of the lease's rank.
 func (l *lease) progress(layer int, epoch uint32) {
 	s, own := l.n.side, held(l.rank, len(l.e.boots))
-	if s == nil || !l.said || !l.alive() || layer < own.lo || layer >= own.hi {
+	if s == nil || !l.wanted || !l.alive() || layer < own.lo || layer >= own.hi {
 		return
 	}
 	id := l.id
@@ -251,8 +251,8 @@ func (l *lease) progress(layer int, epoch uint32) {
 			Final: true}}})
 }
 
-// Preempt takes the source's blocks away on every rank, as an engine does without asking; each says
-// so a little later, and all compute again.
+// Preempt takes the source's blocks away on every rank, as an engine does without asking; each
+// reports so a little later, and all compute again.
 func (t *Transfer) Preempt(prefill time.Duration) {
 	if len(t.gives) == 0 || t.Sent != nil || t.From.engine != t.gives[0].e {
 		return
@@ -266,7 +266,7 @@ func (t *Transfer) Preempt(prefill time.Duration) {
 		after := c.F.Jitter(c.cfg.Record)
 		last = max(last, after)
 		c.F.After(after, func() {
-			if s := l.n.side; s != nil && t.epoch == v && l.alive() && l.said {
+			if s := l.n.side; s != nil && t.epoch == v && l.alive() && l.wanted {
 				s.engine(engines.Event{Kind: engines.Preempted, Worker: s.workers[l.rank], Lease: l.id.ID})
 			}
 		})
@@ -285,18 +285,18 @@ func (t *Transfer) Cancel(receiver bool) {
 		all = t.takes
 	}
 	for _, l := range all {
-		if s := l.n.side; s != nil && l.alive() && l.said {
+		if s := l.n.side; s != nil && l.alive() && l.wanted {
 			l.n.c.stats.Canceled++
 			s.engine(engines.Event{Kind: engines.Canceled, Worker: s.workers[l.rank], Lease: l.id.ID})
 		}
 	}
 }
 
-// orphan ends a lease whose engine is dead, where no sidecar knows of it.
+// orphan ends a lease whose engine is dead, where no sidecar has it.
 func (l *lease) orphan() {
 	if l.done == nil && l.n.engine != l.e {
-		l.ended(engines.Completion{Status: engines.StatusFailed, Reason: "the engine died, and nobody " +
-			"else knew"})
+		l.ended(engines.Completion{Status: engines.StatusFailed, Reason: "the engine died, and no " +
+			"sidecar had the lease"})
 	}
 }
 
@@ -363,7 +363,7 @@ func (s *sidecar) complete(a *exec.Action) {
 func (s *sidecar) workerFenced(w *engines.Worker) {
 	for _, l := range inOrder(maps.Values(s.owners)) {
 		if l.id.Boot == w.Boot {
-			s.c.violation("%s: its worker is said to be fenced, and transfer %d has a lease open",
+			s.c.violation("%s: its worker is wanted to be fenced, and transfer %d has a lease open",
 				s.n.addr, l.t.ID)
 		}
 	}

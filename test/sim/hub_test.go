@@ -60,10 +60,10 @@ func TestMeasureHubLosesAll(t *testing.T) {
 		c.F.Run(c.F.Now()+d, nil)
 		hub.Measure(nil)
 		t.Logf("%s: the executor's lock is held %d times in %v, %v of CPU in all and %v at most",
-			what, h.Times, d, h.Sum, h.Most)
-		if h.Most > hubHeld {
+			what, h.Times, d, h.Sum, h.Max)
+		if h.Max > hubHeld {
 			t.Errorf("%s: the executor's lock is held for %v at a time, want %v at most", what,
-				h.Most, hubHeld)
+				h.Max, hubHeld)
 		}
 		return h
 	}
@@ -96,7 +96,7 @@ func TestMeasureHubLosesAll(t *testing.T) {
 	measured("all lanes are lost", controlDown-time.Millisecond)
 	// Nothing but this happens now.
 	if h = measured("all peers are down", 2*time.Millisecond); h.Times < hubPeers {
-		t.Errorf("the executor was told %d times, of %d peers", h.Times, hubPeers)
+		t.Errorf("the executor was called %d times, of %d peers", h.Times, hubPeers)
 	}
 	if h.Sum > hubLoss {
 		t.Errorf("the loss of all peers costs %v of CPU, want %v at most", h.Sum, hubLoss)

@@ -21,8 +21,8 @@ func (n *Node) rails() (out []exec.Rail) {
 	return out
 }
 
-// tellRails says what the rails are, to the executor and to every peer.
-func (s *sidecar) tellRails() {
+// sendRails sends what the rails are, to the executor and to every peer.
+func (s *sidecar) sendRails() {
 	rails := s.n.rails()
 	s.event(func(now exec.Instant) { s.ex.SetRails(now, rails) })
 	s.redial()
@@ -70,7 +70,7 @@ func (d *dial) again() {
 		l, err := d.s.backend.Dial(context.Background(), transport.Peer{Boot: d.to.boot, Self: d.s.boot},
 			d.local, d.remote)
 		if err != nil {
-			d.wait = min(max(2*d.wait, redialFirst), redialMost)
+			d.wait = min(max(2*d.wait, redialFirst), redialMax)
 			d.again()
 			return
 		}
@@ -92,8 +92,8 @@ func (s *sidecar) redial() {
 // host is the transport.Host of a sidecar: it leads into its process, if that lives.
 type host struct{ s *sidecar }
 
-// PeerKey knows the boots that a handshake named, and this one by all of its names but one: whoever
-// dials names the boot that he means, and is refused by another life at the same address.
+// PeerKey has the boots that a handshake named, and this one by all of its names but one: a sidecar
+// that dials names the boot that he means, and is refused by another life at the same address.
 func (h host) PeerKey(boot transfer.Boot) (transport.Peer, bool) {
 	p := h.s.pipes[boot]
 	return transport.Peer{Boot: boot, Self: h.s.boot}, p != nil && !h.s.over[boot]
@@ -139,7 +139,7 @@ func (h host) Done(_ transport.Lane, res []transport.Result) {
 	}
 	if s.c.cfg.Lies > 0 {
 		res = slices.DeleteFunc(slices.Clone(res),
-			func(r transport.Result) bool { return r.Cookie&ghost != 0 })
+			func(r transport.Result) bool { return r.Cookie&over != 0 })
 	} else if s.n.Host.Frozen() {
 		res = slices.Clone(res)
 	}

@@ -29,7 +29,7 @@ type Node struct {
 	freezes  int
 	ranks    int // of its engine
 	nextID   uint64
-	held     *Held // nil: nobody measures
+	held     *Held // nil: not measured
 }
 
 // sidecar is one life of a sidecar process: the production driver and executor, and what surrounds
@@ -65,7 +65,7 @@ type sidecar struct {
 // AddNode adds a node to the cluster on a host with these rails, and an engine of one rank.
 func (c *Cluster) AddNode(rails ...simfabric.RailSpec) *Node { return c.AddRanks(1, rails...) }
 
-// AddRanks adds one whose engine has so many ranks: 1, 2 or 4, each with its part of the layers.
+// AddRanks adds one whose engine has ranks: 1, 2 or 4, each with its part of the layers.
 func (c *Cluster) AddRanks(ranks int, rails ...simfabric.RailSpec) *Node {
 	n := &Node{c: c, addr: fmt.Sprintf("n%d", len(c.Nodes)), ranks: ranks}
 	n.Host = c.F.NewHost(n.addr, rails...)
@@ -73,7 +73,7 @@ func (c *Cluster) AddRanks(ranks int, rails ...simfabric.RailSpec) *Node {
 	n.leap = time.Duration(len(c.Nodes)) * c.cfg.Skew
 	n.Host.Watch(func(*simfabric.Rail) {
 		if n.side != nil {
-			n.side.tellRails()
+			n.side.sendRails()
 		}
 	})
 	n.newEngine()
@@ -114,7 +114,7 @@ func (n *Node) start() {
 		Memory:  memory{s}, Rails: local{s}, Observer: observer{s}, Log: slog.New(slog.DiscardHandler),
 		Grace: time.Hour})
 	s.drv.Use(transport.Registry{backend{s.backend, s}})
-	s.tellRails()
+	s.sendRails()
 	if n.engine != nil {
 		s.register(n.engine)
 	}
@@ -160,7 +160,7 @@ func (n *Node) Kill() {
 	}
 }
 
-// Restart brings the sidecar back as another boot; who knew it reaches it again.
+// Restart brings the sidecar back as another boot; its peers reach it again.
 func (n *Node) Restart() {
 	if n.side != nil {
 		return
@@ -171,7 +171,7 @@ func (n *Node) Restart() {
 	n.leap = -c.F.Now()
 	n.start()
 	again := func(a, b *Node) {
-		c.F.After(c.cfg.Handshake+c.F.Jitter(redialMost/4), func() {
+		c.F.After(c.cfg.Handshake+c.F.Jitter(redialMax/4), func() {
 			if n.side != nil {
 				c.meet(a, b)
 			}
@@ -185,8 +185,8 @@ func (n *Node) Restart() {
 	}
 }
 
-// KillEngine ends the engine; its sidecar, if it lives, is told by the kernel. StartEngine begins
-// another life.
+// KillEngine ends the engine; its sidecar, if it lives, learns it from the kernel. StartEngine
+// begins another life.
 func (n *Node) KillEngine() {
 	e := n.engine
 	if e == nil {

@@ -24,7 +24,7 @@ func (a span) and(b span) span {
 		max(a.lo, b.lo))}
 }
 
-// geometry is the shape of a rank's cache, which here says all of it.
+// geometry is the shape of a rank's cache, which here is all of it.
 func geometry(rank, ranks int) (g [32]byte) {
 	g[0], g[1] = byte(rank), byte(ranks)
 	return g
@@ -50,7 +50,7 @@ func newPlan(tokens uint32, layers, source span) (*plan, error) {
 	return &plan{layers, sp, tokens, source}, err
 }
 
-// place says which layer a chunk of the space belongs to, and which of that layer's it is.
+// place returns which layer a chunk of the space belongs to, and which of that layer's it is.
 func (p *plan) place(chunk uint32) (layer int, i uint32) {
 	seg := p.space.SegmentOf(chunk)
 	r, _ := p.space.Segment(seg)
@@ -92,10 +92,10 @@ func (p *plan) From(segment int) []int {
 	return each[layer : layer+1]
 }
 
-// planner plans for one sidecar. Of other engines it knows what it was told of.
+// planner plans for one sidecar. Of other engines it has what they sent.
 type planner struct{ known map[[32]byte]bool }
 
-// unknown asks for the layouts among these that nobody has described.
+// unknown asks for the layouts among these that have no description.
 func (p planner) unknown(all ...[]byte) error {
 	var u exec.UnknownLayout
 	for _, b := range all {

@@ -110,7 +110,7 @@ func (l *lock) Lock() {
 func (l *lock) Unlock() {
 	if h := l.n.held; h != nil {
 		d := h.Clock() - l.from
-		h.Sum, h.Most, h.Times = h.Sum+d, max(h.Most, d), h.Times+1
+		h.Sum, h.Max, h.Times = h.Sum+d, max(h.Max, d), h.Times+1
 	}
 }
 
@@ -133,9 +133,9 @@ func (l *lock) TryLock() bool {
 
 // Held is for how long a sidecar's driver holds the lock of its executor.
 type Held struct {
-	Clock     func() time.Duration
-	Sum, Most time.Duration
-	Times     int
+	Clock    func() time.Duration
+	Sum, Max time.Duration
+	Times    int
 }
 
 // Measure has the node's driver count in h from now on.

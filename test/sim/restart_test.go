@@ -13,7 +13,7 @@ import (
 // keeps the blocks of a receiver that is away, and the receiver waits.
 func TestRestartsLoseNothing(t *testing.T) {
 	for seed := range uint64(8) {
-		s := scenario{nodes: 4, rails: 2, partners: 2, transfers: 8, tokens: 1024,
+		s := scenario{nodes: 4, rails: 2, peers: 2, transfers: 8, tokens: 1024,
 			deadline: 15 * time.Second, spread: time.Second, link: slow, twice: 0.01}
 		if seed%2 == 1 {
 			s.ranks, s.link = []int{1, 2, 4}, fast
@@ -43,7 +43,7 @@ func TestRestartsLoseNothing(t *testing.T) {
 func TestRestarts(t *testing.T) {
 	for seed := range uint64(40) {
 		rng := rand.New(rand.NewPCG(seed, 0x4e57))
-		s := scenario{nodes: 3, rails: 2, partners: 2, link: slow, ranks: [][]int{{1}, {1, 2}}[seed%2]}
+		s := scenario{nodes: 3, rails: 2, peers: 2, link: slow, ranks: [][]int{{1}, {1, 2}}[seed%2]}
 		c := s.build(schedule{seed: seed})
 		x := c.Begin(c.Nodes[0], c.Nodes[1], 512, 20*time.Second, 2*time.Millisecond)
 		victim := c.Nodes[rng.IntN(2)]

@@ -36,14 +36,14 @@ var (
 // scenario is a cluster and the kind of its load. The load of a seed is the same whatever the
 // faults are.
 type scenario struct {
-	nodes, rails, partners int
+	nodes, rails, peers    int
 	transfers              int // per node
 	tokens                 uint32
 	deadline               time.Duration
 	spread                 time.Duration // transfers begin within
 	preempted              float64       // share of transfers
 	canceled               float64       // share of transfers, by either side
-	record                 time.Duration // until engines say that they took blocks back
+	record                 time.Duration // until engines report that they took blocks back
 	alone                  float64       // share of transfers whose prefill never comes
 	racks                  int           // 0: one switch without bounds
 	link                   simfabric.LinkSpec
@@ -65,7 +65,7 @@ type load struct {
 	alone    bool
 	preempt  time.Duration // after it began; 0: never
 	cancel   time.Duration // after it began; 0: never
-	receiver bool          // who cancels
+	receiver bool          // the side that cancels
 	prio     engines.Priority
 }
 
@@ -73,7 +73,7 @@ type load struct {
 type fault struct {
 	kind fkind
 	node int
-	rail int // control cut: the other node is so much further
+	rail int // control cut: the other node is that much further
 	at   time.Duration
 	last time.Duration
 }
@@ -83,8 +83,8 @@ type fkind uint8
 const (
 	flaps fkind = iota
 	pulled
-	deafTx
-	deafRx
+	silentTx
+	silentRx
 	slowed
 	lossy
 	numRailFaults
@@ -96,14 +96,14 @@ const (
 	newEngine       // the engine dies, and another comes
 	frozen          // the sidecar is stopped and goes on
 	cut             // control frames do not get through
-	// the clock is late: time has passed that nobody saw; it is monotonic, and never goes back in a
+	// the clock is late: time has passed unseen; it is monotonic, and never goes back in a
 	// life.
 	leap
 	allRails // nothing gets through on any rail of the node
 	numFaults
 )
 
-var faultNames = [numFaults]string{"flaps", "pulled", "deafTx", "deafRx", "slowed", "lossy",
+var faultNames = [numFaults]string{"flaps", "pulled", "silentTx", "silentRx", "slowed", "lossy",
 	"restart", "newEngine", "frozen", "cut", "leap", "allRails"}
 
 // GoString is the fault as this package's tests write it.
@@ -145,7 +145,7 @@ func (s scenario) draw(seed uint64, n int, processes float64) schedule {
 	rng := rand.New(rand.NewPCG(seed, 0x10ad))
 	for i := range s.nodes {
 		for range s.transfers {
-			l := load{from: i, to: (i + 1 + rng.IntN(s.partners)) % s.nodes,
+			l := load{from: i, to: (i + 1 + rng.IntN(s.peers)) % s.nodes,
 				at: time.Duration(rng.Int64N(int64(s.spread)))}
 			if rng.IntN(2) == 0 {
 				l.from, l.to = l.to, l.from
@@ -189,10 +189,10 @@ func (x fault) schedule(c *Cluster) {
 		begin = func() { r.Flap(300*time.Millisecond, f.Now()+x.last) }
 	case pulled:
 		begin, end = r.Down, r.Up
-	case deafTx:
-		begin, end = func() { r.Tx().SetDeaf(true) }, func() { r.Tx().SetDeaf(false) }
-	case deafRx:
-		begin, end = func() { r.Rx().SetDeaf(true) }, func() { r.Rx().SetDeaf(false) }
+	case silentTx:
+		begin, end = func() { r.Tx().SetSilent(true) }, func() { r.Tx().SetSilent(false) }
+	case silentRx:
+		begin, end = func() { r.Rx().SetSilent(true) }, func() { r.Rx().SetSilent(false) }
 	case slowed:
 		begin, end = func() { r.Tx().SetRate(0.05) }, func() { r.Tx().SetRate(1) }
 	case lossy:
@@ -208,11 +208,11 @@ func (x fault) schedule(c *Cluster) {
 	case leap:
 		begin = func() { n.Leap(x.last) }
 	case allRails:
-		set := func(deaf bool) func() {
+		set := func(silent bool) func() {
 			return func() {
 				for _, r := range n.Host.Rails() {
-					r.Tx().SetDeaf(deaf)
-					r.Rx().SetDeaf(deaf)
+					r.Tx().SetSilent(silent)
+					r.Rx().SetSilent(silent)
 				}
 			}
 		}
@@ -253,7 +253,7 @@ func (s scenario) build(x schedule) *Cluster {
 		c.AddRanks(ranks, rails...)
 	}
 	for i, n := range c.Nodes {
-		for p := range s.partners {
+		for p := range s.peers {
 			c.Join(n, c.Nodes[(i+1+p)%s.nodes])
 		}
 	}
@@ -308,7 +308,7 @@ func (s scenario) patience(x schedule) time.Duration {
 	return d
 }
 
-// run lets everything happen, and says what was promised and not kept.
+// run lets everything happen, and returns the broken promises.
 func (s scenario) run(c *Cluster, x schedule) (v verdict) {
 	begin := c.F.Now()
 	end := begin + s.spread + s.deadline + s.patience(x)

@@ -5,7 +5,7 @@
 //
 // A word stands for a chunk's bytes: it names the transfer, the chunk and the epoch of the source's
 // blocks, so whatever is in the wrong place shows. Sidecars and engines die and come back as new
-// boots, processes freeze, clocks leap, control lanes are cut and say things twice. A Cluster and
+// boots, processes freeze, clocks leap, control lanes are cut and repeat frames. A Cluster and
 // all below it belong to one goroutine; same Config, same calls, same Trace.
 package sim
 
@@ -33,15 +33,15 @@ type Config struct {
 	Fabric simfabric.Config
 	Exec   exec.Config // Boot, Endpoint and Planner are the cluster's
 	// Twice is the share of everything that backends report (results, fences, full bitmaps) that is
-	// told twice.
+	// repeated.
 	Twice float64
 	// Replay is the share of control frames after which an earlier one of the same two processes comes
 	// again.
 	Replay float64
-	// Lies is the share of slices of which a backend does not tell the truth: it says that they have
+	// Lies is the share of slices of which a backend reports falsely: that they have
 	// landed and has sent nothing, or that they have not and sends them later.
 	Lies float64
-	// Errors is the share of slices that a backend gives back at once.
+	// Errors is the share of slices that a backend returns at once.
 	Errors float64
 	// FenceFails is the share of fences and closes that fail at first; the executor tries them again
 	// after its grace.
@@ -49,7 +49,7 @@ type Config struct {
 	// Fence is how long fences take at most, Handshake what a lane's opening takes beside the way.
 	Fence     time.Duration
 	Handshake time.Duration
-	// Record is the most that lies between an engine's taking blocks back and its word of it.
+	// Record is the maximum between an engine's taking blocks back and its word of it.
 	Record time.Duration
 	// Skew is what lies between the clocks of two nodes that follow one another; 0: minutes.
 	Skew time.Duration
@@ -60,9 +60,9 @@ const defaultSkew = 17 * time.Minute
 // How the driver goes on where something fails.
 const (
 	redialFirst  = 20 * time.Millisecond
-	redialMost   = time.Second
+	redialMax    = time.Second
 	controlRetry = 5 * time.Millisecond
-	controlDown  = time.Second // without a way for control frames, until the executor hears of it
+	controlDown  = time.Second // without a way for control frames, until the executor sees it
 )
 
 // Cluster is nodes on one fabric.

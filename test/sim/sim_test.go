@@ -14,22 +14,22 @@ import (
 
 // Environment of these tests.
 const (
-	// RunsEnv says how many random schedules run, and makes the big cluster move a million slices.
+	// RunsEnv sets how many random schedules run, and makes the big cluster move a million slices.
 	RunsEnv = "KVSPRAY_SIM_RUNS"
 	// SeedEnv is the first of their seeds: a schedule that failed is run alone with this and one run.
 	SeedEnv = "KVSPRAY_SIM_SEED"
 )
 
-const fewRuns = 100 // of schedules, where nobody asks for more
+const fewRuns = 100 // of schedules, the default
 
-func number(t testing.TB, env string, least int) (n int, set bool) {
+func number(t testing.TB, env string, low int) (n int, set bool) {
 	s := os.Getenv(env)
 	if s == "" {
 		return 0, false
 	}
 	n, err := strconv.Atoi(s)
-	if err != nil || n < least {
-		t.Fatalf("%s=%q: must be a number from %d", env, s, least)
+	if err != nil || n < low {
+		t.Fatalf("%s=%q: must be a number from %d", env, s, low)
 	}
 	return n, true
 }
@@ -52,7 +52,7 @@ func (v verdict) check(t testing.TB) {
 // slices back; engines preempt; results come twice, and so do control frames, out of their order;
 // and no transfer fails while there is a path.
 func TestFlapping(t *testing.T) {
-	s := scenario{nodes: 64, rails: 4, partners: 3, transfers: 8, tokens: 256,
+	s := scenario{nodes: 64, rails: 4, peers: 3, transfers: 8, tokens: 256,
 		deadline: 10 * time.Second, spread: time.Second,
 		preempted: 0.05, racks: 4, link: fast, twice: 0.01, replay: 0.2, errors: 0.01}
 	for seed, ranks := range [][]int{{1}, {2}, {1, 2, 4}} {
@@ -76,7 +76,7 @@ func TestFlapping(t *testing.T) {
 // TestTrace: the same seed gives the same events, down to the last, on however many processors;
 // sidecars and engines that die included.
 func TestTrace(t *testing.T) {
-	s := scenario{nodes: 24, rails: 4, partners: 3, transfers: 6, tokens: 256,
+	s := scenario{nodes: 24, rails: 4, peers: 3, transfers: 6, tokens: 256,
 		deadline: 10 * time.Second, spread: 500 * time.Millisecond,
 		preempted: 0.1, canceled: 0.1, racks: 3, link: fast, twice: 0.01, replay: 0.1}
 	seen := map[uint64]uint64{}
@@ -111,7 +111,7 @@ func TestTrace(t *testing.T) {
 // TestThousandNodes: a thousand nodes of eight rails, one in a hundred of which flaps. In full also
 // once more, with the same trace.
 func TestThousandNodes(t *testing.T) {
-	s := scenario{nodes: 1000, rails: 8, partners: 4, transfers: 1, tokens: 256,
+	s := scenario{nodes: 1000, rails: 8, peers: 4, transfers: 1, tokens: 256,
 		deadline: 20 * time.Second, spread: time.Second,
 		preempted: 0.01, racks: 20, link: fast, twice: 0.001}
 	if _, full := runs(t); full {
@@ -146,7 +146,7 @@ func TestThousandNodes(t *testing.T) {
 
 // small is one of the clusters that random schedules run on.
 func small(seed uint64) scenario {
-	s := scenario{nodes: 3 + int(seed%4), rails: 1 + int(seed%3), partners: 2, transfers: 6,
+	s := scenario{nodes: 3 + int(seed%4), rails: 1 + int(seed%3), peers: 2, transfers: 6,
 		tokens: 64 << (seed % 3), deadline: 3 * time.Second,
 		spread: time.Second, preempted: 0.4, canceled: 0.1, alone: 0.05, record: time.Duration(seed%3) *
 			20 * time.Millisecond, link: fast, twice: 0.02}
@@ -171,7 +171,7 @@ func small(seed uint64) scenario {
 	}
 	if seed%8 == 3 {
 		// Long transfers at the same time on slow rails: all priorities wait for one peer, and for long.
-		s.tokens, s.partners, s.spread, s.deadline = 1024, 1, 100*time.Millisecond, 8*time.Second
+		s.tokens, s.peers, s.spread, s.deadline = 1024, 1, 100*time.Millisecond, 8*time.Second
 	}
 	if seed%7 > 3 {
 		s.unfence, s.slices = 0.01, 6
@@ -322,11 +322,11 @@ func TestShrinkSchedule(t *testing.T) {
 	}
 }
 
-// TestAllRailsDead: three seconds without any path. Who has longer to live comes, who has not fails
-// in time.
+// TestAllRailsDead: three seconds without any path. A transfer with a later deadline arrives,
+// another fails in time.
 func TestAllRailsDead(t *testing.T) {
 	for _, silent := range []bool{false, true} {
-		s := scenario{nodes: 6, rails: 4, partners: 2, tokens: 2048, deadline: 12 * time.Second,
+		s := scenario{nodes: 6, rails: 4, peers: 2, tokens: 2048, deadline: 12 * time.Second,
 			spread: time.Second, link: fast}
 		s.link.BitsPerSecond = 1e9
 		x := schedule{seed: 1}
@@ -338,13 +338,13 @@ func TestAllRailsDead(t *testing.T) {
 			for _, r := range n.Host.Rails() {
 				c.F.After(20*time.Millisecond, func() {
 					if silent {
-						r.Tx().SetDeaf(true)
+						r.Tx().SetSilent(true)
 					} else {
 						r.Down()
 					}
 				})
 				c.F.After(3020*time.Millisecond, func() {
-					r.Tx().SetDeaf(false)
+					r.Tx().SetSilent(false)
 					r.Up()
 				})
 			}
@@ -352,7 +352,7 @@ func TestAllRailsDead(t *testing.T) {
 		s.run(c, x).check(t)
 		for _, x := range c.Transfers() {
 			if x.Sent == nil || x.Received == nil {
-				continue // said above
+				continue // reported above
 			}
 			if came := x.Received.Status == engines.StatusOK; came != (x.Deadline == s.deadline) {
 				t.Errorf("silent %v: a transfer with a deadline of %s: came %v after %s: %q", silent,
@@ -371,7 +371,7 @@ func TestFrozenReceiver(t *testing.T) {
 		for _, stopped := range []time.Duration{100 * time.Millisecond, time.Second, 6 * time.Second} {
 			var unattended uint64
 			for seed := range uint64(20) {
-				s := scenario{nodes: 3, rails: 2, partners: 2, link: slow, nics: nics,
+				s := scenario{nodes: 3, rails: 2, peers: 2, link: slow, nics: nics,
 					deadline: 4 * time.Second}
 				c := s.build(schedule{seed: seed})
 				from, to, other := c.Nodes[0], c.Nodes[1], c.Nodes[2]
@@ -384,7 +384,7 @@ func TestFrozenReceiver(t *testing.T) {
 					t.Errorf("NICs %v, stopped for %v, seed %d: %s", nics, stopped, seed, v)
 				}
 				if x.Received == nil || y.Received == nil {
-					continue // said above
+					continue // reported above
 				}
 				if came := x.Received.Status == engines.StatusOK; came != (stopped < s.deadline) {
 					t.Errorf("NICs %v, stopped for %v of %v, seed %d: came %v: %q", nics, stopped, s.deadline,

@@ -2,7 +2,7 @@
 //
 // It copies connections from each -listen to the -target in the same place and follows the frames
 // inside. In the data frame number -frame, counted over all rails and connections in both
-// directions, it flips one bit in the middle of the payload, and says so in one line of JSON on
+// directions, it flips one bit in the middle of the payload, and reports it in one line of JSON on
 // standard output. It owns its connections and one goroutine for each direction; it ends when its
 // standard input does, or at SIGTERM.
 package main
@@ -61,7 +61,7 @@ func run() error {
 		if err != nil {
 			return fmt.Errorf("listen on %s: %w", address, err)
 		}
-		f.say(event{Event: "listening", Address: ln.Addr().String()})
+		f.print(event{Event: "listening", Address: ln.Addr().String()})
 		context.AfterFunc(ctx, func() { _ = ln.Close() }) // Accept's error is the answer
 		lns = append(lns, ln)
 	}
@@ -118,10 +118,10 @@ type flipper struct {
 	out *json.Encoder
 }
 
-func (f *flipper) say(e event) {
+func (f *flipper) print(e event) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	_ = f.out.Encode(e) // nobody may be listening any more
+	_ = f.out.Encode(e) // the reader may have ended
 }
 
 func (f *flipper) relay(ctx context.Context, c net.Conn, target string) {
@@ -129,7 +129,7 @@ func (f *flipper) relay(ctx context.Context, c net.Conn, target string) {
 	d := net.Dialer{Timeout: dialTimeout}
 	t, err := d.DialContext(ctx, "tcp", target)
 	if err != nil {
-		f.say(event{Event: "dial failed", Address: target, Error: err.Error()})
+		f.print(event{Event: "dial failed", Address: target, Error: err.Error()})
 		return
 	}
 	defer t.Close()
@@ -152,9 +152,9 @@ func (f *flipper) relay(ctx context.Context, c net.Conn, target string) {
 	wg.Wait()
 }
 
-// follower knows where in a stream of frames the next byte is. Before the first frame there is the
-// opening of the lane, whose form is not its business: it looks for the first header that passes
-// its own check.
+// follower has the place of the next byte in a stream of frames. Before the first frame there is
+// the opening of the lane, whose form is not its business: it looks for the first header that
+// passes its own check.
 type follower struct {
 	f      *flipper
 	framed bool
@@ -197,7 +197,7 @@ func (w *follower) advance(data []byte) int {
 				i := w.header.Length/2 - w.at
 				rest[i] ^= 0x10
 				w.flip = false
-				w.f.say(event{Event: "flipped", Frame: w.f.frame, First: w.header.Range.First,
+				w.f.print(event{Event: "flipped", Frame: w.f.frame, First: w.header.Range.First,
 					Count:  w.header.Range.Count,
 					Offset: w.header.Length / 2, Length: w.header.Length,
 					CRC: w.header.Flags&wire.FlagCRC32C != 0})

@@ -32,8 +32,8 @@ func TestFlipsOneBitOfTheNamedFrame(t *testing.T) {
 		return r
 	}, "bytewise": iotest.OneByteReader} {
 		for _, frame := range []int64{0, 1, 3, 5, 6} {
-			var out, said bytes.Buffer
-			f := &flipper{frame: frame, out: json.NewEncoder(&said)}
+			var out, printed bytes.Buffer
+			f := &flipper{frame: frame, out: json.NewEncoder(&printed)}
 			if err := f.copy(&out, src(bytes.NewReader(in))); err != io.EOF {
 				t.Fatalf("%s: copy: %v", name, err)
 			}
@@ -50,8 +50,8 @@ func TestFlipsOneBitOfTheNamedFrame(t *testing.T) {
 			if frame >= 1 && frame <= 5 {
 				want = 1
 			}
-			if changed != want || (said.Len() > 0) != (want > 0) {
-				t.Errorf("%s frame %d: %d bytes changed, said %q", name, frame, changed, said.String())
+			if changed != want || (printed.Len() > 0) != (want > 0) {
+				t.Errorf("%s frame %d: %d bytes changed, printed %q", name, frame, changed, printed.String())
 			}
 		}
 	}

@@ -34,7 +34,7 @@ func until(t *testing.T, what string, ok func() bool) {
 }
 
 // spread moves all chunks of a bind over lanes as a sender with hedging and retries does, and
-// reports whether every slice is said to have landed. Slices that never end are left behind; their
+// reports whether every slice ended as landed. Slices that never end are left behind; their
 // lanes are closed later. As a sender does, it gives no lane more than that takes at once: one that
 // is stuck keeps what it has.
 func spread(p *transporttest.Pair, lanes []transport.Lane, b *transporttest.Bind) bool {
@@ -85,7 +85,7 @@ func spread(p *transporttest.Pair, lanes []transport.Lane, b *transporttest.Bind
 }
 
 // TestNoFaultCommits attacks the two promises with each fault alone: a full sink holds every byte,
-// and after the fence the blocks are somebody else's, whatever still comes.
+// and after the fence the blocks have another owner, whatever still arrives.
 func TestNoFaultCommits(t *testing.T) {
 	for _, base := range bases {
 		for _, kind := range Kinds() {
@@ -122,9 +122,9 @@ func TestNoFaultCommits(t *testing.T) {
 					src.Write(seed)
 					b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, transfer.Gen(run+1))
 					b.Sink.Seed.Store(seed) // each Landed is checked against it
-					said := spread(p, lanes, b)
+					landed := spread(p, lanes, b)
 					full := b.Sink.Full()
-					if kind == Duplicate && plan.Ghosts(kind, transfer.Landed) == 0 {
+					if kind == Duplicate && plan.Extra(kind, transfer.Landed) == 0 {
 						// before the fence, once: all others race with it
 						until(t, "duplicates are gone", plan.Quiet)
 					}
@@ -137,9 +137,9 @@ func TestNoFaultCommits(t *testing.T) {
 								t.Fatalf("run %d: committed, and chunk %d is wrong at byte %d", run, c, at)
 							}
 						}
-					case said && kind != FalseLanded:
+					case landed && kind != FalseLanded:
 						t.Fatalf("run %d: every slice landed, the sink is not full", run)
-					case said:
+					case landed:
 						lies++
 					}
 					engine := byte(run + 1)
@@ -151,7 +151,7 @@ func TestNoFaultCommits(t *testing.T) {
 							t.Error(err)
 						}
 					}
-					until(t, "ghosts are gone", plan.Quiet)
+					until(t, "extra slices have ended", plan.Quiet)
 					if at, ok := dst.Filled(engine); !ok {
 						t.Fatalf("run %d: byte %d was written after the fence", run, at)
 					}
@@ -160,10 +160,10 @@ func TestNoFaultCommits(t *testing.T) {
 				repeats.mu.Lock()
 				repeated := repeats.repeated
 				repeats.mu.Unlock()
-				t.Logf("%d injected; %d of %d runs committed, %d were told landed throughout and did not; "+
-					"ghosts: %d landed, %d refused, %d unsent; %d repeated results",
-					plan.Injected(kind), commits, attackRuns, lies, plan.Ghosts(kind, transfer.Landed),
-					plan.Ghosts(kind, transfer.Rejected)+plan.Ghosts(kind, transfer.NotLanded),
+				t.Logf("%d injected; %d of %d runs committed, %d had only landed results and were incomplete; "+
+					"extra slices: %d landed, %d refused, %d unsent; %d repeated results",
+					plan.Injected(kind), commits, attackRuns, lies, plan.Extra(kind, transfer.Landed),
+					plan.Extra(kind, transfer.Rejected)+plan.Extra(kind, transfer.NotLanded),
 					plan.Unsent(kind), repeated)
 				if plan.Injected(kind) == 0 {
 					t.Error("never injected")
@@ -171,14 +171,14 @@ func TestNoFaultCommits(t *testing.T) {
 				switch kind {
 				case FalseLanded:
 					if lies == 0 {
-						t.Error("no run was told a false success throughout")
+						t.Error("no run had only false successes")
 					}
 				case LateWrite:
-					if plan.Ghosts(kind, transfer.Rejected)+plan.Ghosts(kind, transfer.NotLanded) == 0 {
+					if plan.Extra(kind, transfer.Rejected)+plan.Extra(kind, transfer.NotLanded) == 0 {
 						t.Error("no late write came after the fence")
 					}
 				case Duplicate:
-					if plan.Ghosts(kind, transfer.Landed) == 0 {
+					if plan.Extra(kind, transfer.Landed) == 0 {
 						t.Error("no duplicate landed")
 					}
 				case DuplicateResult:

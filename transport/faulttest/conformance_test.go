@@ -44,12 +44,12 @@ func newTCP(tb testing.TB, cfg tcp.Config) transport.Backend {
 	return b
 }
 
-// retrier is the least that an executor does: it sends again what a fault ended, and hears the
+// retrier is the minimum of an executor: it sends again what a fault ended, and receives the
 // first result of a slice only. It lets the contract suite, whose slices must land, run over
 // faults.
 type retrier struct {
 	transport.Backend
-	most int // attempts at one slice
+	max int // attempts at one slice
 
 	mu       sync.Mutex
 	ended    map[uint64]bool // by cookie; the suite uses each once
@@ -76,7 +76,7 @@ func (h retrierHost) Done(l transport.Lane, res []transport.Result) {
 			continue
 		}
 		n := h.r.tries[x.Cookie]
-		again := errors.Is(x.Err, ErrInjected) && n < h.r.most
+		again := errors.Is(x.Err, ErrInjected) && n < h.r.max
 		if again {
 			h.r.tries[x.Cookie]++
 		} else {
@@ -103,7 +103,7 @@ func (h retrierHost) Done(l transport.Lane, res []transport.Result) {
 }
 
 // survivable are faults that break no promise to the suite, given a retrier. FalseLanded is none:
-// nobody but the receiver can know that such a slice is missing, and the attack test looks at that.
+// only the receiver can detect that such a slice is missing, and the attack test looks at that.
 func survivable(p float64) []Rule {
 	return []Rule{
 		{Kind: Error, Prob: p},
@@ -152,21 +152,21 @@ func TestContractUnderFaults(t *testing.T) {
 					plan = New(seed, rules...)
 					plans[tb.Name()] = plan
 				}
-				return &retrier{Backend: Wrap(base.make(tb), plan), most: 20}
+				return &retrier{Backend: Wrap(base.make(tb), plan), max: 20}
 			})
 			var counts []string
 			for _, k := range Kinds() {
 				n, landed, refused, unsent := 0, 0, 0, 0
 				for _, p := range plans {
 					n += p.Injected(k)
-					landed += p.Ghosts(k, transfer.Landed)
-					refused += p.Ghosts(k, transfer.Rejected) + p.Ghosts(k, transfer.NotLanded) + p.Ghosts(k,
+					landed += p.Extra(k, transfer.Landed)
+					refused += p.Extra(k, transfer.Rejected) + p.Extra(k, transfer.NotLanded) + p.Extra(k,
 						transfer.InDoubt)
 					unsent += p.Unsent(k)
 				}
 				counts = append(counts, fmt.Sprintf("%s %d", k, n))
 				if landed+refused+unsent > 0 {
-					counts = append(counts, fmt.Sprintf("(ghosts: %d landed, %d did not, %d never left)", landed,
+					counts = append(counts, fmt.Sprintf("(extra: %d landed, %d did not, %d never left)", landed,
 						refused, unsent))
 				}
 				// the suite waits for slices before it fences

@@ -85,14 +85,14 @@ func TestScript(t *testing.T) {
 				t.Errorf("injected %d times", n)
 			}
 			if c.rule.Kind == Duplicate { // which lands, unless the fence comes first
-				until(t, "ghosts are gone", plan.Quiet)
+				until(t, "extra slices have ended", plan.Quiet)
 			}
 			b.End(t)
-			until(t, "ghosts are gone", plan.Quiet)
+			until(t, "extra slices have ended", plan.Quiet)
 			ends := map[Kind]transfer.Outcome{Duplicate: transfer.Landed, LateWrite: transfer.Rejected}
 			if want := ends[c.rule.Kind]; want != 0 {
-				if n := plan.Ghosts(c.rule.Kind, want) + plan.Ghosts(c.rule.Kind, transfer.NotLanded); n != 1 {
-					t.Errorf("%d ghosts ended %s", n, want)
+				if n := plan.Extra(c.rule.Kind, want) + plan.Extra(c.rule.Kind, transfer.NotLanded); n != 1 {
+					t.Errorf("%d extra slices ended %s", n, want)
 				}
 			}
 		})

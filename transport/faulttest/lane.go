@@ -11,8 +11,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// lane is a lane with faults. Slices go to the inner lane under cookies of their own, so that a
-// ghost is distinguishable from its original slice.
+// lane is a lane with faults. Slices go to the inner lane under cookies of their own, so that an
+// extra slice is distinguishable from its original slice.
 type lane struct {
 	transport.Lane
 	b *Backend
@@ -20,7 +20,7 @@ type lane struct {
 	mu     sync.Mutex
 	open   map[uint64]*entry // by the inner cookie
 	taken  int               // entries whose result the host awaits
-	ghosts int               // entries that are ghosts
+	extras int               // entries that are extra slices
 	next   uint64
 	ended  bool
 	stuck  bool
@@ -33,7 +33,7 @@ type lane struct {
 type entry struct {
 	s     transport.Slice // the host's
 	rule  *Rule           // nil: no fault
-	ghost Kind            // not 0: the host has received a result
+	extra Kind            // not 0: the host has received a result
 	began time.Time
 	stuck bool // its lane kept it, or its result
 	left  bool // it is in the inner lane, or was
@@ -67,11 +67,11 @@ func (l *lane) Acked() uint64 {
 	return l.acked
 }
 
-// MaxInFlight implements transport.Lane. A quarter of the inner lane is for ghosts.
+// MaxInFlight implements transport.Lane. A quarter of the inner lane is for extra slices.
 func (l *lane) MaxInFlight() int { return max(1, l.Lane.MaxInFlight()*3/4) }
 
-// hauntRetry is the wait of a ghost that finds its quarter full.
-const hauntRetry = 200 * time.Microsecond
+// extraRetry is the wait of an extra slice that finds its quarter full.
+const extraRetry = 200 * time.Microsecond
 
 // Move implements transport.Lane.
 func (l *lane) Move(batch []transport.Slice) error {
@@ -163,7 +163,7 @@ func (e *entry) leavesNow() bool {
 func (e *entry) inside(id uint64) transport.Slice {
 	s := e.s
 	s.Cookie = id
-	if e.kind() == Partial && e.ghost == 0 {
+	if e.kind() == Partial && e.extra == 0 {
 		s.Range.Count /= 2
 	}
 	return s
@@ -190,14 +190,14 @@ func (l *lane) suffer(id uint64) {
 			after(r.After, func() { l.endAs(id, transfer.InDoubt, transfer.ReasonTimeout, ErrInjected) })
 		}
 	case Hold:
-		l.b.plan.hold(&ghost{l: l, s: e.s, kind: Hold, id: id})
+		l.b.plan.hold(&extra{l: l, s: e.s, kind: Hold, id: id})
 	case LateWrite:
-		g := &ghost{l: l, s: e.s, kind: LateWrite}
-		l.b.plan.ghostBorn()
+		g := &extra{l: l, s: e.s, kind: LateWrite}
+		l.b.plan.extraBegun()
 		if r.AfterFence {
 			l.b.plan.hold(g)
 		} else {
-			after(r.After, func() { l.haunt(g) })
+			after(r.After, func() { l.sendExtra(g) })
 		}
 		after(0, func() { l.endAs(id, transfer.NotLanded, r.Reason, ErrInjected) })
 	}
@@ -224,7 +224,7 @@ func (l *lane) leave(id uint64) {
 	}
 	if e.pending {
 		l.mu.Unlock()
-		l.b.pump.after(hauntRetry, func() { l.leave(id) })
+		l.b.pump.after(extraRetry, func() { l.leave(id) })
 		return
 	}
 	e.left = true
@@ -235,29 +235,29 @@ func (l *lane) leave(id uint64) {
 	}
 }
 
-// haunt sends a ghost.
-func (l *lane) haunt(g *ghost) {
+// sendExtra sends an extra slice.
+func (l *lane) sendExtra(g *extra) {
 	l.mu.Lock()
 	if l.ended {
 		l.mu.Unlock()
-		l.b.plan.ghostUnsent(g.kind)
+		l.b.plan.extraUnsent(g.kind)
 		return
 	}
-	if l.ghosts >= max(1, l.Lane.MaxInFlight()-l.MaxInFlight()) {
+	if l.extras >= max(1, l.Lane.MaxInFlight()-l.MaxInFlight()) {
 		l.mu.Unlock()
-		l.b.pump.after(hauntRetry, func() { l.haunt(g) })
+		l.b.pump.after(extraRetry, func() { l.sendExtra(g) })
 		return
 	}
-	l.ghosts++
+	l.extras++
 	l.next++
 	id := l.next
-	l.open[id] = &entry{s: g.s, ghost: g.kind, began: time.Now(), left: true}
+	l.open[id] = &entry{s: g.s, extra: g.kind, began: time.Now(), left: true}
 	s := g.s
 	s.Cookie = id
 	l.mu.Unlock()
 	if l.Lane.Move([]transport.Slice{s}) != nil {
 		if l.take(id) != nil {
-			l.b.plan.ghostUnsent(g.kind)
+			l.b.plan.extraUnsent(g.kind)
 		}
 	}
 }
@@ -271,10 +271,10 @@ func (l *lane) take(id uint64) *entry {
 		return nil
 	}
 	delete(l.open, id)
-	if e.ghost == 0 {
+	if e.extra == 0 {
 		l.taken--
 	} else {
-		l.ghosts--
+		l.extras--
 	}
 	return e
 }
@@ -282,7 +282,7 @@ func (l *lane) take(id uint64) *entry {
 // endAs ends a slice, unless it has ended, with an invented result.
 func (l *lane) endAs(id uint64, o transfer.Outcome, why transfer.Reason, err error) {
 	if e := l.take(id); e != nil {
-		l.tell(e.result(o, why, err))
+		l.report(e.result(o, why, err))
 	}
 }
 
@@ -295,7 +295,7 @@ func (e *entry) result(o transfer.Outcome, why transfer.Reason, err error) trans
 		Took: max(time.Since(e.began), 1)}
 }
 
-func (l *lane) tell(res ...transport.Result) { l.b.host.Done(l, res) }
+func (l *lane) report(res ...transport.Result) { l.b.host.Done(l, res) }
 
 // done processes results of the inner lane.
 func (l *lane) done(res []transport.Result) {
@@ -309,17 +309,17 @@ func (l *lane) done(res []transport.Result) {
 			continue // it has already ended
 		}
 		r.Slice = e.s
-		if e.kind() == Partial && e.ghost == 0 && r.Reason != transfer.ReasonLaneLost {
+		if e.kind() == Partial && e.extra == 0 && r.Reason != transfer.ReasonLaneLost {
 			// also if a stuck lane keeps it: only half of it moved
 			r = e.result(transfer.InDoubt, transfer.ReasonTimeout, ErrInjected)
 		}
-		if l.stuck && !l.ended && e.ghost == 0 {
+		if l.stuck && !l.ended && e.extra == 0 {
 			e.stuck = true
 			l.frozen = append(l.frozen, func() { l.pass(id, r) })
 			l.mu.Unlock()
 			continue
 		}
-		late := !l.ended && (e.kind() == DelayResult || e.kind() == DropResult) && e.ghost == 0
+		late := !l.ended && (e.kind() == DelayResult || e.kind() == DropResult) && e.extra == 0
 		l.mu.Unlock()
 		if late {
 			switch {
@@ -336,28 +336,28 @@ func (l *lane) done(res []transport.Result) {
 			continue
 		}
 		switch {
-		case e.ghost != 0:
-			l.b.plan.ghostEnded(e.ghost, r.Outcome)
+		case e.extra != 0:
+			l.b.plan.extraEnded(e.extra, r.Outcome)
 			continue
 		case e.kind() == DropResult:
 			r = e.result(transfer.InDoubt, transfer.ReasonLaneLost, net.ErrClosed)
 		case e.kind() == Duplicate && r.Outcome == transfer.Landed:
-			l.b.plan.ghostBorn()
-			l.haunt(&ghost{l: l, s: e.s, kind: Duplicate})
+			l.b.plan.extraBegun()
+			l.sendExtra(&extra{l: l, s: e.s, kind: Duplicate})
 		case e.kind() == DuplicateResult:
 			out = append(out, r)
 		}
 		out = append(out, r)
 	}
 	if len(out) > 0 {
-		l.tell(out...)
+		l.report(out...)
 	}
 }
 
 // pass delivers a kept result.
 func (l *lane) pass(id uint64, r transport.Result) {
 	if l.take(id) != nil {
-		l.tell(r)
+		l.report(r)
 	}
 }
 
@@ -370,7 +370,7 @@ func (l *lane) down() {
 	for id, e := range l.open {
 		o := transfer.InDoubt // as a sender must assume for a lane that died
 		switch {
-		case e.pending, e.ghost != 0, e.left && !e.stuck && e.kind() != DropResult &&
+		case e.pending, e.extra != 0, e.left && !e.stuck && e.kind() != DropResult &&
 			e.kind() != DelayResult:
 			continue
 		case !e.left && e.kind() != Drop:
@@ -382,6 +382,6 @@ func (l *lane) down() {
 	}
 	l.mu.Unlock()
 	if len(out) > 0 {
-		l.tell(out...)
+		l.report(out...)
 	}
 }

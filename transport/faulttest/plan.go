@@ -88,21 +88,21 @@ type Plan struct {
 	matched  []int
 	fired    []int
 	injected [numKinds]int
-	ghosts   [numKinds]map[transfer.Outcome]int
-	unsent   [numKinds]int // ghosts whose lane was gone or full
-	live     int           // ghosts that have not ended, including held ones
-	held     []*ghost      // until a fence: late writes, and slices of Hold
+	extras   [numKinds]map[transfer.Outcome]int
+	unsent   [numKinds]int // extra slices whose lane was gone or full
+	live     int           // extra slices that have not ended, including held ones
+	held     []*extra      // until a fence: late writes, and slices of Hold
 }
 
-// maxGhosts bounds the slices that a plan itself sends at one time.
-const maxGhosts = 4096
+// maxExtra bounds the slices that a plan itself sends at one time.
+const maxExtra = 4096
 
 // New returns a plan. The same seed and the same order of slices give the same faults.
 func New(seed uint64, rules ...Rule) *Plan {
 	p := &Plan{rng: rand.New(rand.NewPCG(seed, 0xfa17)), rules: rules, matched: make([]int,
 		len(rules)), fired: make([]int, len(rules))}
-	for i := range p.ghosts {
-		p.ghosts[i] = map[transfer.Outcome]int{}
+	for i := range p.extras {
+		p.extras[i] = map[transfer.Outcome]int{}
 	}
 	return p
 }
@@ -124,7 +124,7 @@ func (p *Plan) draw(l transport.Lane, s transport.Slice) *Rule {
 			continue
 		case len(r.At) == 0 && r.Prob > 0 && p.rng.Float64() >= r.Prob:
 			continue
-		case (r.Kind == LateWrite || r.Kind == Duplicate) && p.live >= maxGhosts:
+		case (r.Kind == LateWrite || r.Kind == Duplicate) && p.live >= maxExtra:
 			continue
 		}
 		p.fired[i]++
@@ -146,22 +146,22 @@ func (p *Plan) Injected(k Kind) int {
 	return p.injected[k]
 }
 
-// Ghosts counts the slices sent by a fault that ended with an outcome. Refused ghosts of LateWrite
-// are writes that came too late.
-func (p *Plan) Ghosts(k Kind, o transfer.Outcome) int {
+// Extra counts the slices sent by a fault that ended with an outcome. Refused extra slices of
+// LateWrite are writes that came too late.
+func (p *Plan) Extra(k Kind, o transfer.Outcome) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.ghosts[k][o]
+	return p.extras[k][o]
 }
 
-// Unsent counts the ghosts that never left because their lane was gone or full.
+// Unsent counts the extra slices that never left because their lane was gone or full.
 func (p *Plan) Unsent(k Kind) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.unsent[k]
 }
 
-// Quiet reports whether every ghost has ended.
+// Quiet reports whether every extra slice has ended.
 func (p *Plan) Quiet() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -175,36 +175,36 @@ func (p *Plan) Held() int {
 	return len(p.held)
 }
 
-// ghost is a slice for which the host has received a result; of kind Hold, one whose result the
+// extra is a slice for which the host has received a result; of kind Hold, one whose result the
 // host awaits.
-type ghost struct {
+type extra struct {
 	l    *lane
 	s    transport.Slice
 	kind Kind
 	id   uint64 // of Hold: its entry
 }
 
-func (p *Plan) ghostBorn() {
+func (p *Plan) extraBegun() {
 	p.mu.Lock()
 	p.live++
 	p.mu.Unlock()
 }
 
-func (p *Plan) ghostEnded(k Kind, o transfer.Outcome) {
+func (p *Plan) extraEnded(k Kind, o transfer.Outcome) {
 	p.mu.Lock()
 	p.live--
-	p.ghosts[k][o]++
+	p.extras[k][o]++
 	p.mu.Unlock()
 }
 
-func (p *Plan) ghostUnsent(k Kind) {
+func (p *Plan) extraUnsent(k Kind) {
 	p.mu.Lock()
 	p.live--
 	p.unsent[k]++
 	p.mu.Unlock()
 }
 
-func (p *Plan) hold(g *ghost) {
+func (p *Plan) hold(g *extra) {
 	p.mu.Lock()
 	p.held = append(p.held, g)
 	p.mu.Unlock()
@@ -212,19 +212,19 @@ func (p *Plan) hold(g *ghost) {
 
 // fenced releases the slices held for a grant of `self` that is now fenced.
 func (p *Plan) fenced(self transfer.Boot, g *transport.Grant) {
-	p.free(func(h *ghost) bool {
+	p.free(func(h *extra) bool {
 		o := h.s.Origin
 		return o.Peer == self && o.Slot == g.Slot && o.Gen == g.Gen
 	})
 }
 
 // Release releases everything that waits for a fence.
-func (p *Plan) Release() { p.free(func(*ghost) bool { return true }) }
+func (p *Plan) Release() { p.free(func(*extra) bool { return true }) }
 
-func (p *Plan) free(which func(*ghost) bool) {
-	var gone []*ghost
+func (p *Plan) free(which func(*extra) bool) {
+	var gone []*extra
 	p.mu.Lock()
-	p.held = slices.DeleteFunc(p.held, func(h *ghost) bool {
+	p.held = slices.DeleteFunc(p.held, func(h *extra) bool {
 		if which(h) {
 			gone = append(gone, h)
 			return true
@@ -236,7 +236,7 @@ func (p *Plan) free(which func(*ghost) bool) {
 		if h.kind == Hold {
 			h.l.b.pump.after(0, func() { h.l.leave(h.id) })
 		} else {
-			h.l.haunt(h)
+			h.l.sendExtra(h)
 		}
 	}
 }

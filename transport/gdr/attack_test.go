@@ -33,10 +33,10 @@ const (
 // wire holds packets of the sender's first rail back, and lets them go.
 type holder interface {
 	hold(t *testing.T, sender *lane)
-	// held waits until something of the sender's is on the wire. That it was posted says only that
+	// held waits until something of the sender's is on the wire. That it was posted proves only that
 	// its NIC may have it by now.
 	held(t *testing.T, sender *lane)
-	// release returns when what was held has arrived, and says whether there was anything.
+	// release returns when what was held has arrived, and reports whether there was anything.
 	release(t *testing.T, sender *lane) bool
 }
 
@@ -289,7 +289,7 @@ func TestDeviceLateWrites(t *testing.T) {
 }
 
 // TestKeysEnd: the receiver's registration is invalidated in mid transfer, as where its NIC does
-// not drain. What was under way ends in doubt, and the next lane has keys of another generation.
+// not drain. The slices under way end in doubt, and the next lane has keys of another generation.
 func TestKeysEnd(t *testing.T) {
 	f, factory := rig(t)
 	p := transporttest.NewPair(t, factory)
@@ -324,7 +324,7 @@ func TestKeysEnd(t *testing.T) {
 }
 
 // TestDeviceKeysEnd: the receiver's registration ends in mid transfer on real queue pairs, which
-// costs the lane. What is sent again goes under keys of another generation, and everything lands.
+// costs the lane. Retries go under keys of another generation, and everything lands.
 // That some writes were under way is tried until it is so.
 func TestDeviceKeysEnd(t *testing.T) {
 	p := transporttest.NewPair(t, ends(t))
@@ -332,7 +332,7 @@ func TestDeviceKeysEnd(t *testing.T) {
 	src, dst := transporttest.NewMemory(t, large), transporttest.NewMemory(t, large)
 	src.Write(seedOld)
 	slice := func(i int) transfer.Range { return transfer.Range{First: uint32(4 * i), Count: 4} }
-	const most = 50
+	const limit = 50
 	for gen := transfer.Gen(1); ; gen++ {
 		bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen)
 		bind.Sink.Seed.Store(seedOld)
@@ -361,7 +361,7 @@ func TestDeviceKeysEnd(t *testing.T) {
 				r = <-c
 			}
 			for attempt := uint32(2); r.Outcome != transfer.Landed; attempt++ {
-				if lost++; attempt > most {
+				if lost++; attempt > limit {
 					t.Fatalf("slice %d: %s %s: %v", i, r.Outcome, r.Reason, r.Err)
 				}
 				if l.failure() != nil {
@@ -380,7 +380,7 @@ func TestDeviceKeysEnd(t *testing.T) {
 			t.Logf("round %d: %d tries failed", gen, lost)
 			return
 		}
-		if gen == most {
+		if gen == limit {
 			t.Fatal("no write was under way at any end of the keys: this proves nothing")
 		}
 	}

@@ -21,10 +21,10 @@ import (
 )
 
 // TestDeviceBandwidth compares lanes with ib_write_bw on the same rails of the guest, with as many
-// queue pairs, in turns. KVSPRAY_BENCH_RDMA is the number of pairs. An emulated processor says
-// nothing about speed; the ratio says what gdr adds to the verbs that both use. ib_write_bw drives
-// all its queue pairs from one thread, a lane of gdr has its own. With KVSPRAY_RDMA_GOAL, say 0.90,
-// a median below it fails.
+// queue pairs, in turns. KVSPRAY_BENCH_RDMA is the number of pairs. An emulated processor shows
+// nothing about speed; the ratio is what gdr adds to the verbs that both use. ib_write_bw drives
+// all its queue pairs from one thread, a lane of gdr has its own. With KVSPRAY_RDMA_GOAL, for
+// instance 0.90, a median below it fails.
 func TestDeviceBandwidth(t *testing.T) {
 	pairs, err := strconv.Atoi(os.Getenv("KVSPRAY_BENCH_RDMA"))
 	if err != nil {
@@ -130,7 +130,7 @@ func goalIn(s string) (float64, error) {
 	}
 	goal, err := strconv.ParseFloat(s, 64)
 	if err != nil || !(goal > 0 && goal <= 10) {
-		return 0, fmt.Errorf("KVSPRAY_RDMA_GOAL=%q: write the least ratio that is enough, say 0.90", s)
+		return 0, fmt.Errorf("KVSPRAY_RDMA_GOAL=%q: write the minimum ratio, for instance 0.90", s)
 	}
 	return goal, nil
 }
@@ -166,8 +166,8 @@ func TestGoal(t *testing.T) {
 	}
 }
 
-// A run without a figure is made again, so many times, and what never has one is an error that says
-// what it said.
+// A run without a figure is made again, up to a bound; a run that never has one is an error with
+// its output.
 func TestUntilFigure(t *testing.T) {
 	starved := errors.New("starved")
 	for _, c := range []struct{ without, repeats int }{{0, 0}, {1, 1}, {writeBWTries - 1,
@@ -201,7 +201,7 @@ func median(v []float64) float64 { return (v[(len(v)-1)/2] + v[len(v)/2]) / 2 }
 // railName is the device at the sending end.
 func railName(rail int) string { return fmt.Sprintf("r%da", rail) }
 
-// counted is what a soft-RoCE device says of what went wrong on it, for whoever asks why a lane was
+// counted are the error counters of a soft-RoCE device, which show why a lane was
 // lost. Its tries are counted by refusals of packets that came out of order, too, and begin anew
 // with an acknowledgement only: of a message of 1 MiB there are few. ib_write_bw sets 7 tries,
 // which are for ever there.
@@ -247,7 +247,7 @@ func untilFigure(run func() (float64, error)) (v float64, repeats int, err error
 	return 0, repeats, fmt.Errorf("no figure in %d runs: %w", writeBWTries, err)
 }
 
-// writeBW runs ib_write_bw with some queue pairs on each rail at once and adds up what they say, in
+// writeBW runs ib_write_bw with some queue pairs on each rail at once and adds up their figures, in
 // MiB/s. All of them are to have a figure: rails that are measured one after the other are not four
 // at once.
 func writeBW(rails, lanes, message, total int) (sum float64, err error) {
@@ -264,7 +264,7 @@ func writeBW(rails, lanes, message, total int) (sum float64, err error) {
 }
 
 // writeBWOn runs ib_write_bw on one rail: total bytes over all its queue pairs. An error where it
-// says nothing, or 0.
+// prints nothing, or 0.
 func writeBWOn(rail, lanes, message, total int) (float64, error) {
 	const connecting = 20 * time.Second // until its server listens
 	args := []string{"-F", "-x", "1", "-u", strconv.Itoa(guestTimer), "-s", strconv.Itoa(message),
@@ -275,7 +275,7 @@ func writeBWOn(rail, lanes, message, total int) (float64, error) {
 	if err := server.Start(); err != nil {
 		return 0, err
 	}
-	// the client says what counts; a server that nobody came to, or whose client has failed, waits
+	// the client prints what counts; a server without a client, or whose client has failed, waits
 	// for ever
 	defer func() {
 		_ = server.Process.Kill()

@@ -43,7 +43,7 @@ func ends(t testing.TB) transporttest.Factory {
 // where its host is busy. Seven times 0.54 s, so that no healthy rail counts as dead.
 const guestTimer = 17
 
-// guestConfig is of lanes that nobody ends: a test that loses one fails.
+// guestConfig is of lanes that never end: a test that loses one fails.
 func guestConfig(device, listen string) Config {
 	rails := []Rail{guestRail(device, listen)}
 	return Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute,

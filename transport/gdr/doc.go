@@ -11,7 +11,7 @@
 // success. An immediate on the last payload write could not carry the verdict, because nothing has
 // been read when it is posted.
 //
-// Who may write. A claim reserves chunks for one writer, from GO until the verdict, and a landed
+// Writers. A claim reserves chunks for one writer, from GO until the verdict, and a landed
 // chunk is never offered again. A later attempt waits for a claim whose lane makes progress
 // (Config.Patience, or as long as that lane's slices take), then stops that lane. Fence waits for
 // Config.Patience and does the same with the remaining claims of its grant. Only the receiver can

@@ -37,9 +37,9 @@ func timer(d time.Duration) uint8 {
 
 // Timers returns the time in which a device's own timers give up a path under a dead_path: the
 // configured time-outs, and twice that, which the device may take.
-func Timers(deadPath time.Duration) (least, most time.Duration) {
-	least = (retries + 1) * (timerUnit << timer(deadPath))
-	return least, 2 * least
+func Timers(deadPath time.Duration) (lowest, highest time.Duration) {
+	lowest = (retries + 1) * (timerUnit << timer(deadPath))
+	return lowest, 2 * lowest
 }
 
 // ParseRail parses device[/port][@gid index].

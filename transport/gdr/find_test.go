@@ -14,8 +14,8 @@ func TestTimer(t *testing.T) {
 		if got != want {
 			t.Errorf("timer(%s) = %d, want %d", d, got, want)
 		}
-		if least, most := Timers(d); got > 1 && most > d || least > most {
-			t.Errorf("timer(%s) gives up after %s to %s", d, least, most)
+		if low, high := Timers(d); got > 1 && high > d || low > high {
+			t.Errorf("timer(%s) gives up after %s to %s", d, low, high)
 		}
 	}
 }
@@ -24,8 +24,8 @@ func TestTimer(t *testing.T) {
 func TestTimers(t *testing.T) {
 	for d, want := range map[time.Duration]time.Duration{50 * time.Millisecond: 16777216,
 		500 * time.Millisecond: 134217728} {
-		if least, most := Timers(d); least != want || most != 2*want {
-			t.Errorf("dead_path %s: %s to %s, want %s to twice that", d, least, most, want)
+		if low, high := Timers(d); low != want || high != 2*want {
+			t.Errorf("dead_path %s: %s to %s, want %s to twice that", d, low, high, want)
 		}
 	}
 }

@@ -14,7 +14,7 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// gpu is a GPU over host memory, whose driver exports dma-bufs and tells the NIC of its addresses
+// gpu is a GPU over host memory, whose driver exports dma-bufs and gives the NIC its addresses
 // as a test has it.
 type gpu struct {
 	*transporttest.Device
@@ -38,7 +38,7 @@ func (g *gpu) ExportDMABuf(addr, n uint64) (int, uint64, error) {
 	if g.noExport {
 		return -1, 0, errGPU
 	}
-	// any descriptor: the fabric says what is behind it
+	// any descriptor: the fabric has what is behind it
 	fd, err := unix.MemfdCreate("gpu", unix.MFD_CLOEXEC)
 	if err != nil {
 		return -1, 0, err
@@ -87,9 +87,9 @@ func onGPU(t *testing.T, f *fake.Fabric, m *transporttest.Memory) *gpu {
 // costs the slice, not the lane.
 func TestGPUMemory(t *testing.T) {
 	for name, c := range map[string]struct {
-		change  func(f *fake.Fabric, src, dst *gpu)
-		outcome transfer.Outcome
-		says    string
+		change   func(f *fake.Fabric, src, dst *gpu)
+		outcome  transfer.Outcome
+		contains string
 	}{
 		"dma-buf": {func(*fake.Fabric, *gpu, *gpu) {}, transfer.Landed, ""},
 		"dma-buf, and a flush after writes": {func(_ *fake.Fabric, _, dst *gpu) { dst.unordered = true },
@@ -118,13 +118,13 @@ func TestGPUMemory(t *testing.T) {
 			c.change(f, from, to)
 			a, b := p.Dial()
 			for _, l := range []*lane{a.(*lane), b.(*lane)} {
-				l.dev.keys.part = 64 << 10 // as with a device that registers so much at a time
+				l.dev.keys.part = 64 << 10 // as a device that limits one registration
 			}
 			bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
 			bind.Sink.Seed.Store(seedOld)
 			r := p.A.MoveWait(a, bind.Origin, src.All(), 1)
 			if r.Outcome != c.outcome || c.outcome != transfer.Landed &&
-				(r.Reason != transfer.ReasonMemory || !strings.Contains(r.Err.Error(), c.says)) {
+				(r.Reason != transfer.ReasonMemory || !strings.Contains(r.Err.Error(), c.contains)) {
 				t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 			}
 			if full := bind.Sink.Full(); full != (c.outcome == transfer.Landed) {

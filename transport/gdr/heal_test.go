@@ -22,7 +22,7 @@ import (
 )
 
 // eventLog counts the events of devices that were looked at. One is logged before it is acted upon,
-// so that the next one's line says that this was done.
+// so that the next one's line shows that this was done.
 type eventLog struct {
 	slog.Handler
 	seen *atomic.Int64
@@ -37,14 +37,14 @@ func (h eventLog) Handle(_ context.Context, r slog.Record) error {
 	return nil
 }
 
-// healPair is a pair whose lanes are opened at the addresses of its devices' GIDs. told counts what
-// the first end's host was told, seen the events that it looked at.
-func healPair(t *testing.T) (f *fake.Fabric, p *transporttest.Pair, told, seen *atomic.Int64) {
+// healPair is a pair whose lanes are opened at the addresses of its devices' GIDs. notified counts
+// the events of the first end's host, seen the events that it looked at.
+func healPair(t *testing.T) (f *fake.Fabric, p *transporttest.Pair, notified, seen *atomic.Int64) {
 	t.Helper()
 	f, _ = rig(t)
 	f.SetGID("here", netip.MustParseAddr("127.0.0.2"))
 	f.SetGID("there", netip.MustParseAddr("127.0.0.3"))
-	told, seen = new(atomic.Int64), new(atomic.Int64)
+	notified, seen = new(atomic.Int64), new(atomic.Int64)
 	names := []string{"here", "there"}
 	return f, transporttest.NewPair(t, func(testing.TB) transport.Backend {
 		name := names[0]
@@ -53,11 +53,11 @@ func healPair(t *testing.T) (f *fake.Fabric, p *transporttest.Pair, told, seen *
 			NUMA: -1}}
 		c := Config{Rails: func() ([]Rail, error) { return rails, nil }, Drain: 50 * time.Millisecond}
 		if name == "here" {
-			c.Changed = func() { told.Add(1) }
+			c.Changed = func() { notified.Add(1) }
 			c.Log = slog.New(eventLog{slog.DiscardHandler, seen})
 		}
 		return New(c)
-	}), told, seen
+	}), notified, seen
 }
 
 // moves moves everything over a new lane, at the rails as both ends have them now.
@@ -81,10 +81,10 @@ func moves(t *testing.T, p *transporttest.Pair, gen transfer.Gen) {
 func railOf(e *transporttest.End) RailState { return e.Backend.(*Backend).Rails()[0] }
 
 // TestGIDChange: the address of a port changes under a lane with a slice on it. The lane ends, the
-// choice is made again, the rail is at the new address, the host is told, and lanes work, all
+// choice is made again, the rail is at the new address, the host is notified, and lanes work, all
 // without a restart.
 func TestGIDChange(t *testing.T) {
-	f, p, told, seen := healPair(t)
+	f, p, notified, seen := healPair(t)
 	moves(t, p, 1)
 	old := railOf(p.A)
 	if !strings.HasPrefix(old.Address, "127.0.0.2:") || old.Down {
@@ -96,8 +96,8 @@ func TestGIDChange(t *testing.T) {
 	f.Emit("here", verbs.Event{Kind: verbs.PortUp})
 	until(t, "both events are looked at", func() bool { return seen.Load() == 2 })
 	moves(t, p, 2)
-	if a.failure() != nil || told.Load() != 0 {
-		t.Fatalf("lane: %v, told %d times", a.failure(), told.Load())
+	if a.failure() != nil || notified.Load() != 0 {
+		t.Fatalf("lane: %v, notified %d times", a.failure(), notified.Load())
 	}
 
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
@@ -114,8 +114,8 @@ func TestGIDChange(t *testing.T) {
 		s := railOf(p.A)
 		return !s.Down && strings.HasPrefix(s.Address, "127.0.0.4:")
 	})
-	until(t, "the host is told that it is down, and where it is now",
-		func() bool { return told.Load() >= 2 })
+	until(t, "events: it is down, and where it is now",
+		func() bool { return notified.Load() >= 2 })
 	moves(t, p, 3)
 	b.End(t)
 
@@ -135,7 +135,7 @@ func TestGIDChange(t *testing.T) {
 // TestRemoval: a device is pulled out in mid transfer, with queue pairs that will never flush. Its
 // slices end in doubt at once, the fence holds, and when it is put back, lanes work.
 func TestRemoval(t *testing.T) {
-	f, p, told, _ := healPair(t)
+	f, p, notified, _ := healPair(t)
 	moves(t, p, 1)
 	for gen, name := range []string{"here", "there"} {
 		a := open(t, p, 0)
@@ -172,23 +172,23 @@ func TestRemoval(t *testing.T) {
 		}
 		b.End(t)
 	}
-	until(t, "the host is told that it is gone, and that it is there",
-		func() bool { return told.Load() >= 2 })
+	until(t, "events: it is gone, and it is there",
+		func() bool { return notified.Load() >= 2 })
 }
 
-// TestPortState: a rail says that its port is down, and that it is up.
+// TestPortState: a rail reports that its port is down, and that it is up.
 func TestPortState(t *testing.T) {
-	f, p, told, _ := healPair(t)
+	f, p, notified, _ := healPair(t)
 	f.Emit("here", verbs.Event{Kind: verbs.PortDown})
-	until(t, "down", func() bool { return railOf(p.A).Down && told.Load() == 1 })
-	f.Emit("here", verbs.Event{Kind: verbs.PortDown}) // says nothing new
+	until(t, "down", func() bool { return railOf(p.A).Down && notified.Load() == 1 })
+	f.Emit("here", verbs.Event{Kind: verbs.PortDown}) // reports nothing new
 	f.Emit("here", verbs.Event{Kind: verbs.PortUp})
-	until(t, "up", func() bool { return !railOf(p.A).Down && told.Load() == 2 })
+	until(t, "up", func() bool { return !railOf(p.A).Down && notified.Load() == 2 })
 	moves(t, p, 1)
 }
 
 // TestDeadPathWaitsForNoTimerOfOurs: when the NIC's timers have given a path up, its slices are
-// told of without any wait of gdr's: all of them are longer here than the test has time.
+// notified of without any wait of gdr's: all of them are longer here than the test has time.
 func TestDeadPathWaitsForNoTimerOfOurs(t *testing.T) {
 	f, p, _, _ := oddPair(t, func(c *Config) {
 		c.Patience, c.Silence, c.Drain = time.Hour, time.Hour,
@@ -208,9 +208,9 @@ func TestDeadPathWaitsForNoTimerOfOurs(t *testing.T) {
 	b.End(t)
 }
 
-// TestDeviceDeadPath tells how long it takes until a dead path is noticed, and its slice reported,
-// under the timers of each dead_path, in a guest that does nothing else. It judges no time: an
-// emulated processor has no fixed speed.
+// TestDeviceDeadPath measures how long it takes until a dead path is noticed, and its slice
+// reported, under the timers of each dead_path, in a guest that does nothing else. It judges no
+// time: an emulated processor has no fixed speed.
 func TestDeviceDeadPath(t *testing.T) {
 	ends(t) // or skip
 	drop := func(how string) {
@@ -235,7 +235,7 @@ func TestDeviceDeadPath(t *testing.T) {
 			rails := []Rail{{Name: name, Open: open, Listen: "127.0.0.1:0", NUMA: -1}}
 			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: 2 * path})
 		})
-		var noticed, told []time.Duration
+		var noticed, notified []time.Duration
 		for range runs {
 			gen++
 			b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen)
@@ -247,7 +247,7 @@ func TestDeviceDeadPath(t *testing.T) {
 			until(t, "the lane is given up", func() bool { return l.failure() != nil })
 			noticed = append(noticed, time.Since(began))
 			r := <-res
-			told = append(told, time.Since(began))
+			notified = append(notified, time.Since(began))
 			if r.Outcome == transfer.Landed || !strings.Contains(r.Err.Error(), "retry exceeded") {
 				t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 			}
@@ -255,19 +255,19 @@ func TestDeviceDeadPath(t *testing.T) {
 			b.End(t)
 		}
 		slices.Sort(noticed)
-		slices.Sort(told)
+		slices.Sort(notified)
 		unit := (retries + 1) * (4096 * time.Nanosecond << timer(path))
 		ms := func(d time.Duration) string { return fmt.Sprintf("%.1f", float64(d.Microseconds())/1000) }
 		fmt.Fprintf(&table, "| %s | %s to %s | %s (%s to %s) | %s (%s to %s) |\n", path, ms(unit),
 			ms(2*unit), ms(noticed[runs/2]), ms(noticed[0]), ms(noticed[runs-1]),
-			ms(told[runs/2]), ms(told[0]), ms(told[runs-1]))
+			ms(notified[runs/2]), ms(notified[0]), ms(notified[runs-1]))
 	}
-	fmt.Printf("| dead_path | the timers take, ms | noticed after, median (least to most) | slices "+
+	fmt.Printf("| dead_path | the timers take, ms | noticed after, median (range) | slices "+
 		"reported after |\n|---|---|---|---|\n%s", table.String())
 }
 
-// TestDeviceLinkRemoved tells how long it takes until the lane of a link that was taken out in mid
-// slice is down and the slice reported, from the start of the call that takes it out, and until
+// TestDeviceLinkRemoved measures how long it takes until the lane of a link that was taken out in
+// mid slice is down and the slice reported, from the start of the call that takes it out, and until
 // there is a lane again once it was put back. It judges no time.
 func TestDeviceLinkRemoved(t *testing.T) {
 	ends(t) // or skip
@@ -325,8 +325,8 @@ func TestDeviceLinkRemoved(t *testing.T) {
 			over = p.A.MoveWait(l, b.Origin, src.All(), 1).Outcome != transfer.Landed
 			b.End(t)
 		}
-		told := time.Since(began)
-		for i, d := range []time.Duration{<-down, told, <-command} {
+		notified := time.Since(began)
+		for i, d := range []time.Duration{<-down, notified, <-command} {
 			took[i] = append(took[i], d)
 		}
 		shell(insert)

@@ -28,7 +28,9 @@ func oddPair(t *testing.T, change func(*Config)) (f *fake.Fabric, p *transportte
 	// a backend that is closed does not wait for a device that a test left behind
 	t.Cleanup(func() {
 		for _, d := range []*oddDevice{here, there} {
-			d.set(func(d *oddDevice) { d.deaf, d.keepsQPs, d.keepsKeys, d.slow = false, false, false, nil })
+			d.set(func(d *oddDevice) {
+				d.noFlush, d.keepsQPs, d.keepsKeys, d.slow = false, false, false, nil
+			})
 		}
 	})
 	p = transporttest.NewPair(t, func(testing.TB) transport.Backend {
@@ -76,12 +78,12 @@ func within(t *testing.T, what string, f func()) {
 }
 
 // TestCloseWithStuckLane: a queue pair that is neither flushed nor destroyed keeps its memory, and
-// nobody waiting.
+// no waiter.
 func TestCloseWithStuckLane(t *testing.T) {
 	f, p, here, there := oddPair(t, nil)
 	_, _, b, _, res := underWay(t, f, p)
-	here.set(func(d *oddDevice) { d.deaf, d.keepsQPs = true, true })
-	there.set(func(d *oddDevice) { d.deaf, d.keepsQPs = true, true })
+	here.set(func(d *oddDevice) { d.noFlush, d.keepsQPs = true, true })
+	there.set(func(d *oddDevice) { d.noFlush, d.keepsQPs = true, true })
 	within(t, "Close", func() {
 		if err := p.A.Backend.Close(); err == nil {
 			t.Error("a queue pair that is still there is no error")
@@ -93,16 +95,17 @@ func TestCloseWithStuckLane(t *testing.T) {
 	if !here.is(func(d *oddDevice) bool { return d.registered > 0 }) {
 		t.Error("memory was given back under a queue pair that may still read it")
 	}
-	here.set(func(d *oddDevice) { d.deaf, d.keepsQPs = false, false })
-	there.set(func(d *oddDevice) { d.deaf, d.keepsQPs = false, false })
+	here.set(func(d *oddDevice) { d.noFlush, d.keepsQPs = false, false })
+	there.set(func(d *oddDevice) { d.noFlush, d.keepsQPs = false, false })
 	b.Fence(t)
 }
 
-// TestStuckLaneIsTriedAgain: what a device did not give back at first is given back when it obeys.
+// TestStuckLaneIsTriedAgain: objects that a device did not destroy at first are destroyed when it
+// obeys.
 func TestStuckLaneIsTriedAgain(t *testing.T) {
 	f, p, here, there := oddPair(t, nil)
 	l, _, b, _, res := underWay(t, f, p)
-	here.set(func(d *oddDevice) { d.deaf, d.keepsQPs = true, true })
+	here.set(func(d *oddDevice) { d.noFlush, d.keepsQPs = true, true })
 	_ = l.Close()
 	if r := <-res; r.Outcome != transfer.InDoubt {
 		t.Errorf("%s %s", r.Outcome, r.Reason)
@@ -113,7 +116,7 @@ func TestStuckLaneIsTriedAgain(t *testing.T) {
 	if err := p.A.Backend.CloseOrigin(ctx, b.Origin); err == nil {
 		t.Error("the origin counts as closed, and a queue pair still reads it")
 	}
-	here.set(func(d *oddDevice) { d.deaf, d.keepsQPs = false, false })
+	here.set(func(d *oddDevice) { d.noFlush, d.keepsQPs = false, false })
 	until(t, "the queue pair is given back",
 		func() bool { return len(p.A.Backend.(*Backend).allLanes()) == 0 })
 	b.End(t)
@@ -125,7 +128,7 @@ func TestStuckLaneIsTriedAgain(t *testing.T) {
 func TestLaterAttemptPastStuckLane(t *testing.T) {
 	f, p, _, there := oddPair(t, nil)
 	first, _, b, dst, res := underWay(t, f, p)
-	there.set(func(d *oddDevice) { d.deaf, d.keepsQPs = true, true })
+	there.set(func(d *oddDevice) { d.noFlush, d.keepsQPs = true, true })
 	next, _ := p.Dial()
 	if r := p.A.MoveWait(next, b.Origin, transfer.Range{Count: dst.Chunks()}, 2); r.Outcome !=
 		transfer.Landed {
@@ -141,7 +144,7 @@ func TestLaterAttemptPastStuckLane(t *testing.T) {
 			t.Fatalf("chunk %d: byte %d was written after the fence", c, at)
 		}
 	}
-	there.set(func(d *oddDevice) { d.deaf, d.keepsQPs = false, false })
+	there.set(func(d *oddDevice) { d.noFlush, d.keepsQPs = false, false })
 	b.End(t)
 }
 
@@ -196,8 +199,8 @@ type harmless struct{}
 
 func (harmless) Stop() bool { return true }
 
-// TestDeviceThatDoesNotAnswer: a command that a device sits on holds nobody up who only wants to
-// know, or to use another lane.
+// TestDeviceThatDoesNotAnswer: a command that a device sits on holds up no caller that only wants
+// the state, or to use another lane.
 func TestDeviceThatDoesNotAnswer(t *testing.T) {
 	f, p, here, there := oddPair(t, nil)
 	l, _, b, _, res := underWay(t, f, p)
@@ -245,14 +248,14 @@ func TestDeviceThatDoesNotAnswer(t *testing.T) {
 	b.End(t)
 }
 
-// TestDeafNIC: a NIC that does not flush is made to forget the queue pair, and that counts as
-// stopped.
-func TestDeafNIC(t *testing.T) {
+// TestNICThatDoesNotFlush: a NIC that does not flush is made to forget the queue pair, and that
+// counts as stopped.
+func TestNICThatDoesNotFlush(t *testing.T) {
 	// Between the end of its patience and the verdict there is as much time again, which a busy
 	// machine needs.
 	f, p, here, _ := oddPair(t, func(c *Config) { c.Drain = 3 * time.Second })
 	l, _, b, _, res := underWay(t, f, p)
-	here.set(func(d *oddDevice) { d.deaf = true })
+	here.set(func(d *oddDevice) { d.noFlush = true })
 	b.Origin.Revoke()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
 	defer cancel()
@@ -321,7 +324,7 @@ func TestFenceWhileSlicesEnd(t *testing.T) {
 	}
 }
 
-// TestKeysThatStay: a registration that the device did not give back is tried again, and counts as
+// TestKeysThatStay: a registration that the device did not end is tried again, and counts as
 // long.
 func TestKeysThatStay(t *testing.T) {
 	f := fake.New()
@@ -392,7 +395,7 @@ func TestFloodOfAsks(t *testing.T) {
 		grown := cap(there.frames.buf)
 		there.frames.mu.Unlock()
 		if grown > 64<<20 {
-			t.Errorf("%d MiB of answers that nobody reads", grown>>20)
+			t.Errorf("%d MiB of answers that nothing reads", grown>>20)
 			return true
 		}
 		return there.failure() != nil
@@ -428,7 +431,7 @@ func TestPartialPost(t *testing.T) {
 	b.End(t)
 }
 
-// TestBadCompletionQueue: one that says nothing but errors is given up, not asked again and again.
+// TestBadCompletionQueue: one with nothing but errors is given up, not asked again and again.
 func TestBadCompletionQueue(t *testing.T) {
 	f, p, here, _ := oddPair(t, nil)
 	l, _, b, _, res := underWay(t, f, p)
@@ -443,7 +446,7 @@ func TestBadCompletionQueue(t *testing.T) {
 	b.End(t)
 }
 
-// TestEventsEnd: a device whose events end by themselves is gone, whatever it said before.
+// TestEventsEnd: a device whose events end by themselves is gone, whatever its events before.
 func TestEventsEnd(t *testing.T) {
 	f, p, _, _ := oddPair(t, nil)
 	a, _ := p.Dial()
@@ -491,8 +494,8 @@ func foreignKey(t *testing.T, factory transporttest.Factory) {
 			return here.src.done >= id
 		})
 		if !c.writes {
-			// One packet takes both ends down. Who hears of it from its socket hears it from the
-			// other, whose NIC said why.
+			// One packet takes both ends down. The end that learns of it from its socket receives it from
+			// the other, whose NIC had the reason.
 			until(t, "both ends are down", func() bool {
 				return here.failure() != nil &&
 					there.failure() != nil
@@ -502,7 +505,7 @@ func foreignKey(t *testing.T, factory transporttest.Factory) {
 				t.Errorf("%v, and at the other end %v", h, o)
 			}
 		}
-		// That the write is complete to the sender does not say that its bytes are there; the end
+		// That the write is complete to the sender does not prove that its bytes are there; the end
 		// of the key does.
 		if err := theirs.invalidate(); err != nil {
 			t.Fatal(err)

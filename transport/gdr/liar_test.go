@@ -11,8 +11,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// TestLiars: whatever an authenticated peer says, it loses its own lane at most, and is told apart
-// in the log.
+// TestLiars: whatever an authenticated peer sends, it loses its own lane at most, and is
+// distinguished in the log.
 func TestLiars(t *testing.T) {
 	_, factory := rig(t)
 	p := transporttest.NewPair(t, factory)
@@ -36,8 +36,8 @@ func TestLiars(t *testing.T) {
 		return func(_ *testing.T, l *lane) { l.send(&h, singles(spans)) }
 	}
 	for name, c := range map[string]struct {
-		lie  func(*testing.T, *lane)
-		says string
+		lie      func(*testing.T, *lane)
+		contains string
 	}{
 		"END of nothing": {frame(head{kind: kindEnd, id: 3, seq: 1}), "not at its end"},
 		"GO for nothing": {frame(head{kind: kindGo, id: 3, seq: 1}, span{1, 2, 3}),
@@ -56,7 +56,7 @@ func TestLiars(t *testing.T) {
 		}, "malformed"},
 		"the same id twice": {func(_ *testing.T, l *lane) {
 			// The second comes while the first is armed: its source never writes. Both leave at
-			// once, before the first GO, which nobody asked for here, ends the lane at this end.
+			// once, before the first GO, which has no request here, ends the lane at this end.
 			ask := &head{kind: kindAsk, id: 7, seq: 1, slot: 1, gen: 1, r: one, attempt: 1, bytes: 4096}
 			l.frames.mu.Lock()
 			l.frames.buf = appendHead(appendHead(l.frames.buf, ask), ask)
@@ -86,14 +86,14 @@ func TestLiars(t *testing.T) {
 			there := b.(*lane)
 			until(t, "the lane is down", func() bool { return there.failure() != nil })
 			err := there.failure()
-			if c.says == "flushed" && !strings.Contains(err.Error(), c.says) {
-				// One packet takes both ends down. The end that hears of it from its socket hears
-				// it from the other, whose NIC said why.
+			if c.contains == "flushed" && !strings.Contains(err.Error(), c.contains) {
+				// One packet takes both ends down. The end that learns of it from its socket receives
+				// it from the other, whose NIC had the reason.
 				until(t, "the liar's lane is down", func() bool { return a.(*lane).failure() != nil })
-				c.says, err = "remote access", a.(*lane).failure()
+				c.contains, err = "remote access", a.(*lane).failure()
 			}
-			if !strings.Contains(err.Error(), c.says) {
-				t.Errorf("%v, want %q", err, c.says)
+			if !strings.Contains(err.Error(), c.contains) {
+				t.Errorf("%v, want %q", err, c.contains)
 			}
 		})
 	}
@@ -110,8 +110,8 @@ func TestLiars(t *testing.T) {
 func TestWrongGo(t *testing.T) {
 	one := transfer.Range{Count: 1}
 	for name, c := range map[string]struct {
-		spans func(bytes uint32) []span
-		says  string
+		spans    func(bytes uint32) []span
+		contains string
 	}{
 		"too long": {func(uint32) []span {
 			return []span{{addr: 1, len: 1 << 20,
@@ -144,8 +144,8 @@ func TestWrongGo(t *testing.T) {
 			until(t, "the lane is down", func() bool { return here.failure() != nil })
 			there.mu.Unlock()
 			r := <-res
-			if r.Outcome == transfer.Landed || !strings.Contains(r.Err.Error(), c.says) || !errors.Is(r.Err,
-				net.ErrClosed) {
+			if r.Outcome == transfer.Landed || !strings.Contains(r.Err.Error(), c.contains) ||
+				!errors.Is(r.Err, net.ErrClosed) {
 				t.Errorf("%s: %v", r.Outcome, r.Err)
 			}
 			bind.End(t)
@@ -153,7 +153,7 @@ func TestWrongGo(t *testing.T) {
 	}
 }
 
-// TestLongAsk: nobody is asked to resolve more than a slice may be.
+// TestLongAsk: a receiver resolves no more than the maximum of a slice.
 func TestLongAsk(t *testing.T) {
 	_, factory := rig(t)
 	p := transporttest.NewPair(t, factory)

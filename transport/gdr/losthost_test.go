@@ -14,7 +14,7 @@ import (
 )
 
 // The host at the other end is lost while slices have only asked: there is nothing that the NIC's
-// timers watch. All of gdr's own are an hour here, so it is the socket that tells.
+// timers watch. All of gdr's own are an hour here, so only the socket shows it.
 func TestLostHost(t *testing.T) {
 	if !testutil.InNamespace(t) {
 		return

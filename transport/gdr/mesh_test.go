@@ -36,7 +36,7 @@ func TestGate(t *testing.T) {
 		}
 		<-time.After(time.Second) // of the bubble: it takes none
 		began := make(chan time.Time, all)
-		for range all { // and nobody leaves
+		for range all { // and none ends
 			go func() {
 				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 				defer cancel()
@@ -71,7 +71,7 @@ type meshNode struct {
 
 	mu     sync.Mutex
 	making int         // queue pairs on their way to a lane
-	most   int         // of making
+	max    int         // of making
 	began  []time.Time // of each
 }
 
@@ -89,13 +89,13 @@ func (p meshDomain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) 
 	error) {
 	p.n.mu.Lock()
 	p.n.making++
-	p.n.most = max(p.n.most, p.n.making)
+	p.n.max = max(p.n.max, p.n.making)
 	p.n.began = append(p.n.began, time.Now())
 	p.n.mu.Unlock()
 	return p.Domain.NewQueuePair(cq, sends, receives)
 }
 
-// The transport.Host of a node: everybody knows everybody.
+// The transport.Host of a node: all nodes have all others.
 
 func (n *meshNode) PeerKey(boot transfer.Boot) (transport.Peer, bool) {
 	return transport.Peer{Boot: boot, Self: n.boot}, true
@@ -164,12 +164,12 @@ func TestMeshDoesNotHerd(t *testing.T) {
 		n.ups.Wait()
 	}
 	took := time.Since(began)
-	most, fastest := 0, 0
+	peak, fastest := 0, 0
 	for i, n := range mesh {
 		n.mu.Lock()
-		most = max(most, n.most)
-		if n.most > 2*maxSetUps {
-			t.Errorf("node %d: %d set-ups at a time, at most %d each way", i, n.most, maxSetUps)
+		peak = max(peak, n.max)
+		if n.max > 2*maxSetUps {
+			t.Errorf("node %d: %d set-ups at a time, at most %d each way", i, n.max, maxSetUps)
 		}
 		if len(n.began) != nodes-1 {
 			t.Errorf("node %d: %d queue pairs for %d peers: lanes were tried more than once", i,
@@ -192,11 +192,11 @@ func TestMeshDoesNotHerd(t *testing.T) {
 		n.mu.Unlock()
 	}
 	// the first node dials all of them
-	if least := (nodes - 1 - setUpBurst) * setUpInterval; took < least {
-		t.Errorf("all were up after %s: the rate allows it after %s", took, least)
+	if shortest := (nodes - 1 - setUpBurst) * setUpInterval; took < shortest {
+		t.Errorf("all were up after %s: the rate allows it after %s", took, shortest)
 	}
 	t.Logf("%d lanes between %d nodes in %s: at most %d set-ups at a time at a node, and %d begun "+
-		"within 100 ms", nodes*(nodes-1)/2, nodes, took.Round(time.Millisecond), most, fastest)
+		"within 100 ms", nodes*(nodes-1)/2, nodes, took.Round(time.Millisecond), peak, fastest)
 }
 
 // Strangers without a key hold thousands of connections to a rail, and open thousands a second:

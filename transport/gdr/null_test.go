@@ -11,13 +11,13 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// nullNet joins devices that move no payload: a write completes at once. What is left is what gdr
+// nullNet joins devices that move no payload: a write completes at once. The rest is what gdr
 // itself costs.
 type nullNet struct {
 	mu  sync.Mutex
 	qps map[uint32]*nullQP // guarded by mu
 
-	message         uint32 // longest, of its devices; 0: more than anybody asks for
+	message         uint32 // longest, of its devices; 0: more than any slice
 	writes, longest atomic.Int64
 }
 

@@ -7,26 +7,26 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/verbs"
 )
 
-// oddDevice is a device of the fake that does not always do what it is told.
+// oddDevice is a device of the fake that does not always obey.
 type oddDevice struct {
 	verbs.Device
 
 	mu sync.Mutex
 	// guarded by mu
 	// queue pairs take no error state: nothing is flushed, and what is on the wire still arrives
-	deaf      bool
+	noFlush   bool
 	keepsQPs  bool  // nor are they destroyed
 	keepsKeys bool  // nor registrations given back
 	refuses   error // what registrations are refused with
-	// of the next batch of sends so many are taken, the rest is refused; -1: all
+	// the sends of the next batch that are taken; the rest is refused; -1: all
 	takes int
-	badCQ bool // completion queues say nothing but errors
+	badCQ bool // completion queues have nothing but errors
 	polls int  // of completion queues, counted while they are bad or asleep
-	// who polls a completion queue waits for it, as where the process does not run; nil: nobody
-	// does
+	// polls of completion queues wait for it, as if the process did not run; nil: they
+	// do not
 	asleep     <-chan struct{}
 	slow       <-chan struct{} // what asks the device waits for it; nil: it does not
-	waiting    int             // so many do
+	waiting    int             // commands that do
 	registered int             // registrations that were not given back
 	domains    int             // likewise
 	inlined    int             // writes whose bytes the CPU copies
@@ -173,7 +173,7 @@ type oddQP struct {
 
 func (q *oddQP) ToError() error {
 	q.d.wait()
-	if q.d.is(func(d *oddDevice) bool { return d.deaf }) {
+	if q.d.is(func(d *oddDevice) bool { return d.noFlush }) {
 		return errOdd
 	}
 	return q.QueuePair.ToError()

@@ -102,7 +102,7 @@ func TestCellsGolden(t *testing.T) {
 	}
 }
 
-// What a GO may not say is refused as it is read.
+// A GO with forbidden values is refused as it is read.
 func TestMalformedCells(t *testing.T) {
 	row := appendCells(nil, []run{{span{1, 16, 3}, mem.Strides{Stride: 32, Count: 3, Rows: 1}}})
 	rows := appendCells(nil, []run{{span{1, 16, 3}, mem.Strides{Stride: 32, Outer: 1024,
@@ -137,7 +137,7 @@ func TestMalformedCells(t *testing.T) {
 	}
 }
 
-// What is posted covers what the GO names, byte for byte, from the source's spans in their order,
+// The posted writes cover what the GO names, byte for byte, from the source's spans in their order,
 // whatever room the queue has.
 func TestPlanExpandsRuns(t *testing.T) {
 	for seed := range uint64(100) {
@@ -196,7 +196,7 @@ func TestPlanExpandsRuns(t *testing.T) {
 	}
 }
 
-// part is a registration of so many bytes.
+// part is a registration of bytes.
 type part struct {
 	verbs.Memory
 	addr, len uint64
@@ -340,7 +340,7 @@ func FuzzCells(f *testing.F) {
 			n += uint64(s.len)
 		}
 		if k, bytes := total(runs); len(spans) > maxSpans || k != uint64(len(spans)) || bytes != n {
-			t.Fatalf("%d spans of %d bytes, said to be %d of %d", len(spans), n, k, bytes)
+			t.Fatalf("%d spans of %d bytes, want %d of %d", len(spans), n, k, bytes)
 		}
 		if again, err := appendRuns(nil, appendCells(nil, runs)); err != nil ||
 			!slices.Equal(again, runs) {

@@ -66,7 +66,7 @@ func (s *sending) release(b *Backend) {
 type source struct {
 	l      *lane
 	depth  uint64 // of the send queue, without the entries for verdicts
-	most   uint64 // bytes of one write
+	limit  uint64 // bytes of one write
 	seq    uint16
 	out    [maxInFlight]sending
 	going  ring // slices with writes to post
@@ -80,7 +80,7 @@ type source struct {
 
 func (src *source) init(l *lane, sends int) {
 	src.l, src.depth = l, uint64(sends-maxInFlight)
-	src.most = min(maxWrite, uint64(max(l.dev.Limits().MaxMessage, 1)))
+	src.limit = min(maxWrite, uint64(max(l.dev.Limits().MaxMessage, 1)))
 }
 
 // Move implements transport.Lane.
@@ -247,7 +247,7 @@ func (src *source) pumpLocked() {
 		id := src.going.first()
 		s := &src.out[id]
 		room := src.depth - min(src.posted-src.done, src.depth)
-		n := s.plan(src.works[:min(room, batchWorks)], src.posted, src.most)
+		n := s.plan(src.works[:min(room, batchWorks)], src.posted, src.limit)
 		if n > 0 {
 			taken, err := src.l.q.PostSend(src.works[:n])
 			src.posted += uint64(taken)
@@ -273,7 +273,7 @@ func (src *source) pumpLocked() {
 
 // plan fills works with the next writes of a slice by walking both sides' spans together. It moves
 // the cursors.
-func (s *sending) plan(works []verbs.Work, posted, most uint64) (n int) {
+func (s *sending) plan(works []verbs.Work, posted, limit uint64) (n int) {
 	for len(s.to.runs) > 0 {
 		a, d := &s.from, &s.to
 		if d.skip() { // to its end: a part of it would be an address to write to
@@ -288,7 +288,7 @@ func (s *sending) plan(works []verbs.Work, posted, most uint64) (n int) {
 		if n == len(works) {
 			break
 		}
-		k := uint32(min(uint64(min(a.len, d.len)), most))
+		k := uint32(min(uint64(min(a.len, d.len)), limit))
 		works[n] = verbs.Work{ID: posted + uint64(n) + 1, Op: verbs.Write, LocalAddr: a.addr,
 			LocalKey: a.key, Len: k, RemoteAddr: d.addr,
 			RemoteKey: d.key, Inline: int(k) <= s.inline}

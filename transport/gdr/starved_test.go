@@ -66,7 +66,7 @@ func TestLaterAttemptLooksFirst(t *testing.T) {
 	until(t, "the receiver is about to look",
 		func() bool { return there.is(func(d *oddDevice) bool { return d.polls > 0 }) })
 	stale(far)
-	there.set(func(d *oddDevice) { d.asleep = nil }) // who sleeps does so until it is woken
+	there.set(func(d *oddDevice) { d.asleep = nil }) // a sleeping end sleeps until it is woken
 	later := asks(t, p, b, 2)
 	until(t, "the lane is to be looked at", func() bool {
 		far.mu.Lock()

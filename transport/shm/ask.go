@@ -15,7 +15,7 @@ type asker struct {
 	resumes bool // it continues stalled slices; other askers append to them
 	blocks  []mem.Block
 	frame   []byte
-	most    uint32 // chunks of the slice's last pull that was cut by a bound; 0: none was
+	limit   uint32 // chunks of the slice's last pull that was cut by a bound; 0: none was
 }
 
 // askHere is the largest number of chunks of GPU memory for which Move makes the pulls itself if no
@@ -44,13 +44,13 @@ func (s *source) askFor() {
 
 // moveOne cuts a slice into pulls. The writer handles the rest if pulls run out.
 func (s *source) moveOne(a *asker, m *moved) {
-	a.most = 0
+	a.limit = 0
 	rest := s.cut(a, m, m.s.Range)
 	if rest.Count == 0 {
 		return
 	}
 	s.mu.Lock()
-	s.stalled = append(s.stalled, stalled{m, rest, a.most})
+	s.stalled = append(s.stalled, stalled{m, rest, a.limit})
 	if len(s.free) > 0 { // freed meanwhile; maybe nothing ends after this
 		s.l.out.wakeUp()
 	}
@@ -94,11 +94,11 @@ func (s *source) unstall(a *asker) {
 		}
 		first := s.stalled[0] // it stays in front: only this goroutine takes pulls before it
 		s.mu.Unlock()
-		a.most = first.most
+		a.limit = first.limit
 		rest := s.cut(a, first.m, first.rest)
 		s.mu.Lock()
 		if rest.Count > 0 {
-			s.stalled[0].rest, s.stalled[0].most = rest, a.most
+			s.stalled[0].rest, s.stalled[0].limit = rest, a.limit
 		} else {
 			s.stalled = slices.Delete(s.stalled, 0, 1)
 		}
@@ -113,14 +113,14 @@ func (s *source) pullSome(a *asker, m *moved, r transfer.Range) (uint32, transfe
 		return 0, transfer.ReasonRange, errors.New("shm: an empty range")
 	}
 	o := m.s.Origin
-	most := uint32(maxPullBytes / transfer.ChunkBytes)
+	limit := uint32(maxPullBytes / transfer.ChunkBytes)
 	if o.Memory.Device() != nil {
-		most = deviceSlice / transfer.ChunkBytes
+		limit = deviceSlice / transfer.ChunkBytes
 	}
-	if a.most != 0 {
-		most = a.most
+	if a.limit != 0 {
+		limit = a.limit
 	}
-	r.Count = min(r.Count, most)
+	r.Count = min(r.Count, limit)
 	// The source owns the memory until the pull counts as a read of it; the close of an origin
 	// waits for reads.
 	if !o.Enter() {
@@ -149,7 +149,7 @@ func (s *source) pullSome(a *asker, m *moved, r transfer.Range) (uint32, transfe
 				transport.ErrNotSupported)
 		}
 		r.Count /= 2
-		a.most = r.Count
+		a.limit = r.Count
 	}
 }
 

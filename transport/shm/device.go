@@ -191,7 +191,7 @@ func (m *batch) list(j *job) transfer.Reason {
 			if reason := m.whole(j); reason != transfer.ReasonNone {
 				return reason
 			}
-			// Once nobody holds the guard, links forget the grant's memory and must not be used for
+			// Once nothing holds the guard, links forget the grant's memory and must not be used for
 			// it any more.
 			if !j.grant.Enter() {
 				return transfer.ReasonRevoked

@@ -37,7 +37,7 @@ type deviceMemory struct {
 
 func (m *deviceMemory) Device() mem.Device { return m.region.Device() }
 
-// link is a device between whose memories bytes take as long as on a link of so many GB/s, two
+// link is a device between whose memories bytes take as long as on a link of that many GB/s, two
 // moves at once.
 type link struct {
 	instant
@@ -148,7 +148,7 @@ func TestHintWarms(t *testing.T) {
 	}
 }
 
-// short says how many bytes its chunks have, and has a block less of one of them.
+// short limits the bytes of its chunks, and has a block less of one of them.
 type short struct {
 	*deviceMemory
 	chunk uint32

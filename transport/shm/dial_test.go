@@ -13,8 +13,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// Who keeps lanes gives one up that is not possible, so only what no other try can mend may be told
-// as that.
+// The keeper of lanes gives an impossible one up, so only an error that no retry can mend is
+// reported as such.
 func TestDialThatMayDoLater(t *testing.T) {
 	p := newPair(t, Config{})
 	dial := func(path string) error {
@@ -24,7 +24,7 @@ func TestDialThatMayDoLater(t *testing.T) {
 		return err
 	}
 	dir := testutil.ShortDir(t)
-	// A socket with room for one connection, which nobody accepts.
+	// A socket with room for one connection, without an acceptor.
 	full := filepath.Join(dir, "full")
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

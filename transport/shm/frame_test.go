@@ -12,14 +12,14 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// recorder writes down what a packet said, and encodes it again.
+// recorder writes down what a packet contains, and encodes it again.
 type recorder struct {
-	said  []string
-	again []byte
+	fields []string
+	again  []byte
 }
 
 func (r *recorder) note(f string, args ...any) error {
-	r.said = append(r.said, fmt.Sprintf(f, args...))
+	r.fields = append(r.fields, fmt.Sprintf(f, args...))
 	return nil
 }
 
@@ -40,7 +40,7 @@ func (r *recorder) forget(i uint32) error {
 
 func (r *recorder) pull(f pullFrame) error {
 	b := appendPull(nil, f)
-	said := fmt.Sprintf("pull %d %d.%d %v %d:", f.tag, f.slot, f.gen, f.r, f.attempt)
+	fields := fmt.Sprintf("pull %d %d.%d %v %d:", f.tag, f.slot, f.gen, f.r, f.attempt)
 	for cells := f.cells; len(cells) > 0; {
 		var x run
 		rest, err := x.next(cells)
@@ -48,19 +48,19 @@ func (r *recorder) pull(f pullFrame) error {
 			return err
 		}
 		b, cells = appendRun(b, &x), rest
-		said += fmt.Sprintf(" %d[%d+%d", x.region, x.off, x.len)
+		fields += fmt.Sprintf(" %d[%d+%d", x.region, x.off, x.len)
 		if x.Count > 1 {
-			said += fmt.Sprintf(" %d times by %d", x.Count, int64(x.Stride))
+			fields += fmt.Sprintf(" %d times by %d", x.Count, int64(x.Stride))
 		}
 		if x.Rows > 1 {
-			said += fmt.Sprintf(", %d times by %d", x.Rows, int64(x.Outer))
+			fields += fmt.Sprintf(", %d times by %d", x.Rows, int64(x.Outer))
 		}
-		said += "]"
+		fields += "]"
 	}
 	setTag(b, f.tag)
 	endPull(b)
 	r.again = append(r.again, b...)
-	return r.note("%s", said)
+	return r.note("%s", fields)
 }
 
 func (r *recorder) push(f pullFrame) error {
@@ -140,8 +140,8 @@ func TestFramesRoundTrip(t *testing.T) {
 		"verdict 6 true", "confirm 7 landed none", "device 4 08000000000000000000000000000000 " +
 			"1073741824 true abcd",
 		"push 8 9.10 {11 1} 12: 0d0e", "hint", "forget 3"}
-	if !slices.Equal(r.said, want) {
-		t.Fatalf("got %q, want %q", r.said, want)
+	if !slices.Equal(r.fields, want) {
+		t.Fatalf("got %q, want %q", r.fields, want)
 	}
 	if !slices.Equal(r.again, p) {
 		t.Fatal("the packet does not survive the round trip")
@@ -241,8 +241,8 @@ func FuzzParse(f *testing.F) {
 			return
 		}
 		var again recorder
-		if err := parse(r.again, &again); err != nil || !slices.Equal(r.said, again.said) {
-			t.Fatalf("%q became %q: %v", r.said, again.said, err)
+		if err := parse(r.again, &again); err != nil || !slices.Equal(r.fields, again.fields) {
+			t.Fatalf("%q became %q: %v", r.fields, again.fields, err)
 		}
 	})
 }

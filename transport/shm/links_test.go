@@ -72,7 +72,7 @@ func (l *tracks) Carry(dst, src []mem.Block) error {
 	for _, all := range [][]mem.Block{dst, src} {
 		for i := range all {
 			if l.forgotten[all[i].Region] {
-				l.tb.Error("links carry memory that was said to be gone")
+				l.tb.Error("links carry memory that is gone")
 			}
 		}
 	}
@@ -292,7 +292,7 @@ func TestLinksLeaveOut(t *testing.T) {
 }
 
 // TestLinksAskedInTime: a fence does not end while links are asked for the grant's memory, which
-// they would begin to pin: they are told to forget it after the fence, once.
+// they would begin to pin: they forget it after the fence, once.
 func TestLinksAskedInTime(t *testing.T) {
 	l := newTracks(t)
 	p := newPair(t, Config{Devices: l.Device, Links: l, Workers: 8})
@@ -347,7 +347,7 @@ func TestLinksDisowned(t *testing.T) {
 	}
 }
 
-// TestLinksForget: a peer's memory that goes is told to the links before it is unmapped, and memory
+// TestLinksForget: links forget a peer's memory before it is unmapped, and memory
 // that landed already is not written again.
 func TestLinksForget(t *testing.T) {
 	l := newTracks(t)
@@ -376,6 +376,6 @@ func TestLinksForget(t *testing.T) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if len(l.forgotten) != 1 {
-		t.Errorf("%d regions were said to be gone, want the one of the peer", len(l.forgotten))
+		t.Errorf("%d regions were forgotten, want the one of the peer", len(l.forgotten))
 	}
 }

@@ -21,7 +21,7 @@ func requests(l transport.Lane) (n uint64, regions int) {
 	return s.src.seq, len(s.src.regions)
 }
 
-// Few bytes are pushed, more are pulled. A region that nobody pulls from is not passed on.
+// Few bytes are pushed, more are pulled. A region without pulls is not passed on.
 func TestFewBytesArePushed(t *testing.T) {
 	for _, c := range []struct {
 		bytes, block uint64
@@ -152,7 +152,7 @@ func TestPushToDevice(t *testing.T) {
 	}
 }
 
-// A peer that pushes two times by one tag, or says a verdict on a push, ends its lane.
+// A peer that pushes two times by one tag, or sends a verdict on a push, ends its lane.
 func TestHostilePush(t *testing.T) {
 	for name, frames := range map[string]func(tag uint64) []byte{
 		"a verdict on a push": func(tag uint64) []byte { return appendVerdict(nil, tag, true) },

@@ -26,12 +26,12 @@ type inbox struct {
 	// Busy polling: recv retries until then, as one of a bounded number of pollers in the process.
 	until   time.Time
 	polling *atomic.Int32
-	most    int32
+	limit   int32
 }
 
 // newInbox makes an inbox that polls after pollUntil, if not more than the given number poll.
-func newInbox(rc syscall.RawConn, polling *atomic.Int32, most int) *inbox {
-	in := &inbox{rc: rc, polling: polling, most: int32(most)}
+func newInbox(rc syscall.RawConn, polling *atomic.Int32, limit int) *inbox {
+	in := &inbox{rc: rc, polling: polling, limit: int32(limit)}
 	in.iov.Base = &in.buf[0]
 	in.iov.SetLen(len(in.buf))
 	in.hdr.Iov = &in.iov
@@ -55,7 +55,7 @@ func (in *inbox) next() (packet, oob []byte, flags int, err error) {
 
 // pollUntil makes next poll at least until then instead of sleeping.
 func (in *inbox) pollUntil(until time.Time) {
-	if in.most > 0 && until.After(in.until) {
+	if in.limit > 0 && until.After(in.until) {
 		in.until = until
 	}
 }
@@ -68,7 +68,7 @@ func (in *inbox) recv(fd uintptr) bool {
 	if in.until.IsZero() {
 		return in.try(fd)
 	}
-	if in.polling.Add(1) > in.most {
+	if in.polling.Add(1) > in.limit {
 		in.until = time.Time{}
 	}
 	defer in.polling.Add(-1)

@@ -148,7 +148,7 @@ func TestRegularMemory(t *testing.T) {
 	}
 }
 
-// dest is a lane's destination with host memory of so many bytes under index 3.
+// dest is a lane's destination with host memory under index 3.
 func dest(size int) *destination {
 	l := &lane{b: New(Config{})}
 	l.dst.init(l)
@@ -158,7 +158,7 @@ func dest(size int) *destination {
 	return &l.dst
 }
 
-// What a pull may not say: each is refused, before a piece of it is made.
+// Forbidden values of a pull: each is refused, before a piece of it is made.
 func TestHostileRuns(t *testing.T) {
 	const size, none = 1 << 20, 1 << 30
 	for name, c := range map[string]struct {
@@ -231,8 +231,8 @@ func TestHostileRuns(t *testing.T) {
 	}
 }
 
-// Pieces one by one are counted as runs are: a pull takes so many of them, and so many bytes, to
-// the piece.
+// Pieces one by one are counted as runs are: a pull takes a bounded number of them, and of bytes,
+// to the piece.
 func TestBoundsOfPieces(t *testing.T) {
 	d := dest(1 << 20)
 	piece := func(n uint32) run { return run{region: 3, len: n, Strides: mem.Single} }
@@ -261,7 +261,7 @@ func TestBoundsOfPieces(t *testing.T) {
 }
 
 // FuzzSource: whatever cells a peer sends, what is accepted names only bytes of its region, as many
-// and in as many pieces as is said.
+// and in the expected number of pieces.
 func FuzzSource(f *testing.F) {
 	const size = 64 << 10
 	for _, s := range []mem.Strides{{Stride: 64, Count: 100, Rows: 1}, {Stride: 1<<64 - 64, Count: 100,

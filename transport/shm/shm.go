@@ -43,7 +43,7 @@ const (
 	openTimeout     = 5 * time.Second
 	sweepEvery      = time.Second // time until a freed region is unmapped at the peer
 	maxSocketPath   = 107
-	socketFolder    = "kvspray-shm"
+	socketSubdir    = "kvspray-shm"
 	socketPrefix    = "lane-"
 	maxStaleSockets = 64 // checked when the backend opens
 	gbps            = 80 // nominal speed of the rail before it is measured
@@ -230,7 +230,7 @@ func socketDir(dir string) (string, error) {
 			dir = filepath.Join(os.TempDir(), fmt.Sprintf("kvspray-%d", os.Getuid()))
 		}
 	}
-	dir = filepath.Join(dir, socketFolder)
+	dir = filepath.Join(dir, socketSubdir)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return "", fmt.Errorf("shm: directory of the socket: %w", err)
 	}

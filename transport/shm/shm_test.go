@@ -270,7 +270,7 @@ func TestMove(t *testing.T) {
 	}
 }
 
-// What is refused of a pull or of a push, by either side, lands nothing, and the lane serves on.
+// A pull or a push that either side refuses lands nothing, and the lane serves on.
 func TestRefusals(t *testing.T) {
 	for name, size := range map[string]struct{ bytes, block uint64 }{"pulls": {4 << 20, 16 << 10},
 		"pushes": {8 << 10, 512}} {
@@ -330,7 +330,7 @@ func testRefusals(t *testing.T, n, each uint64) {
 			if n > pushBytes {
 				return
 			}
-			// Of a push nothing is written before it counts, and what the source knows to be gone
+			// Of a push nothing is written before it counts, and a source that is gone
 			// is not sent at all.
 			if sent, _ := requests(p.lane); (sent == before) != c.known || equal(from, to) {
 				t.Errorf("%d pushes were sent; bytes written: %v", sent-before, equal(from, to))
@@ -472,7 +472,7 @@ func TestFreedRegionIsForgotten(t *testing.T) {
 	}
 	r.Release()
 	p.lane.(*lane).src.forgetFreed()
-	// The answer to a later pull says that the earlier message was handled.
+	// The answer to a later pull shows that the earlier message was handled.
 	from2 := newMemory(t, 1<<20, 1<<20, 3)
 	o2, _ := p.bind(t, 2, from2, to)
 	p.move(t, o2, from2.space, 16, p.lane)
@@ -481,7 +481,7 @@ func TestFreedRegionIsForgotten(t *testing.T) {
 	}
 }
 
-// Lanes open after somebody has removed the socket, or its directory.
+// Lanes open after a user has removed the socket, or its directory.
 func TestSocketIsRemoved(t *testing.T) {
 	p := newPair(t, Config{Dir: testutil.ShortDir(t), look: time.Millisecond})
 	path := p.dst.rail.Address

@@ -71,9 +71,9 @@ type pull struct {
 // stalled is the rest of a slice that was not requested because all pulls were in flight: slices of
 // many small pieces need more pulls than the lane has.
 type stalled struct {
-	m    *moved
-	rest transfer.Range
-	most uint32 // saved asker.most
+	m     *moved
+	rest  transfer.Range
+	limit uint32 // saved asker.limit
 }
 
 var errNoPull = fmt.Errorf("shm: %d pulls are in flight", maxPulls)

@@ -20,8 +20,8 @@ func (g *gated) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) 
 	return g.memory.Resolve(dst, r)
 }
 
-// A lane takes as many slices as it says, in however many pieces they are: what has no pull waits
-// for one, and ends as any other slice does.
+// A lane takes as many slices as its MaxInFlight, in however many pieces they are: what has no pull
+// waits for one, and ends as any other slice does.
 func TestSlicesWaitForPulls(t *testing.T) {
 	const (
 		each   = 32 // bytes of a piece: a slice takes eight pulls

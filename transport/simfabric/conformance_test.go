@@ -14,7 +14,7 @@ import (
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
-// paced lets a fabric run by itself for tests that know wall clocks and goroutines only: one
+// paced lets a fabric run by itself for tests with wall clocks and goroutines: one
 // goroutine steps it, under a lock that every call takes.
 type paced struct {
 	mu   sync.Mutex

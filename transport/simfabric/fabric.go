@@ -15,7 +15,7 @@ type Config struct {
 	Seed        uint64
 	SliceBytes  int           // reported by the backend
 	MaxInFlight int           // slices of a lane
-	WindowBytes int           // the most that a lane has in the network
+	WindowBytes int           // the maximum that a lane has in the network
 	RTO         time.Duration // least time until a chunk is retransmitted
 	MaxRTO      time.Duration // longest time until a chunk is retransmitted
 	// Resume is the time between the first confirmation after a timeout and the retransmission of
@@ -53,7 +53,7 @@ type Stats struct {
 	Again     uint64
 	Delivered uint64
 	Overflows uint64 // chunks that found a buffer full
-	Swallowed uint64 // chunks and confirmations that a dead or deaf link dropped
+	Swallowed uint64 // chunks and confirmations that a dead or silent link dropped
 	Lost      uint64 // chunks that lost a packet on the way
 	// Unattended counts chunks that a kernel accepted, or a NIC wrote, while the process was
 	// stopped.

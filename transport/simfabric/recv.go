@@ -78,7 +78,7 @@ func (e *end) confirm(fl *flight, idx uint32, since Time) {
 			switch {
 			case e.dead || fl.ended:
 			case e.f.now-since >= e.f.cfg.UserTimeout:
-				e.die(fmt.Errorf("simfabric: lane %d: nobody heard a confirmation for %s", e.id,
+				e.die(fmt.Errorf("simfabric: lane %d: no confirmation received for %s", e.id,
 					e.f.cfg.UserTimeout))
 			default:
 				e.confirm(fl, idx, since)

@@ -171,7 +171,7 @@ func TestOneLaneFillsItsLink(t *testing.T) {
 		name    string
 		link    LinkSpec
 		at      float64 // at least
-		atMost  float64
+		max     float64
 		seconds float64
 	}{
 		{"2 Gbit/s", LinkSpec{BitsPerSecond: 2e9, Latency: 50 * time.Microsecond}, 0.97, 1, 1},
@@ -192,8 +192,8 @@ func TestOneLaneFillsItsLink(t *testing.T) {
 			f.Run(d, nil)
 			got := rate(s.sink.landed, d, c.link.BitsPerSecond)
 			t.Logf("%.3f of the link, %+v", got, f.Stats())
-			if got < c.at || got > c.atMost {
-				t.Errorf("%.3f of the link, want %.2f to %.2f", got, c.at, c.atMost)
+			if got < c.at || got > c.max {
+				t.Errorf("%.3f of the link, want %.2f to %.2f", got, c.at, c.max)
 			}
 		})
 	}
@@ -233,7 +233,7 @@ func TestRateAndDelay(t *testing.T) {
 }
 
 // TestIncast: many senders into one port. With room for their windows they share it fairly; with
-// little they collapse, and that is what whoever drives the fabric has to prevent.
+// little they collapse, and the driver of the fabric has to prevent that.
 func TestIncast(t *testing.T) {
 	const seconds = 4 // the first timeout is one
 	run := func(buffer, windowBytes int) (share, jain float64, overflows uint64) {
@@ -319,9 +319,9 @@ func TestAsymmetric(t *testing.T) {
 		f.Run(100*time.Millisecond, nil)
 		landed := s.ended[transfer.Landed]
 		if acks {
-			a.h.Rails()[0].Rx().SetDeaf(true)
+			a.h.Rails()[0].Rx().SetSilent(true)
 		} else {
-			a.h.Rails()[0].Tx().SetDeaf(true)
+			a.h.Rails()[0].Tx().SetSilent(true)
 		}
 		f.Run(2*time.Second, nil)
 		if a.downs != 0 || s.ended[transfer.Landed] > landed+8 {
@@ -386,7 +386,7 @@ func TestLateWrite(t *testing.T) {
 		RailSpec{"r", link, nil, nil})
 	s := newStream(a, b, 0, 8)
 	f.Run(20*time.Millisecond, nil)
-	b.h.Rails()[0].Rx().SetDeaf(true)
+	b.h.Rails()[0].Rx().SetSilent(true)
 	f.Run(100*time.Millisecond, nil)
 	g := b.grants[a.boot]
 	g.Revoke()
@@ -395,7 +395,7 @@ func TestLateWrite(t *testing.T) {
 	}
 	s.stop = true
 	writes := s.sink.writes
-	b.h.Rails()[0].Rx().SetDeaf(false)
+	b.h.Rails()[0].Rx().SetSilent(false)
 	f.Run(5*time.Second, nil)
 	if s.sink.writes != writes {
 		t.Errorf("%d chunks were written after the fence", s.sink.writes-writes)
@@ -499,9 +499,9 @@ func TestResume(t *testing.T) {
 		RailSpec{"r", link, nil, nil})
 	s := newStream(a, b, 0, 8)
 	f.Run(20*time.Millisecond, nil)
-	b.h.Rails()[0].Rx().SetDeaf(true)
+	b.h.Rails()[0].Rx().SetSilent(true)
 	f.Run(2*time.Second, nil)
-	b.h.Rails()[0].Rx().SetDeaf(false)
+	b.h.Rails()[0].Rx().SetSilent(false)
 	before := f.Stats().Delivered
 	f.Run(5*time.Second, func() bool { return f.Stats().Delivered > before })
 	first := f.Now()

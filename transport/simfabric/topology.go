@@ -21,7 +21,7 @@ type Link struct {
 	spec      LinkSpec
 	scale     float64 // of the rate
 	loss      float64
-	deaf      bool // drops everything without a signal
+	silent    bool // drops everything without a signal
 	down      bool // has no carrier
 	barred    bool // no route leads to it
 	busy      Time // time until which it is occupied
@@ -48,12 +48,12 @@ func (l *Link) Deepest() int { return l.deepest }
 // Overflows counts chunks that found its buffer full.
 func (l *Link) Overflows() uint64 { return l.overflows }
 
-// SetDeaf makes the link drop everything, or carry again. No host is notified.
-func (l *Link) SetDeaf(deaf bool) { l.deaf = deaf }
+// SetSilent makes the link drop everything, or carry again. No host is notified.
+func (l *Link) SetSilent(silent bool) { l.silent = silent }
 
 // SetBarred removes or restores the route by which the host in front of the link sends. Bytes on
-// their way arrive. No host is notified, but the host's own stack knows which bytes were never
-// sent.
+// their way arrive. No host is notified, but the host's own stack has a record of which bytes were
+// never sent.
 func (l *Link) SetBarred(barred bool) { l.barred = barred }
 
 // SetRate scales the link's rate below its nominal speed.
@@ -62,7 +62,7 @@ func (l *Link) SetRate(scale float64) { l.scale = max(scale, 1e-6) }
 // SetLoss sets the probability that a packet is lost.
 func (l *Link) SetLoss(p float64) { l.loss = p }
 
-func (l *Link) dead() bool { return l.deaf || l.down || l.barred }
+func (l *Link) dead() bool { return l.silent || l.down || l.barred }
 
 // carry sends n bytes whose first arrives at `first` and whose last at `tail`, and returns when
 // they leave the far end.

@@ -113,7 +113,7 @@ func dialThrough(t *testing.T, p *transporttest.Pair, edit func(at int64,
 }
 
 // One byte damaged on the wire: with integrity the receiver refuses that slice, the lane lives, the
-// retry lands. Without, the damage lands, which is what the level says.
+// retry lands. Without, the damage lands, as the level promises.
 func TestDamageOnTheWire(t *testing.T) {
 	for _, crc := range []bool{true, false} {
 		p := transporttest.NewPair(t, factory(Config{CRC32C: crc}))
@@ -271,19 +271,19 @@ func TestUnsentIsBounded(t *testing.T) {
 	}{{bound, true}, {64 << 20, false}} {
 		p := transporttest.NewPair(t, factory(Config{MaxInFlight: 64, NotSent: c.notSent}))
 		a, b, results, end := fullLane(t, p)
-		most, last, still := uint32(0), uint32(0), 0
+		peak, last, still := uint32(0), uint32(0), 0
 		for deadline := time.Now().Add(patience); still < 10; <-time.After(10 * time.Millisecond) {
 			n := unsent(t, a.(*lane).conn)
 			if still++; n != last || n == 0 {
 				still = 0
 			}
-			last, most = n, max(most, n)
+			last, peak = n, max(peak, n)
 			if time.Now().After(deadline) {
 				t.Fatalf("%d bytes unsent, and they still change", last)
 			}
 		}
-		if over := most > bound+segment; over == c.bounded {
-			t.Errorf("TCP_NOTSENT_LOWAT %d: %d bytes were unsent; want at most %d: %t", c.notSent, most,
+		if over := peak > bound+segment; over == c.bounded {
+			t.Errorf("TCP_NOTSENT_LOWAT %d: %d bytes were unsent; want at most %d: %t", c.notSent, peak,
 				bound+segment, c.bounded)
 		}
 		if err := a.Close(); err != nil {

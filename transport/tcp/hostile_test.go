@@ -19,7 +19,7 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// afterOpening is more than the opening of a lane says, and less than the header and first block of
+// afterOpening is longer than the opening of a lane, and less than the header and first block of
 // a frame.
 const afterOpening = 1200
 
@@ -38,7 +38,7 @@ func TestIntegrityIsNegotiated(t *testing.T) {
 	}
 }
 
-// raw opens a lane to B by hand, so that a test can say anything on it.
+// raw opens a lane to B by hand, so that a test can send anything on it.
 func raw(t *testing.T, p *transporttest.Pair) net.Conn {
 	t.Helper()
 	c, err := net.Dial("tcp", p.B.Rails[0].Address)
@@ -182,7 +182,7 @@ func TestMalformed(t *testing.T) {
 			t.Errorf("%s: the lane lives: %v", name, err)
 		}
 	}
-	// Chopped openings, and a scanner that says nothing.
+	// Chopped openings, and a scanner that sends nothing.
 	for _, n := range []int{0, 1, 60} {
 		c, err := net.Dial("tcp", p.B.Rails[0].Address)
 		if err != nil {

@@ -7,7 +7,7 @@ import (
 )
 
 // iovec is struct iovec. The base is an integer, so that the garbage collector never sees an
-// address of memory that was unmapped since; whoever fills it keeps the memory alive over the call:
+// address of memory that was unmapped since; its user keeps the memory alive over the call:
 // the lane its own buffers, a guard everything else.
 type iovec struct {
 	base uintptr

@@ -18,9 +18,9 @@ import (
 
 // lane is one connection.
 //
-// Whoever sets `writing` owns the write side (tx) until it clears it or passes it on to the writer
-// through wake: Move, the stager and the reader use it for what fits in the socket at once, the
-// writer for everything that has to wait.
+// The goroutine that sets `writing` owns the write side (tx) until it clears it or passes it on to
+// the writer through wake: Move, the stager and the reader use it for what fits in the socket at
+// once, the writer for everything that has to wait.
 type lane struct {
 	b             *Backend
 	id            uint64
@@ -62,7 +62,7 @@ type entry struct {
 	seq   uint32
 	sent  bool // all of it is written, or about to be: it may be confirmed
 	// Why this end gave it up: before its frame began, or in mid frame, which then still goes out,
-	// disowned.
+	// invalidated.
 	why transfer.Reason
 	err error
 
@@ -210,7 +210,7 @@ func (l *lane) Move(batch []transport.Slice) error {
 	l.writing = l.writing || mine
 	l.mu.Unlock()
 	switch {
-	case !mine: // whoever writes takes them too, or the stager hands them on
+	case !mine: // the goroutine that writes takes them too, or the stager hands them on
 	case len(batch) == 1 && batch[0].Range.Count == 1:
 		l.pump(true)
 	default:
@@ -225,7 +225,7 @@ func (l *lane) Close() error {
 	return nil
 }
 
-// fail ends the lane for a reason, once. It takes no lock but the lane's own and waits for nobody.
+// fail ends the lane for a reason, once. It takes no lock but the lane's own and does not wait.
 func (l *lane) fail(err error) {
 	l.mu.Lock()
 	first := l.err == nil
@@ -267,7 +267,8 @@ func (l *lane) writeLoop() {
 		case <-l.dead:
 		}
 	}
-	// Whoever else writes now passes the write side on when it is done, because the lane has failed.
+	// Another goroutine that writes now passes the write side on when it is done, because the lane has
+	// failed.
 	l.mu.Lock()
 	held := l.writing && !own
 	l.writing = true
@@ -289,7 +290,7 @@ func (l *lane) finish() {
 	end := func(r *ring, outcome transfer.Outcome) {
 		for r.n > 0 {
 			e := r.pop()
-			l.stage.giveBack(&e)
+			l.stage.releaseBuffer(&e)
 			res = append(res, transport.Result{Slice: e.Slice, Outcome: outcome,
 				Reason: transfer.ReasonLaneLost,
 				Err:    fmt.Errorf("tcp: lane %d to %s: %w", l.id, l.peer, err), Took: time.Since(e.began)})

@@ -12,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// describe fills in what the kernel knows about the interface behind a rail. What it does not know
+// describe fills in what the kernel reports about the interface behind a rail. The rest
 // stays zero.
 func describe(rc Rail, a *net.TCPAddr) transport.Rail {
 	r := transport.Rail{Name: rc.Name, Address: rc.Advertise, Gbps: rc.Gbps, Tier: rc.Tier, NUMA: -1}
@@ -67,7 +67,7 @@ func sysInt(path string) (int, bool) {
 	return n, err == nil
 }
 
-// attachment is what each end says about a lane when it opens: one byte of features, then its own
+// attachment is what each end sends about a lane when it opens: one byte of features, then its own
 // and the other end's rail name, each with a length byte.
 type attachment struct {
 	crc           bool // wants checksums

@@ -18,7 +18,7 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// Rails come and go while lanes on others move: those of a rail that is taken away end, and nobody
+// Rails come and go while lanes on others move: those of a rail that is taken away end, and nothing
 // else notices.
 func TestRailsComeAndGo(t *testing.T) {
 	leaktest.Check(t)
@@ -91,7 +91,7 @@ func TestRailsComeAndGo(t *testing.T) {
 	}
 }
 
-// A SYN that nobody answers is followed by another soon: here the listener has no room for it until
+// An unanswered SYN is followed by another soon: here the listener has no room for it until
 // the second is about to go out.
 func TestConnectsAgain(t *testing.T) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
@@ -145,13 +145,13 @@ func TestConnectsAgain(t *testing.T) {
 		_ = c.Close()
 	}
 
-	// What is refused is refused, and who has no time left is told so.
+	// A refusal is an error, and so is the end of the time.
 	_ = ln.Close()
 	tries = 0
 	count := func(_, _ string, _ syscall.RawConn) error { tries++; return nil }
 	if _, err := connect(ctx, net.Dialer{Control: count}, address); !errors.Is(err,
 		syscall.ECONNREFUSED) || tries != 1 {
-		t.Errorf("nobody listens: %d tries: %v", tries, err)
+		t.Errorf("no listener: %d tries: %v", tries, err)
 	}
 	cancel()
 	if _, err := connect(ctx, net.Dialer{Control: count}, address); !errors.Is(err, context.Canceled) {

@@ -341,7 +341,7 @@ func (r *receiver) readv(fd uintptr) bool {
 // segment costs the sender more than copying the segment does.
 const lowatBytes = 128 << 10
 
-// expect tells the kernel how much to wait for: never more than what is left of the payload, whose
+// expect sets how much the kernel waits for: never more than what is left of the payload, whose
 // sender has it ready. Setting it makes the kernel look at what is there already, so nothing that
 // came before is slept through.
 func (r *receiver) expect(fd uintptr, left uint64) {
@@ -447,7 +447,7 @@ func (r *receiver) confirmed() error {
 	return bad
 }
 
-// outcome says how a slice ended: by the receiver's word, except that what this end disowned has
+// outcome is how a slice ended: by the receiver's answer, except that what this end invalidated has
 // not landed.
 func outcome(e entry, c *wire.Entry, now time.Time) transport.Result {
 	res := transport.Result{Slice: e.Slice, Outcome: c.Outcome, Reason: c.Reason,
@@ -461,7 +461,7 @@ func outcome(e entry, c *wire.Entry, now time.Time) transport.Result {
 		res.Outcome = transfer.NotLanded
 		fallthrough
 	default:
-		res.Err = fmt.Errorf("tcp: chunks %d+%d, attempt %d: the receiver says %s", e.Range.First,
+		res.Err = fmt.Errorf("tcp: chunks %d+%d, attempt %d: the receiver rejected it: %s", e.Range.First,
 			e.Range.Count, e.Attempt, c.Reason)
 	}
 	return res

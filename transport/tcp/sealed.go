@@ -133,7 +133,7 @@ func (t *sender) sealMore() error {
 
 func (t *sender) sealBytes(p []byte) (err error) {
 	t.box.b, err = t.box.seal.Seal(t.box.b, p)
-	return err //nolint:wrapcheck // of wire, and says what it is
+	return err //nolint:wrapcheck // of wire, with its context
 }
 
 // sealPiece seals one record of the payload, under the origin's guard.
@@ -186,7 +186,7 @@ type inbox struct {
 	fn    func(fd uintptr) bool
 }
 
-// reason is why a sealed lane ended, where it was that somebody on the path touched it.
+// reason is why a sealed lane ended, if an attacker on the path touched it.
 func (b *inbox) reason(err error) transfer.Reason {
 	switch {
 	case b == nil:
@@ -209,7 +209,7 @@ func (r *receiver) readSealed() error {
 		have := b.b[b.at:b.n]
 		n, err := b.open.Length(have)
 		if err != nil {
-			return err //nolint:wrapcheck // of wire, and says what it is
+			return err //nolint:wrapcheck // of wire, with its context
 		}
 		if n == 0 || len(have) < n+wire.RecordOverhead {
 			if err := r.fillBox(); err != nil {
@@ -277,7 +277,7 @@ func (r *receiver) openInto(rec []byte, n int) (bool, error) {
 	if guarded {
 		r.leaveFragment()
 	}
-	return true, err //nolint:wrapcheck // of wire, and says what it is
+	return true, err //nolint:wrapcheck // of wire, with its context
 }
 
 // takePlain copies opened bytes to the fragment and the tail.

@@ -14,7 +14,7 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// onPath carries a lane, and gives the records of the dialing end to attack, which says what
+// onPath carries a lane, and gives the records of the dialing end to attack, which returns what
 // becomes of the n-th; nil ends the lane.
 func onPath(t *testing.T, to string, attack func(n int, rec []byte) []byte) string {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -103,7 +103,7 @@ func content(t *testing.T, m *transporttest.Memory) (all []byte) {
 	return all
 }
 
-// Whoever is on the path of a sealed lane and touches a record ends the lane: the reason is
+// An attacker on the path of a sealed lane that touches a record ends the lane: the reason is
 // counted by its name, and the slice does not land. In the memory that was granted there is what
 // was there before, zeros, or, up to the record that was touched, what was sent; nothing else.
 func TestSealedOnPath(t *testing.T) {

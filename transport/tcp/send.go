@@ -33,7 +33,7 @@ type sender struct {
 	cur    entry
 	next   uint32 // first chunk that is not in p
 	todo   uint64 // payload bytes that are in no fragment yet
-	lost   bool   // the source is lost: the rest is padding, and the trailer disowns all of it
+	lost   bool   // the source is lost: the rest is padding, and the trailer invalidates all of it
 	sum    uint32
 	summed bool // sum covers the fragment
 	p      fragment
@@ -64,13 +64,13 @@ func (t *sender) init(l *lane) {
 
 func (t *sender) release() {
 	t.p.reset()
-	t.l.stage.giveBack(&t.cur)
+	t.l.stage.releaseBuffer(&t.cur)
 	t.results, t.cur = nil, entry{}
 }
 
 // pump writes until there is nothing left to write, or until it would have to wait; inline, it also
 // stops at everything that should not happen on a caller's time. It gives the write side up and
-// returns true, or passes it on; the writer, which has nobody to pass it to, keeps it where the
+// returns true, or passes it on; the writer, which cannot pass it on, keeps it where the
 // lane has failed.
 func (l *lane) pump(inline bool) (released bool) {
 	t := &l.tx
@@ -155,7 +155,7 @@ func (t *sender) begin(e entry) {
 	}
 	if err != nil {
 		l := t.l
-		l.stage.giveBack(&e)
+		l.stage.releaseBuffer(&e)
 		l.mu.Lock()
 		l.flight.drop() // the last one: nothing of it left this end
 		l.mu.Unlock()
@@ -282,8 +282,8 @@ func (t *sender) pad() {
 	t.summed = true
 }
 
-// lose gives up the source in mid frame: the frame goes on with padding, and its trailer disowns
-// it.
+// lose gives up the source in mid frame: the frame goes on with padding, and its trailer
+// invalidates it.
 func (t *sender) lose(why transfer.Reason, err error) {
 	t.todo += uint64(t.p.left)
 	t.p.reset()
@@ -323,9 +323,9 @@ func (t *sender) send(fd uintptr) bool {
 //
 // The sum is taken just before the kernel reads the same bytes, so that memory is read from DRAM
 // once. Sum and payload can then differ if the engine writes in between; but the engine may do that
-// only after it has moved the source's epoch, and then Valid, asked after the last read, disowns
-// the frame whatever its sum says. Where the epoch stands, nobody writes, and a difference at the
-// receiver is damage on the way.
+// only after it has moved the source's epoch, and then Valid, asked after the last read,
+// invalidates the frame whatever its sum is. Where the epoch stands, no engine writes, and a
+// difference at the receiver is damage on the way.
 func (t *sender) fill() error {
 	t.p.enter()
 	if t.p.staged {
@@ -351,8 +351,8 @@ func (t *sender) fill() error {
 	return nil
 }
 
-// finishFrame adds the trailer. The kernel has read every byte of the payload by now, so what Valid
-// says holds for all.
+// finishFrame adds the trailer. The kernel has read every byte of the payload by now, so the answer
+// of Valid holds for all.
 func (t *sender) finishFrame() {
 	tr := wire.Trailer{Status: wire.StatusValid, Seq: t.cur.seq, CRC32C: t.sum}
 	if !t.lost && (t.cur.Origin.Revoked() || !t.cur.Origin.Valid(t.cur.Origin.Lease)) {
@@ -371,6 +371,6 @@ func (t *sender) finishFrame() {
 	t.out = t.out[:at+wire.TrailerBytes]
 	wire.PutTrailer(t.out[at:], &tr)
 	t.p.reset()
-	t.l.stage.giveBack(&t.cur) // the kernel has its own copy
+	t.l.stage.releaseBuffer(&t.cur) // the kernel has its own copy
 	t.active, t.cur = false, entry{}
 }

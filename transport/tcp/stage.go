@@ -115,7 +115,7 @@ func (s *stager) fill(e *entry) {
 	}
 	e.buf = buf[:n]
 	if !e.Origin.Enter() {
-		s.giveBack(e)
+		s.releaseBuffer(e)
 		return
 	}
 	s.blocks, err = e.Origin.Memory.Resolve(s.blocks[:0], e.Range)
@@ -128,7 +128,7 @@ func (s *stager) fill(e *entry) {
 	e.Origin.Leave()
 	if err != nil {
 		e.why, e.err = transfer.ReasonMemory, fmt.Errorf("tcp: read source: %w", err)
-		s.giveBack(e)
+		s.releaseBuffer(e)
 		return
 	}
 	if s.l.crc {
@@ -136,8 +136,8 @@ func (s *stager) fill(e *entry) {
 	}
 }
 
-// giveBack ends the use of a slice's buffer.
-func (s *stager) giveBack(e *entry) {
+// releaseBuffer ends the use of a slice's buffer.
+func (s *stager) releaseBuffer(e *entry) {
 	if e.buf == nil {
 		return
 	}
@@ -170,7 +170,7 @@ type landed struct {
 }
 
 // lander puts whole frames where they belong, while the reader receives the next ones. A frame has
-// landed after the device has said so, and its claim is held meanwhile: a fence covers it.
+// landed after the device has completed it, and its claim is held meanwhile: a fence covers it.
 //
 // Its goroutine starts with the first such frame, and the reader joins it.
 type lander struct {

@@ -7,9 +7,9 @@
 //
 // Invariants:
 //   - memory of a grant is written only inside transport.Claim's Enter and Leave, around one
-//     non-blocking readv of at most fragmentBytes; nobody waits for the network with a guard held.
-//     So a fence has to wait for the guard alone, and kernel buffers and frozen peers are harmless:
-//     what comes after a revoke is discarded, and the lane stays up.
+//     non-blocking readv of at most fragmentBytes; no goroutine waits for the network with a guard
+//     held. So a fence has to wait for the guard alone, and kernel buffers and frozen peers are
+//     harmless: what comes after a revoke is discarded, and the lane stays up.
 //   - memory of an origin is read only inside its guard, around one non-blocking sendmsg.
 //   - a reader never waits for a writer: confirmations that do not fit are left to the writer. So
 //     two full directions cannot block each other.
@@ -54,7 +54,7 @@ const (
 	defaultInFlight = 16      // slices per lane
 	maxInFlight     = 1024    // slices per lane
 	defaultNotSent  = 1 << 20 // bytes that wait unsent in a socket
-	// milliseconds between two retransmissions: the least that the kernel takes.
+	// milliseconds between two retransmissions: the minimum of the kernel.
 	rtoMax            = 1000
 	maxRails          = 64
 	defaultRailListen = "127.0.0.1:0"
@@ -65,7 +65,7 @@ type Rail struct {
 	Name      string  // default: the interface's name
 	Listen    string  // host:port; port 0 takes a free one
 	Advertise string  // what peers dial; default: the address listened on
-	Gbps      float64 // 0: asked from the kernel, where it knows
+	Gbps      float64 // 0: the kernel's, if it has one
 	Tier      int     // 1..3; 0: decided by the pair
 }
 
@@ -321,7 +321,7 @@ func (b *Backend) accept(c *net.TCPConn, v *admit.Visit, rail transport.Rail) er
 			a.crc, a.aead = agree(ours, theirs)
 			return ours.encode(), nil
 		},
-		// Before the dialer is told that the lane is open: it would take a lane that ends at once for
+		// Before the dialer learns that the lane is open: it would take a lane that ends at once for
 		// one that was lost.
 		Admit: func() error {
 			if reserved = b.reserve(); !reserved {
@@ -355,7 +355,7 @@ type agreed struct {
 	us, them  wire.End
 }
 
-// connect opens a connection. A SYN that is lost is said again by the kernel after a second, which
+// connect opens a connection. The kernel repeats a lost SYN after a second, which
 // no option shortens. So it is given up sooner, and a new one sent.
 func connect(ctx context.Context, d net.Dialer, address string) (c net.Conn, err error) {
 	d.Timeout = connectFirst
@@ -430,7 +430,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	return l, nil
 }
 
-// reserve takes a place for a lane, which start or unreserve gives back. False: all are taken.
+// reserve takes a place for a lane, which start or unreserve releases. False: all are taken.
 func (b *Backend) reserve() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -549,7 +549,7 @@ func (b *Backend) Close() error {
 	return nil
 }
 
-// tune sets what the kernel should know about a lane. Buffers are hints; an old kernel without one
+// tune sets the kernel's options of a lane. Buffers are hints; an old kernel without one
 // of them still works.
 func tune(c *net.TCPConn, raw interface {
 	Control(func(fd uintptr)) error
@@ -571,7 +571,7 @@ func tune(c *net.TCPConn, raw interface {
 	if cerr := raw.Control(func(fd uintptr) {
 		err = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, cfg.NotSent)
 		// A rail that heals after seconds of silence would be silent for as long again, while its
-		// retransmissions back off. Kernels before 6.15 do not know the option: there it takes that long.
+		// retransmissions back off. Kernels before 6.15 lack the option: there it takes that long.
 		_ = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, rtoMax)
 	}); cerr != nil {
 		return cerr

@@ -314,7 +314,7 @@ func testLateGarbage(t *testing.T, f Factory) {
 	src.Write(666)
 	for attempt := uint32(1); attempt <= 3; attempt++ {
 		if r := p.A.MoveWait(a, b.Origin, src.All(), attempt); r.Outcome != transfer.NotLanded {
-			t.Fatalf("disowned: %s %s: %v", r.Outcome, r.Reason, r.Err)
+			t.Fatalf("invalidated: %s %s: %v", r.Outcome, r.Reason, r.Err)
 		}
 	}
 	b.Fence(t)
@@ -339,11 +339,11 @@ func testDisowned(t *testing.T, f Factory) {
 		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	if n := b.Sink.Count(); n != 0 {
-		t.Fatalf("%d chunks of a disowned slice landed", n)
+		t.Fatalf("%d chunks of an invalidated slice landed", n)
 	}
 	b.Source.Invalid.Store(false)
 	if r := p.A.MoveWait(a, b.Origin, src.All(), 2); r.Outcome != transfer.Landed {
-		t.Fatalf("the lane did not survive a disowned slice: %s %s: %v", r.Outcome, r.Reason, r.Err)
+		t.Fatalf("the lane did not survive an invalidated slice: %s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	b.End(t)
 }

@@ -76,7 +76,7 @@ type End struct {
 // Pair is two ends that are introduced to each other.
 type Pair struct {
 	tb   testing.TB
-	A, B *End // A sends, B receives, unless a test says otherwise
+	A, B *End // A sends, B receives, unless a test does otherwise
 	Key  [32]byte
 }
 
@@ -407,7 +407,7 @@ func (e *End) Move(l transport.Lane, o *transport.Origin, r transfer.Range,
 		delete(e.pending, s.Cookie)
 		e.mu.Unlock()
 		if !errors.Is(err, net.ErrClosed) {
-			e.tb.Errorf("move on a lane that is up, or an error that does not say closed: %v", err)
+			e.tb.Errorf("move on a lane that is up, or an error without closed: %v", err)
 		}
 		c <- transport.Result{Slice: s, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost,
 			Err: err}

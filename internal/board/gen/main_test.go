@@ -9,7 +9,7 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// TestUpToDate compiles the header again: the committed mirror must say what the compiler says.
+// TestUpToDate compiles the header again: the committed mirror equals the compiler's layout.
 func TestUpToDate(t *testing.T) {
 	if _, err := exec.LookPath("gcc"); err != nil {
 		testutil.Skip(t, "gcc", "gcc is not installed: "+err.Error())

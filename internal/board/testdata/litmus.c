@@ -1,5 +1,5 @@
 /* The C half of the litmus test: takes records from the submission ring with the shim's own ring code, checks each against
- * the pattern, and sends it back on the completion ring. Descriptors: 3 rings memfd, 4 doorbell (wakes us), 5 bell (wakes
+ * the pattern, and sends it back on the completion ring. Descriptors: 3 rings memfd, 4 SQ eventfd (wakes us), 5 CQ eventfd (wakes
  * Go). argv[1]: how many records.
  */
 #include <poll.h>
@@ -57,12 +57,12 @@ int main(int argc, char **argv)
 			if (!kvs_ring_sleep(&sub))
 				continue;
 			struct pollfd p = {.fd = 4, .events = POLLIN};
-			/* A lost doorbell shows as this time-out. */
+			/* A lost wake-up shows as this time-out. */
 			if (poll(&p, 1, 30000) != 1)
-				die("no doorbell, records so far", seq - 1, want);
+				die("no wake-up, records so far", seq - 1, want);
 			uint64_t count;
 			if (read(4, &count, sizeof count) != sizeof count)
-				die("read doorbell", 0, 1);
+				die("read the SQ eventfd", 0, 1);
 			continue;
 		}
 		struct kvs_record *rec = (void *)buf;

@@ -1,5 +1,5 @@
 // Package cuda is the small part of the CUDA driver API that kvspray calls, opened at run time: on
-// a host without it, or in a build without cgo, Open says why and everything else works.
+// a host without it, or in a build without cgo, Open returns the reason and everything else works.
 //
 // It owns contexts (the devices' primary ones), streams, events, modules, its own allocations and
 // imports of other processes' allocations. Every call names its context, because a goroutine may
@@ -56,7 +56,7 @@ const (
 	HostRegisterUsesHostPointer Attribute = 91
 	PosixFDHandles              Attribute = 103
 	IPCEvents                   Attribute = 125
-	// contexts are shared with those of other processes; older drivers do not know it.
+	// contexts are shared with those of other processes; older drivers lack it.
 	MPSEnabled Attribute = 133
 )
 

@@ -107,8 +107,8 @@ func (c *Context) EnablePeer(peer *Context) error {
 	return check("CtxEnablePeerAccess", C.kvc_enable_peer(c.h, peer.h))
 }
 
-// PriorityRange is (least, greatest); greater priority is a smaller number.
-func (c *Context) PriorityRange() (least, greatest int, err error) {
+// PriorityRange is (lowest, highest); higher priority is a smaller number.
+func (c *Context) PriorityRange() (lowest, highest int, err error) {
 	var l, g C.int
 	err = check("CtxGetStreamPriorityRange", C.kvc_stream_range(c.h, &l, &g))
 	return int(l), int(g), err
@@ -343,7 +343,7 @@ type Event struct {
 	h C.kvc_handle
 }
 
-// EventKind says what an event is for.
+// EventKind is the purpose of an event.
 type EventKind int
 
 // The kinds of events.

@@ -10,7 +10,7 @@ type Driver struct {
 	Devices []Device
 }
 
-// Open says that this build cannot open the driver.
+// Open fails: this build cannot open the driver.
 func Open() (*Driver, error) {
 	return nil, fmt.Errorf("%w: this binary was built with CGO_ENABLED=0; build it with cgo and a C "+
 		"compiler to use GPUs", ErrNotSupported)

@@ -9,7 +9,7 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// Without a driver Open says why in words that help; with one it lists devices that answer.
+// Without a driver Open returns a reason with a remedy; with one it lists devices that answer.
 func TestOpen(t *testing.T) {
 	d, err := cuda.Open()
 	if err != nil {

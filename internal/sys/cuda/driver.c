@@ -201,10 +201,10 @@ int kvc_enable_peer(kvc_handle ctx, kvc_handle peer)
 	return r == PEER_ALREADY_ENABLED ? 0 : r;
 }
 
-int kvc_stream_range(kvc_handle ctx, int *least, int *greatest)
+int kvc_stream_range(kvc_handle ctx, int *lowest, int *highest)
 {
 	IN(ctx);
-	return cu.CtxGetStreamPriorityRange(least, greatest);
+	return cu.CtxGetStreamPriorityRange(lowest, highest);
 }
 
 int kvc_module_load(kvc_handle ctx, const void *image, kvc_handle *module)
@@ -405,10 +405,10 @@ int kvc_write64(kvc_handle ctx, kvc_handle stream, kvc_ptr p, uint64_t value)
 	return cu.StreamWriteValue64(stream, p, value, 0);
 }
 
-int kvc_wait64(kvc_handle ctx, kvc_handle stream, kvc_ptr p, uint64_t at_least)
+int kvc_wait64(kvc_handle ctx, kvc_handle stream, kvc_ptr p, uint64_t minimum)
 {
 	IN(ctx);
-	return cu.StreamWaitValue64(stream, p, at_least, WAIT_GEQ);
+	return cu.StreamWaitValue64(stream, p, minimum, WAIT_GEQ);
 }
 
 int kvc_stream_create(kvc_handle ctx, int priority, kvc_handle *stream)

@@ -25,7 +25,7 @@ int kvc_can_access_peer(int dev, int peer, int *yes);
 int kvc_context_retain(int dev, kvc_handle *ctx);
 int kvc_context_release(int dev);
 int kvc_enable_peer(kvc_handle ctx, kvc_handle peer);
-int kvc_stream_range(kvc_handle ctx, int *least, int *greatest);
+int kvc_stream_range(kvc_handle ctx, int *lowest, int *highest);
 
 int kvc_module_load(kvc_handle ctx, const void *image, kvc_handle *module);
 int kvc_module_unload(kvc_handle ctx, kvc_handle module);
@@ -68,14 +68,14 @@ int kvc_copy_async(kvc_handle ctx, kvc_ptr dst, kvc_ptr src, size_t bytes, kvc_h
 int kvc_copy_sync(kvc_handle ctx, kvc_ptr dst, kvc_ptr src, size_t bytes, kvc_handle stream);
 int kvc_set32_async(kvc_handle ctx, kvc_ptr dst, uint32_t value, size_t words, kvc_handle stream);
 int kvc_write64(kvc_handle ctx, kvc_handle stream, kvc_ptr p, uint64_t value);
-int kvc_wait64(kvc_handle ctx, kvc_handle stream, kvc_ptr p, uint64_t at_least);
+int kvc_wait64(kvc_handle ctx, kvc_handle stream, kvc_ptr p, uint64_t minimum);
 
 int kvc_stream_create(kvc_handle ctx, int priority, kvc_handle *stream);
 int kvc_stream_destroy(kvc_handle ctx, kvc_handle stream);
 int kvc_stream_sync(kvc_handle ctx, kvc_handle stream);
 int kvc_stream_query(kvc_handle ctx, kvc_handle stream);
 int kvc_stream_wait(kvc_handle ctx, kvc_handle stream, kvc_handle event);
-/* timing: can tell elapsed time. blocking: kvc_event_sync sleeps instead of spinning. */
+/* timing: measures elapsed time. blocking: kvc_event_sync sleeps instead of spinning. */
 int kvc_event_create(kvc_handle ctx, int timing, int blocking, kvc_handle *event);
 int kvc_event_destroy(kvc_handle ctx, kvc_handle event);
 int kvc_event_record(kvc_handle ctx, kvc_handle event, kvc_handle stream);

@@ -125,7 +125,7 @@ func TestLimitsOfThisProcess(t *testing.T) {
 	}
 }
 
-func FuzzFolders(f *testing.F) {
+func FuzzDirectories(f *testing.F) {
 	f.Add("0::/a/b\n4:memory:/x\n", "31 23 0:28 /a /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"+
 		"35 31 0:32 /.. /cg/memory rw - cgroup cgroup rw,memory\n")
 	f.Fuzz(func(t *testing.T, own, mounts string) {

@@ -28,7 +28,7 @@ const (
 	maxFileBytes = 1 << 20
 )
 
-// Overhead is how much memory a process needs besides a pool of so many bytes.
+// Overhead is the memory that a process needs beside a pool of a given size.
 func Overhead(pool uint64) uint64 { return overheadBytes + pool/overheadShare }
 
 // Limit is one limit of a cgroup.
@@ -83,15 +83,15 @@ func (m *Memory) Free() (uint64, *Limit) {
 	return free, binds
 }
 
-// Least is the lowest limit of a cgroup; nil: there is none.
-func (m *Memory) Least() *Limit {
-	var least *Limit
+// Tightest is the lowest limit of a cgroup; nil: there is none.
+func (m *Memory) Tightest() *Limit {
+	var tightest *Limit
 	for i := range m.Limits {
-		if l := &m.Limits[i]; least == nil || l.Bytes < least.Bytes {
-			least = l
+		if l := &m.Limits[i]; tightest == nil || l.Bytes < tightest.Bytes {
+			tightest = l
 		}
 	}
-	return least
+	return tightest
 }
 
 // Fits is the answer of Memory.Fits if a pool has no room.
@@ -112,14 +112,14 @@ func (m *Memory) Fits(pool uint64) *Fits {
 			"left of the %d MiB of %s", Overhead(pool)>>20, need>>20, free>>20, binds.Bytes>>20, binds.File)
 		f.Remedy = "raise that limit (resources.limits.memory of a container, MemoryMax= of a unit)"
 	}
-	if most := most(free); most > 0 {
-		f.Remedy = fmt.Sprintf("lower it to %d MiB, or %s", most>>20, f.Remedy)
+	if limit := largestPool(free); limit > 0 {
+		f.Remedy = fmt.Sprintf("lower it to %d MiB, or %s", limit>>20, f.Remedy)
 	}
 	return f
 }
 
-// most is the largest pool for which so much memory is enough, in whole MiB.
-func most(free uint64) uint64 {
+// largestPool is the largest pool for which the memory is enough, in whole MiB.
+func largestPool(free uint64) uint64 {
 	if free <= overheadBytes {
 		return 0
 	}
@@ -270,7 +270,7 @@ func (d cgroupDir) limits(root string) (out []Limit) {
 		}
 	}
 	if n, ok := field(stat, "hierarchical_memory_limit"); ok && !d.v2 {
-		// The least of all parents, also of those that are not shown here.
+		// The tightest of all parents, also of those that are not shown here.
 		add("memory.stat", n, used)
 	}
 	return out

@@ -37,7 +37,7 @@ type DeviceMemory struct {
 	Device Device
 	Addr   uint64 // in this process, for the Device
 	Size   uint64
-	// what other processes of this host import it by; opaque to everybody but the Device's package
+	// what other processes of this host import it by; opaque outside the Device's package
 	Handle []byte
 	FD     int    // a descriptor that goes with the handle, owned by the region; -1: none
 	Free   func() // called once, after the last reference is gone

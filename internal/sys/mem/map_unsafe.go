@@ -13,7 +13,7 @@ import (
 const hugePage = 2 << 20
 
 // madvCollapse is MADV_COLLAPSE (linux/mman.h, Linux 6.1): huge pages now, also where shmem_enabled
-// says never.
+// never reports it.
 const madvCollapse = 25
 
 // mapShared maps size bytes of fd, from offset on, where huge pages of the file can be mapped as
@@ -41,7 +41,7 @@ func mapShared(fd int, offset, size uint64, prot, flags int) ([]byte, error) {
 		_ = unix.MunmapPtr(p, span) // it was never used
 		return nil, err             //nolint:wrapcheck // the caller names the region
 	}
-	// What is left of the reservation costs nothing but addresses; it goes all the same.
+	// The rest of the reservation costs nothing but addresses; it goes all the same.
 	if head > 0 {
 		_ = unix.MunmapPtr(p, head)
 	}

@@ -31,7 +31,7 @@ const maxAddress = 1<<63 - 1
 // needSeals keep the size of a memfd: its mapping can then not fault for lack of a file behind it.
 const needSeals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 
-// Errors that callers tell apart.
+// Errors that callers distinguish.
 var (
 	ErrUnsealed = errors.New("memfd is not sealed against shrinking and growing")
 	ErrHugePool = errors.New("memfd is not on tmpfs: its pages come from a pool that can be empty")
@@ -52,7 +52,7 @@ func NewID() ID {
 	return id
 }
 
-// Kind says how the bytes of a region are reached.
+// Kind is how the bytes of a region are reached.
 type Kind uint8
 
 // The kinds of a region, best first.
@@ -132,7 +132,7 @@ func PopulateUntil(stop <-chan struct{}) Option {
 }
 
 // PopulatePresent maps all pages at once if the file has them all already, as an engine's own has:
-// a transfer pays for no page fault then. A file with holes is mapped as it is, or whoever
+// a transfer pays for no page fault then. A file with holes is mapped as it is, or the code that
 // announces a huge empty one would take all the memory.
 func PopulatePresent() Option { return func(o *options) { o.present = true } }
 
@@ -301,7 +301,7 @@ func NewAnonymous(name string, size uint64, opts ...Option) (*Region, error) {
 // ID names the region.
 func (r *Region) ID() ID { return r.id }
 
-// Kind says how its bytes are reached.
+// Kind reports how its bytes are reached.
 func (r *Region) Kind() Kind { return r.kind }
 
 // Size is its length in bytes.
@@ -410,7 +410,7 @@ func (r *Region) progress(op string, n int, err error) (int, error) {
 	case err != nil:
 		return 0, fmt.Errorf("mem: %s region %s: %w", op, r.id, err)
 	case n == 0:
-		// The kernel says so once the address space is gone.
+		// The kernel reports it once the address space is gone.
 		return 0, fmt.Errorf("mem: %s region %s: its process has exited: %w", op, r.id,
 			io.ErrUnexpectedEOF)
 	}

@@ -64,7 +64,7 @@ func TestMapMemfdRefuses(t *testing.T) {
 				}
 			}()
 			if _, err := MapMemfd(NewID(), fd, c.ask); err == nil || !strings.Contains(err.Error(), c.want) {
-				t.Errorf("error %v, want it to say %q", err, c.want)
+				t.Errorf("error %v, want %q in it", err, c.want)
 			}
 		})
 	}
@@ -161,7 +161,7 @@ func TestPopulateStops(t *testing.T) {
 }
 
 // Two mappings of one memfd, the engine's and ours, are of huge pages where the kernel can make
-// them, whatever sysfs says.
+// them, whatever sysfs reports.
 func TestHugePages(t *testing.T) {
 	const size = 3*hugePage + 12345
 	r, err := NewAnonymous("huge", size, Populate())

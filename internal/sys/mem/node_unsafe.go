@@ -12,7 +12,7 @@ const (
 	mpolFAddr = 2
 )
 
-// Node is the NUMA node on which the first page of the region is; -1 where that cannot be told:
+// Node is the NUMA node on which the first page of the region is; -1 where that is unknown:
 // memory of a device or of another address space, or a kernel without NUMA.
 func (r *Region) Node() int {
 	b, ok := r.Bytes()

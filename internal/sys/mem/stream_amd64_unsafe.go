@@ -36,7 +36,7 @@ func usable(r routine) bool {
 	}
 }
 
-// move is copy for pieces that nobody reads soon.
+// move is copy for pieces that are not read soon.
 func move(dst, src []byte) { moveBy(routineFor(min(len(dst), len(src))), dst, src) }
 
 func moveBy(r routine, dst, src []byte) {

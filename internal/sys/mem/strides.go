@@ -3,8 +3,8 @@ package mem
 import "math/bits"
 
 // Strides is how the pieces of a run lie, each as long as the others: Rows rows of Count pieces,
-// the pieces of a row Stride apart and the rows Outer. With where the first one lies it says in a
-// few bytes what would be any number of blocks.
+// the pieces of a row Stride apart and the rows Outer. With the address of the first one it
+// describes in a few bytes what would be any number of blocks.
 type Strides struct {
 	// modulo 2^64: a run may step backwards. 0 where there is one piece in a row, or one row
 	Stride, Outer uint64
@@ -42,7 +42,7 @@ func reach(before, behind *uint64, stride uint64, steps uint32) bool {
 	return true
 }
 
-// Joined says the same of pieces of n bytes with a row whose pieces touch as one piece, and how
+// Joined describes the same pieces of n bytes with a row whose pieces touch as one piece, and how
 // long its pieces are then. Rows apart whose ends touch stay as they are.
 func (s Strides) Joined(n uint64) (Strides, uint64) {
 	for s.Count > 1 && s.Stride == n {

@@ -42,7 +42,7 @@ func (s *Strides) pieces(off uint64) (all []uint64, ok bool) {
 	return all, true
 }
 
-// What Inside says without looking at the pieces is what looking at each of them says, at the edges
+// Inside, which does not look at the pieces, agrees with a look at each of them, at the edges
 // of the region and of 64 bits, too.
 func TestStridesInside(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
@@ -204,8 +204,8 @@ func page(r *Region, off, length uint64, n [3]int, stride [3]uint64) (all []Bloc
 	return all
 }
 
-// What a slice has of the pages of Llama-3.1-8B, in as many runs as is said, also where the slice
-// begins and ends within a row.
+// The parts of a slice in the pages of Llama-3.1-8B, in the expected number of runs, also where the
+// slice begins and ends within a row.
 func TestLeadingFindsRows(t *testing.T) {
 	r := &Region{size: 1 << 40}
 	crosswise := page(r, 1<<20, 512, [3]int{1, 16, 8}, [3]uint64{0, 512, 8192})

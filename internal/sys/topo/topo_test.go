@@ -272,9 +272,9 @@ func TestDiff(t *testing.T) {
 	}
 }
 
-// More interfaces than anybody has, names that the tree does not know, lists that are nonsense:
-// bounded, said, and the rest stands.
-func TestNonsense(t *testing.T) {
+// More interfaces than any host has, names that the tree lacks, malformed lists:
+// bounded, logged, and the rest stands.
+func TestMalformedSysfs(t *testing.T) {
 	var many []Link
 	for i := range 10 * MaxNICs {
 		many = append(many, Link{Name: fmt.Sprint("veth", i), Index: i + 1, Kind: Veth, Master: 1 << 20})

@@ -169,7 +169,7 @@ func (k *kernel) links() ([]Link, error) {
 
 // Watch reports the first look, with an event Appeared for each interface, and then every change
 // until ctx ends. The network namespace is that of the calling thread at the time of the call.
-func Watch(ctx context.Context, opt Options, tell func(*Host, []Event)) error {
+func Watch(ctx context.Context, opt Options, notify func(*Host, []Event)) error {
 	k, err := openKernel()
 	if err != nil {
 		return err
@@ -204,7 +204,7 @@ func Watch(ctx context.Context, opt Options, tell func(*Host, []Event)) error {
 				continue
 			}
 			if len(events) > 0 {
-				tell(now, events)
+				notify(now, events)
 			}
 			last, ripe = now, false
 		}

@@ -49,7 +49,7 @@ func TestWatch(t *testing.T) {
 					return n.e.NIC, n.at
 				}
 			case <-limit:
-				t.Fatalf("%s: not told that it %s", name, c)
+				t.Fatalf("%s: no event that it %s", name, c)
 			}
 		}
 	}
@@ -74,9 +74,9 @@ func TestWatch(t *testing.T) {
 			break
 		}
 	}
-	// The other end goes: this one loses its carrier, which must be told within a few milliseconds.
-	// Of 20 ms that healing may take in all this is a part, on a quiet machine; here the median of
-	// several shows that nobody polls.
+	// The other end goes: this one loses its carrier, which must be an event within a few
+	// milliseconds. Of 20 ms that healing may take in all this is a part, on a quiet machine; here the
+	// median of several show that no timer polls.
 	const (
 		tries = 11
 		soon  = 200 * time.Millisecond
@@ -93,14 +93,14 @@ func TestWatch(t *testing.T) {
 		began = time.Now()
 		must(t, h.LinkSetUp(far))
 		if _, at := wait("rail0", Up); at.Sub(began) < upHold {
-			t.Errorf("told of a link %v after it came up: the other end's has %v", at.Sub(began), upHold)
+			t.Errorf("event of a link %v after it came up: the other end's has %v", at.Sub(began), upHold)
 		}
 	}
 	slices.Sort(took)
-	t.Logf("told of a lost carrier after %v, at most %v of %d times", took[tries/2],
+	t.Logf("event of a lost carrier after %v, at most %v of %d times", took[tries/2],
 		took[tries-1], tries)
 	if took[tries/2] > soon {
-		t.Errorf("told of a lost carrier after %v: want %v for half of them", took, soon)
+		t.Errorf("event of a lost carrier after %v: want %v for half of them", took, soon)
 	}
 	must(t, h.LinkDel(veth))
 	wait("rail0", Vanished)
@@ -111,7 +111,7 @@ func TestWatch(t *testing.T) {
 	}
 }
 
-// What came up waits, what is lost does not, even beside it.
+// A link that came up waits, a lost one does not, even beside it.
 func TestHeld(t *testing.T) {
 	for _, c := range []struct {
 		all  []Change

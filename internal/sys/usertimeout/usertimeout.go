@@ -8,8 +8,8 @@
 // read for so long that its socket is full: that it takes nothing for the whole timeout ends the
 // connection as well.
 //
-// What was accepted inherits the timeout of its listener, whatever is then said on it: TLS lies
-// above. No goroutines.
+// An accepted connection inherits the timeout of its listener, whatever protocol it carries: TLS
+// lies above. No goroutines.
 package usertimeout
 
 import (
@@ -25,11 +25,11 @@ import (
 // what is under way is sent again 0.2, 0.6, 1.4, 3 and 6.2 s after the first time, and the timeout
 // ends the connection in place of the next. It is longer than a sidecar may take to answer a ping
 // (3 s) and than a lane may stand still under posted writes (3 s), so that it decides only where
-// these see nothing, and less than what is waited for a missing partner (10 s).
+// these see nothing, and less than the match timeout (10 s).
 const Default = 7 * time.Second
 
-// probeEvery is how often an idle connection is asked, the least that TCP takes. Linux counts
-// silence from what it heard last, and looks at it only when it asks: an idle connection bears
+// probeEvery is how often an idle connection is probed, the minimum of TCP. Linux counts
+// silence from what it received last, and looks at it only when it asks: an idle connection bears
 // between timeout-probeEvery and timeout of an outage.
 const probeEvery = time.Second
 
@@ -41,7 +41,7 @@ func Dialer(timeout time.Duration) *net.Dialer {
 // ListenConfig listens for connections that bear timeout of silence; 0 is Default.
 func ListenConfig(timeout time.Duration) *net.ListenConfig {
 	lc := &net.ListenConfig{Control: control(timeout), KeepAliveConfig: keepAlive}
-	lc.SetMultipathTCP(false) // it does not know the option
+	lc.SetMultipathTCP(false) // it lacks the option
 	return lc
 }
 
@@ -61,7 +61,7 @@ func control(timeout time.Duration) func(_, _ string, c syscall.RawConn) error {
 	}
 }
 
-// keepAlive says nothing of how many keepalives may go unanswered: Linux does not look at that
+// keepAlive sets no number of unanswered keepalives: Linux does not look at that
 // where there is a user timeout.
 var keepAlive = net.KeepAliveConfig{Enable: true, Idle: probeEvery, Interval: probeEvery, Count: -1}
 

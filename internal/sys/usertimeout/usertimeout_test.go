@@ -64,7 +64,7 @@ func secured(t *testing.T, dialed, accepted net.Conn) (client, server *tls.Conn)
 	return client, server
 }
 
-// silent waits until a read on c ends because the other host is silent, and says how long that
+// silent waits until a read on c ends because the other host is silent, and reports how long that
 // took.
 func silent(c net.Conn, began time.Time) (time.Duration, error) {
 	err := c.SetReadDeadline(time.Now().Add(patience))
@@ -90,13 +90,13 @@ func TestLostHost(t *testing.T) {
 			t.Parallel()
 			var both [2]net.Conn
 			both[0], both[1] = connected(t, quick)
-			said := both
+			conns := both
 			if x.tls {
-				said[0], said[1] = secured(t, both[0], both[1])
+				conns[0], conns[1] = secured(t, both[0], both[1])
 			}
 			testutil.LoseHost(t, both[:]...)
-			over := make(chan error, len(said))
-			for _, c := range said {
+			over := make(chan error, len(conns))
+			for _, c := range conns {
 				began := time.Now() // before the kernel's count does
 				if !x.idle {
 					if _, err := c.Write([]byte("grant")); err != nil {
@@ -111,7 +111,7 @@ func TestLostHost(t *testing.T) {
 					over <- err
 				}()
 			}
-			for range said {
+			for range conns {
 				if err := <-over; err != nil {
 					t.Error(err)
 				}
@@ -163,14 +163,14 @@ func TestStoppedProcess(t *testing.T) {
 	a, b := connected(t, quick)
 	tick := time.NewTicker(quick / 10)
 	defer tick.Stop()
-	said := 0
-	for began := time.Now(); time.Since(began) < 3*quick; said++ {
+	sent := 0
+	for began := time.Now(); time.Since(began) < 3*quick; sent++ {
 		if _, err := a.Write([]byte{1}); err != nil {
 			t.Fatalf("after %s: %v", time.Since(began), err)
 		}
 		<-tick.C
 	}
-	if _, err := io.ReadFull(b, make([]byte, said)); err != nil {
+	if _, err := io.ReadFull(b, make([]byte, sent)); err != nil {
 		t.Errorf("after it goes on: %v", err)
 	}
 }
@@ -192,7 +192,7 @@ func TestFullSocket(t *testing.T) {
 	}
 }
 
-// What is not said is Default, at either end.
+// Zero means Default, at either end.
 func TestDefault(t *testing.T) {
 	a, b := connected(t, 0)
 	for name, c := range map[string]net.Conn{"dialed": a, "accepted": b} {

@@ -21,7 +21,7 @@ import (
 )
 
 const (
-	maxEvents = 64 // that nobody has received
+	maxEvents = 64 // that wait to be received
 	pollBatch = 64
 	sendBatch = 64
 	psnBits   = 24

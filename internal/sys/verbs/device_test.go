@@ -178,8 +178,8 @@ func TestWrongKey(t *testing.T) {
 	}
 }
 
-// TestForeignDomain: a key of another domain of the same device is worth nothing, whoever has
-// learned it.
+// TestForeignDomain: a key of another domain of the same device is worth nothing, whichever queue
+// pair has learned it.
 func TestForeignDomain(t *testing.T) {
 	a, b := rail(t)
 	other := newEndOn(t, b.d)

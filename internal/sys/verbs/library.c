@@ -49,7 +49,7 @@ static char missing[256];
 static void open_once(void)
 {
 	/* After a device was unplugged, destroying what belonged to it succeeds: the kernel has taken it down already. Without this the
-	   library answers EIO for ever, and nobody knows that the memory is free. It looks once, before its first list. */
+	   library answers EIO for ever, and no caller learns that the memory is free. It looks once, before its first list. */
 	setenv("RDMAV_ALLOW_DISASSOC_DESTROY", "1", 0);
 	void *h = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL);
 	if (!h) {
@@ -74,7 +74,7 @@ int kvv_open_library(const char **why)
 	return missing[0] ? ENOSYS : 0;
 }
 
-/* failed is the errno that a failed call left, or one that says nothing more. */
+/* failed is the errno that a failed call left, or a general one. */
 static int failed(void)
 {
 	return errno ? errno : EIO;

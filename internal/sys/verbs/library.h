@@ -12,7 +12,7 @@ struct kvv_domain;
 struct kvv_cq;
 struct kvv_qp;
 
-/* kvv_open_library opens libibverbs.so.1, once. Otherwise *why says what is missing. */
+/* kvv_open_library opens libibverbs.so.1, once. Otherwise *why is what is missing. */
 int kvv_open_library(const char **why);
 
 struct kvv_limits {
@@ -75,7 +75,7 @@ int kvv_qp_rtr(struct kvv_qp *qp, const struct kvv_path *path);
 int kvv_qp_rts(struct kvv_qp *qp, uint32_t psn, uint8_t timeout, uint8_t retries);
 int kvv_qp_error(struct kvv_qp *qp);
 int kvv_qp_reset(struct kvv_qp *qp);
-/* kvv_qp_send posts all; *posted says how many were taken where it fails. */
+/* kvv_qp_send posts all; *posted is the number that were taken where it fails. */
 int kvv_qp_send(struct kvv_qp *qp, const struct kvv_work *work, int n, int *posted);
 int kvv_qp_receive(struct kvv_qp *qp, const uint64_t *ids, int n);
 

@@ -23,9 +23,9 @@ func TestRefusals(t *testing.T) {
 		return RefuseRegistration(wrap(e), "mlx5_0", n, own, l, lock)
 	}
 	for name, c := range map[string]struct {
-		err   error
-		errno syscall.Errno
-		says  string // none of the others; empty: none at all
+		err      error
+		errno    syscall.Errno
+		contains string // none of the others; empty: none at all
 	}{
 		"memlock": {mr(syscall.ENOMEM, 2*mib, 3, tight),
 			syscall.ENOMEM, memlock},
@@ -57,20 +57,21 @@ func TestRefusals(t *testing.T) {
 		if !errors.Is(c.err, c.errno) {
 			t.Errorf("%s: the library's error is lost: %v", name, c.err)
 		}
-		if limit := c.says != "" && c.says != memlock; errors.Is(c.err, ErrFull) != limit {
+		if limit := c.contains != "" && c.contains != memlock; errors.Is(c.err, ErrFull) != limit {
 			t.Errorf("%s: full: %v: %v", name, !limit, c.err)
 		}
 		for _, s := range all {
-			if strings.Contains(c.err.Error(), s) != (s == c.says) {
-				t.Errorf("%s: %q, want %q", name, c.err, c.says)
+			if strings.Contains(c.err.Error(), s) != (s == c.contains) {
+				t.Errorf("%s: %q, want %q", name, c.err, c.contains)
 			}
 		}
 	}
-	for _, says := range []string{"mlx5_0 has room for 100 registrations, and this process holds 100",
+	for _, contains := range []string{
+		"mlx5_0 has room for 100 registrations, and this process holds 100",
 		"mlx5_0 has room for 50 queue pairs, and this process holds 50"} {
 		if got := mr(syscall.ENOMEM, mib, 100, free).Error() + RefuseQueuePair(wrap(syscall.ENOMEM),
-			"mlx5_0", 50, l).Error(); !strings.Contains(got, says) {
-			t.Errorf("%q does not say %q", got, says)
+			"mlx5_0", 50, l).Error(); !strings.Contains(got, contains) {
+			t.Errorf("%q lacks %q", got, contains)
 		}
 	}
 }

@@ -12,6 +12,6 @@ func TestLockedIn(t *testing.T) {
 		}
 	}
 	if got := lockedIn("nothing\nVmPin:\nCapEff: what\n"); got != (LockedMemory{}) {
-		t.Errorf("a file that says nothing: %+v", got)
+		t.Errorf("a file without values: %+v", got)
 	}
 }

@@ -15,12 +15,12 @@ func gid(index int, t GIDType, addr string) GID {
 func TestChooseGID(t *testing.T) {
 	const local, v6, v4 = "fe80::1", "2001:db8::1", "10.1.2.3"
 	for _, c := range []struct {
-		name   string
-		link   string
-		gids   []GID
-		pinned int
-		want   int // -1: an error
-		says   string
+		name     string
+		link     string
+		gids     []GID
+		pinned   int
+		want     int // -1: an error
+		contains string
 	}{
 		{"mlx5 as it comes", "Ethernet", []GID{gid(0, GIDRoCEv1, local), gid(1, GIDRoCEv2, local),
 			gid(2, GIDRoCEv1, v4), gid(3, GIDRoCEv2, v4)}, AutoGID, 3, v4},
@@ -46,8 +46,8 @@ func TestChooseGID(t *testing.T) {
 			why = err.Error()
 			got.Index = -1
 		}
-		if got.Index != c.want || !strings.Contains(why, c.says) {
-			t.Errorf("%s: index %d, %q; want %d, saying %q", c.name, got.Index, why, c.want, c.says)
+		if got.Index != c.want || !strings.Contains(why, c.contains) {
+			t.Errorf("%s: index %d, %q; want %d, %q", c.name, got.Index, why, c.want, c.contains)
 		}
 	}
 }
@@ -120,7 +120,7 @@ func TestCheckPeer(t *testing.T) {
 	if err := CheckPeer(good, good); err != nil {
 		t.Fatal(err)
 	}
-	for says, lie := range map[string]func(*Address){
+	for contains, lie := range map[string]func(*Address){
 		"RoCEv1 (10.0.0.1)":       func(a *Address) { a.Type = GIDRoCEv1 },
 		"is not a host's address": func(a *Address) { a.GID = [16]byte{} },
 		"224.0.0.1 is not a host's address": func(a *Address) {
@@ -143,8 +143,8 @@ func TestCheckPeer(t *testing.T) {
 	} {
 		bad := good
 		lie(&bad)
-		if err := CheckPeer(good, bad); err == nil || !strings.Contains(err.Error(), says) {
-			t.Errorf("%s: %v", says, err)
+		if err := CheckPeer(good, bad); err == nil || !strings.Contains(err.Error(), contains) {
+			t.Errorf("%s: %v", contains, err)
 		}
 	}
 	ib := Address{Type: GIDInfiniBand, QP: 1, MTU: 5}

@@ -202,7 +202,7 @@ func memoryLimit(_ context.Context, h *Host) Result {
 	if err != nil {
 		return skip("", "%v", err)
 	}
-	l := m.Least()
+	l := m.Tightest()
 	if l == nil {
 		return good("none; %s are available on this host", bytesText(m.Host))
 	}

@@ -145,7 +145,7 @@ func TestBenchSim(t *testing.T) {
 	}
 	if want := "measuring 2 simulated rails with plain streams, alone and together\nmoving two " +
 		"transfers of 8MiB from each of 1 nodes, in simulated time\n"; errs.String() != want {
-		t.Errorf("of its progress it said %q, want %q", &errs, want)
+		t.Errorf("progress %q, want %q", &errs, want)
 	}
 	// Piped output is the result alone.
 	out.Reset()
@@ -215,7 +215,7 @@ func TestMeasureReceivers(t *testing.T) {
 		r.Transfers == 0 || r.Total != timeline.Whole(8<<20, 9<<10) {
 		t.Errorf("%+v", r)
 	}
-	if w := r.Alone; w.Count < 2 || w.P50 <= 0 || w.Most < w.P99 || w.P99 < w.P50 {
+	if w := r.Alone; w.Count < 2 || w.P50 <= 0 || w.Max < w.P99 || w.P99 < w.P50 {
 		t.Errorf("alone: %+v", w)
 	}
 	if len(r.Beside) != 2 || r.Beside[0].Priority != "background" ||
@@ -223,12 +223,12 @@ func TestMeasureReceivers(t *testing.T) {
 		t.Fatalf("beside: %+v", r.Beside)
 	}
 	for _, x := range r.Beside {
-		if x.Count < 2 || x.MostTimes < x.P50Times || x.P50Times <= 0 || x.Share <= 0 {
+		if x.Count < 2 || x.MaxTimes < x.P50Times || x.P50Times <= 0 || x.Share <= 0 {
 			t.Errorf("beside: %+v", x)
 		}
 	}
 	for _, x := range []railsbench.Shares{r.Fair, r.Incast} {
-		if len(x.Each) != 3 || x.Least <= 0 || x.Least > 1 || x.Share <= 0 {
+		if len(x.Each) != 3 || x.Lowest <= 0 || x.Lowest > 1 || x.Share <= 0 {
 			t.Errorf("shares: %+v", x)
 		}
 	}
@@ -262,9 +262,9 @@ func TestBenchRails(t *testing.T) {
 	}
 	// An error of the sidecars about --set is a usage error of the bench.
 	wrong := railsCommand(t, "--rates", "100mbit", "--total", "1MiB", "--set", "nope=1")
-	if said, err := wrong.CombinedOutput(); wrong.ProcessState.ExitCode() != usage ||
-		!strings.Contains(string(said), `nope: "1": unknown key`) {
-		t.Errorf("%v: %s", err, said)
+	if output, err := wrong.CombinedOutput(); wrong.ProcessState.ExitCode() != usage ||
+		!strings.Contains(string(output), `nope: "1": unknown key`) {
+		t.Errorf("%v: %s", err, output)
 	}
 	r := judge(t, data, html, 4<<20, faults)
 	if r.Bench != "rails" || r.Host == "" || r.Version == "" {
@@ -272,7 +272,7 @@ func TestBenchRails(t *testing.T) {
 	}
 	for _, x := range r.Rails {
 		if x.Buffer == 0 {
-			t.Errorf("%s: nothing is said of its shaper's buffer", x.Name)
+			t.Errorf("%s: no figure of its shaper's buffer", x.Name)
 		}
 	}
 	for _, w := range []string{"2 transfers of 4MiB, 0 failed", "rail0:down"} {
@@ -284,7 +284,7 @@ func TestBenchRails(t *testing.T) {
 		"50mbit with a plain stream", "moving two transfers of 4MiB", "rail0 of 100mbit: a plain " +
 		"stream alone carries", "rail1 of 50mbit", "plain streams over all of them at once carry"} {
 		if !strings.Contains(errs.String(), w) {
-			t.Errorf("of its progress it said %q: want %q in it", errs, w)
+			t.Errorf("progress %q: want %q in it", errs, w)
 		}
 	}
 }
@@ -408,14 +408,14 @@ func TestBenchInterrupted(t *testing.T) {
 		"sim --duration 1h --rates 1gbit"} {
 		cmd := exec.Command(exe, strings.Fields(args)...)
 		cmd.Env = append(os.Environ(), commandEnv+"=1")
-		said, err := cmd.StderrPipe()
+		output, err := cmd.StderrPipe()
 		if err != nil {
 			t.Fatal(err)
 		}
 		if err := cmd.Start(); err != nil {
 			t.Fatal(err)
 		}
-		lines := bufio.NewScanner(said)
+		lines := bufio.NewScanner(output)
 		lines.Scan() // it has begun
 		if err := cmd.Process.Signal(os.Interrupt); err != nil {
 			t.Fatal(err)
@@ -426,7 +426,7 @@ func TestBenchInterrupted(t *testing.T) {
 		}
 		if err := cmd.Wait(); cmd.ProcessState.ExitCode() != failure || last != "kvspray-bench: "+
 			"interrupted" {
-			t.Errorf("%s: %v, and the last that it said was %q", args, err, last)
+			t.Errorf("%s: %v, and its last output was %q", args, err, last)
 		}
 	}
 }

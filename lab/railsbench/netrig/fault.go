@@ -18,7 +18,7 @@ import (
 // lossUnit is the resolution of Loss.
 const lossUnit = 10000
 
-// Apply does what a fault says, now.
+// Apply makes a fault, now.
 func (r *Rig) Apply(f timeline.Fault) error {
 	for i := range r.rates {
 		if !f.Meets(i) {
@@ -49,7 +49,7 @@ func (r *Rig) turn(i int, f timeline.Fault) error {
 	if was.Down != now.Down || was.Flap > 0 && now.Flap == 0 {
 		errs = append(errs, r.carrier(i, !now.Down))
 	}
-	if was.Deaf != now.Deaf || was.AckDeaf != now.AckDeaf {
+	if was.Drop != now.Drop || was.AckDrop != now.AckDrop {
 		errs = append(errs, r.filterLocked(i))
 	}
 	if was.Share != now.Share {
@@ -122,7 +122,7 @@ func resets() []expr.Any {
 }
 
 // filterLocked replaces the filters of these rails' two ends, those of one end at once, by what
-// their conditions say.
+// their conditions require.
 func (r *Rig) filterLocked(rails ...int) error {
 	for s := range r.hosts {
 		c, err := nftables.New(nftables.WithNetNSFd(int(r.ns[s])))
@@ -144,8 +144,8 @@ func (r *Rig) filterEndLocked(c *nftables.Conn, s Side, i int) {
 	table := &nftables.Table{Family: nftables.TableFamilyNetdev, Name: Name(i)}
 	c.AddTable(table)
 	c.DelTable(table) // with all that is in it; the line above makes sure that there is one
-	deaf := r.cond[i].Deaf || r.cond[i].AckDeaf && s == Sender
-	if !deaf && !r.refuse && r.loss[i] == 0 {
+	silent := r.cond[i].Drop || r.cond[i].AckDrop && s == Sender
+	if !silent && !r.refuse && r.loss[i] == 0 {
 		return
 	}
 	table = c.AddTable(table)
@@ -154,7 +154,7 @@ func (r *Rig) filterEndLocked(c *nftables.Conn, s Side, i int) {
 		Priority: nftables.ChainPriorityFilter, Device: Name(i)})
 	rule := func(e ...expr.Any) { c.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: e}) }
 	swallow := []expr.Any{&expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}}
-	if deaf {
+	if silent {
 		rule(swallow...)
 		return
 	}
@@ -179,7 +179,7 @@ type flap struct {
 // flap takes the carrier away for half of each period.
 func (r *Rig) flap(i int, period time.Duration) *flap {
 	f := &flap{stop: make(chan struct{}), done: make(chan struct{})}
-	_ = r.carrier(i, false) // the goroutine says it again
+	_ = r.carrier(i, false) // the goroutine does it again
 	go func() {
 		defer close(f.done)
 		t := time.NewTicker(period / 2)

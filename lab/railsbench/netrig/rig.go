@@ -37,13 +37,13 @@ const MaxReceivers = 64
 // What a shaper holds. The burst is what a rail may send at line speed after a pause: large enough
 // for the timers of a virtual machine, small enough that a slow rail is slow.
 const (
-	burstTime  = 2 * time.Millisecond
-	leastBurst = 16 << 10
-	mostBurst  = 512 << 10
-	queueTime  = 20 * time.Millisecond // bytes wait in the shaper at most so long
+	burstTime = 2 * time.Millisecond
+	minBurst  = 16 << 10
+	maxBurst  = 512 << 10
+	queueTime = 20 * time.Millisecond // bytes wait in the shaper at most so long
 )
 
-// ErrNotPermitted says that this process may not make network namespaces.
+// ErrNotPermitted means that this process may not make network namespaces.
 var ErrNotPermitted = errors.New("network namespaces are not permitted here: run as root (or " +
 	"with CAP_SYS_ADMIN and CAP_NET_ADMIN, " +
 	"in a container --privileged), or inside 'unshare --user --map-root-user --net --mount'")
@@ -68,7 +68,7 @@ type Rig struct {
 // New builds rails of these rates, all healthy, between two hosts.
 func New(rates []timeline.Rate) (*Rig, error) { return NewFan(rates, 1) }
 
-// NewFan builds a sender and so many receivers. Each host has a device of each rail. With several
+// NewFan builds a sender and its receivers. Each host has a device of each rail. With several
 // receivers those of one rail are ports of one switch, and each port is shaped in both directions.
 // Faults are made on rigs of one receiver only.
 func NewFan(rates []timeline.Rate, receivers int) (_ *Rig, err error) {
@@ -143,7 +143,7 @@ func newNamespace() (netns.NsHandle, error) {
 		return netns.None(), err
 	}
 	if err := netns.Set(home); err != nil {
-		// the thread stays locked and ends with its goroutine: nobody else must run in there
+		// the thread stays locked and ends with its goroutine: no other goroutine must run in there
 		return ns, err
 	}
 	runtime.UnlockOSThread()
@@ -252,7 +252,7 @@ func (r *Rig) shape(i int, share float64) error {
 // tbf shapes what leaves over a device.
 func (r *Rig) tbf(nl *netlink.Handle, link netlink.Link, i int, share float64) error {
 	rate := max(uint64(float64(r.rates[i])*share/8), 1)
-	burst := uint32(min(max(float64(rate)*burstTime.Seconds(), leastBurst), mostBurst))
+	burst := uint32(min(max(float64(rate)*burstTime.Seconds(), minBurst), maxBurst))
 	q := &netlink.Tbf{QdiscAttrs: netlink.QdiscAttrs{LinkIndex: link.Attrs().Index,
 		Parent: netlink.HANDLE_ROOT, Handle: netlink.MakeHandle(1, 0)},
 		Rate: rate, Limit: uint32(min(float64(rate)*queueTime.Seconds(), math.MaxUint32/2)) + burst,
@@ -373,7 +373,7 @@ func (r *Rig) Close() {
 	}
 }
 
-// Permitted reports whether New can work here; the error says why not, and the remedy.
+// Permitted reports whether New can work here; the error reports why not, and the remedy.
 func Permitted() error {
 	r, err := New([]timeline.Rate{timeline.MinRate})
 	if err != nil {

@@ -2,7 +2,7 @@
 between D's tokens while pages come.
 
 The other side is a peer without an engine: a process with a sidecar, host memory of the same
-layout, and recorded pages of P's. So nobody else computes on the GPU. Both arms of a pair do the
+layout, and recorded pages of P's. So no other process computes on the GPU. Both arms of a pair do the
 same computation: P prefills as many new prompts either way, and D answers the same prompts,
 whose pages come from the peer in one arm and lie in its prefix cache in the other.
 """

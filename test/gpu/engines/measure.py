@@ -147,7 +147,7 @@ class Running:
         print(f"{'RED' if problems else 'GREEN'} {part} ({took:.0f} s)", flush=True)
 
     def end(self, sig: int, _: object) -> None:
-        """A limit of time. What was measured so far is written at once. Then the engines end, so
+        """A limit of time. Results so far are written at once. Then the engines end, so
         that whatever waits for an answer gets an error, and the finally blocks run."""
         deaf()
         if self.part:

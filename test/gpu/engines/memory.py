@@ -29,7 +29,7 @@ PEAK = 0.9  # of the cache is in use by running requests, at least, at some time
 ANSWER = 64
 START_S = 540.0
 # A request may wait long for blocks where the cache is full.
-PATIENT = ("transfer.deadline=90s", "transfer.partner=60s")
+PATIENT = ("transfer.deadline=90s", "transfer.match_timeout=60s")
 OUT_OF_MEMORY = re.compile(
     r".*(?:out of memory|OUT_OF_MEMORY|OutOfMemory|No available memory).*", re.IGNORECASE
 )
@@ -44,20 +44,20 @@ def options(parser: Any) -> None:
 
 
 class Watch(threading.Thread):
-    """Free memory at its lowest, and what each process has at its most."""
+    """Free memory at its lowest, and the maximum of each process."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.end, self.gpu = threading.Event(), nvml.open_first()
         self.lowest: int | None = None
-        self.most: dict[int, int] = {}
+        self.peak: dict[int, int] = {}
 
     def run(self) -> None:
         while self.gpu is not None and not self.end.wait(0.01):
             free = self.gpu.free()
             self.lowest = free if self.lowest is None else min(self.lowest, free)
             for pid, used in self.gpu.processes().items():
-                self.most[pid] = max(used, self.most.get(pid, 0))
+                self.peak[pid] = max(used, self.peak.get(pid, 0))
 
     def free(self) -> int | None:
         return self.gpu.free() if self.gpu is not None else None
@@ -79,7 +79,7 @@ class Load:
         self.usage, self.long = 0.0, ANSWER
 
     def one(self, kind: str, place: int) -> None:
-        """place: of the prompt in the peer's memory, which nobody else uses meanwhile."""
+        """place: of the prompt in the peer's memory, which nothing else uses meanwhile."""
         with self.lock:
             self.turn += 1
             turn = self.turn
@@ -175,7 +175,7 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
         watch.stop()
         assert peer is not None
         pids = {"engine": engine.pids(), "sidecar": sidecar.pids(), "peer": peer.sidecar.pids()}
-        most = {name: sum(watch.most.get(pid, 0) for pid in of) // MIB for name, of in pids.items()}
+        peak = {name: sum(watch.peak.get(pid, 0) for pid in of) // MIB for name, of in pids.items()}
         m = engine.metrics()
         ends = {
             k: v for k, v in m.items() if k.startswith("vllm:kvspray_") and "transfers_total" in k
@@ -192,7 +192,7 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
         sidecar.stop()
         after_sidecar = watch.free()
         if before is not None:
-            most |= {
+            peak |= {
                 "peer, by its end": (after_peer - before) // MIB,
                 "sidecar, by its end": (after_sidecar - after_peer) // MIB,
             }
@@ -201,7 +201,7 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
             "cache_in_use_at_most": load.usage,
             "preempted": total(m, "vllm:num_preemptions_total"),
             "lowest_free": watch.lowest,
-            "most_mib": most,
+            "peak_mib": peak,
             "counts": dict(load.counts),
             "ends": ends,
         }
@@ -212,7 +212,7 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
             f"memory: --gpu-memory-utilization {share:g}, {cached} tokens of cache, "
             f"{load.usage:.0%} of it in use at most; free at its lowest "
             f"{'unknown' if watch.lowest is None else watch.lowest // MIB} MiB; MiB of each: "
-            f"{most}; {dict(load.counts)}"
+            f"{peak}; {dict(load.counts)}"
         )
     finally:
         a.set = sets

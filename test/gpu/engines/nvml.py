@@ -6,7 +6,7 @@ import ctypes
 import os
 
 MAX_PROCESSES = 256
-UNKNOWN = 2**64 - 1  # of a process whose memory the driver does not tell, as in some containers
+UNKNOWN = 2**64 - 1  # of a process whose memory the driver does not report, as in some containers
 
 
 class Memory(ctypes.Structure):

@@ -137,7 +137,7 @@ def trim(tree: pathlib.Path) -> None:
 
 
 def own() -> pathlib.Path:
-    """kvspray's binary, its Python packages with the C library, and nothing of anybody else."""
+    """kvspray's binary, its Python packages with the C library, and no other package."""
     tree = fresh("own")
     (tree / "bin").mkdir()
     build = [
@@ -282,7 +282,7 @@ def pack(part: str, tree: pathlib.Path, preset: int) -> None:
 
 
 def stale(part: str) -> bool:
-    """Whether a part must be packed. What comes from wheels is packed again when versions or
+    """Whether a part must be packed. Wheels are packed again when versions or
     contents change."""
     sources = b"".join((HERE / f).read_bytes() for f in REQUIREMENTS)
     recipe = hashlib.sha256(

@@ -170,7 +170,7 @@ def other(rig: Rig) -> str:
     if (rig.host.models / name / "config.json").exists():
         return name
     folder = rig.host.models if rig.host.device == "cuda" else rig.run
-    # Without the engines' packages: as whoever wrote the first one.
+    # Without the engines' packages: as the writer of the first one.
     subprocess.run([rig.host.python, HERE / "models.py", folder, name], check=True)
     return str(folder / name)
 
@@ -193,7 +193,7 @@ def ceilings(rig: Rig, folder: str) -> dict[str, Any]:
 
 
 class Loads:
-    """Two sets of weights in turns, and what the engine must say with each."""
+    """Two sets of weights in turns, and what the engine must answer with each."""
 
     def __init__(self, engine: Engine, sources: list[str], wants: list[tuple[str, Any]]) -> None:
         self.engine, self.sources, self.wants = engine, sources, wants

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """SGLang's servers on a GPU with kvspray: HiCache on the store of a sidecar, and prefill and decode
-through two. On a GPU host: unpack.py with the folder of pack.py's parts sgl and sgl-data, then
+through two. On a GPU host: unpack.py with the directory of pack.py's parts sgl and sgl-data, then
 models.py /opt/rig/models granite-1b.
 
 Each prompt goes to a plain server, to prefill and decode, and three times to the server with

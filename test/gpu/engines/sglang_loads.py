@@ -166,8 +166,8 @@ class Run:
         """Pages in runs, as SGLang's allocators give them: of the host, and of the device."""
         page, r = self.args.page, random.Random(str(seed))
         out = []
-        for least in (0, 1):  # SGLang's allocators do not give the device's page 0
-            there = list(range(least, self.size // page))
+        for first in (0, 1):  # SGLang's allocators do not give the device's page 0
+            there = list(range(first, self.size // page))
             runs = [there[i : i + 8] for i in range(0, len(there), 8)]
             r.shuffle(runs)
             mine = torch.tensor([p for run in runs for p in run][: tokens // page])
@@ -419,7 +419,7 @@ def main() -> None:
     for problem in problems[:10]:
         print(f"  PROBLEM {problem}", flush=True)
     print("RED" if problems else "GREEN", flush=True)
-    os._exit(int(bool(problems)))  # a stream that waits for ever keeps no one
+    os._exit(int(bool(problems)))  # a stream that waits for ever keeps no caller
 
 
 if __name__ == "__main__":

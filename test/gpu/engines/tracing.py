@@ -105,7 +105,7 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
                 if turn >= 0:
                     post(server, "/start_profile")
                 for i in range(rig.args.trace_prompts):
-                    # Nobody fetches it: its lease ends with the request that is cancelled at the
+                    # No engine fetches it: its lease ends with the request that is cancelled at the
                     # end.
                     ask(
                         server.url,

@@ -3,7 +3,7 @@ that of the same prompt at D again.
 
 Prefill first: P's answer is there before D is asked. Concurrent: both are asked at once; what
 counts is the time from P's answer to D's, and the whole beside a plain engine's first token,
-which is D's own with a prompt that nobody has. Every prompt is new, and kinds take turns within
+which is D's own with a prompt that no engine has. Every prompt is new, and kinds take turns within
 each round.
 """
 
@@ -124,7 +124,7 @@ def decode_step(server: Server, ids: list[int]) -> float:
 
 
 def of_sidecar(pair: Pair, rounds: int, start: str) -> dict[str, Any]:
-    """What the trace of P's sidecar says of the transfers of one length."""
+    """The trace of P's sidecar about the transfers of one length."""
     end = time.monotonic() + TRACE_S
     while True:
         rows = [

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Unpacks what pack.py has packed, on the GPU host, into a folder that later commands find
+"""Unpacks what pack.py has packed, on the GPU host, into a directory that later commands find
 again. A pack that is there already is left alone; one that changed replaces what it made before.
 
-usage: unpack.py [--to /opt/rig] [FOLDER ...]         default: .build/gpu/pk
+usage: unpack.py [--to /opt/rig] [DIR ...]         default: .build/gpu/pk
 """
 
 from __future__ import annotations

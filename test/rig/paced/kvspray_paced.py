@@ -1,4 +1,4 @@
-"""KVSPRAY_PACE: tokens per second. Each layer of an engine then takes so much longer, as those of a larger model on a device of its own do: engines
+"""KVSPRAY_PACE: tokens per second. Each layer of an engine then takes that much longer, as those of a larger model on a device of its own do: engines
 that share a few cores do not wait for each other. Nothing else is changed."""
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 // place by one of package placement. The sources stay as they are; the compiler is shown changed
 // copies of them (go build -overlay).
 //
-// It fails when a mutant survives, when something else than what it breaks is said to be broken,
+// It fails when a mutant survives, when something else than what it breaks fails,
 // when a promise or a trap has no mutant that it noticed, and when the text that a mutant changes
 // is no longer there. No goroutines.
 package main
@@ -128,8 +128,8 @@ func list(pkg, pattern string) (names []string, err error) {
 	return names, nil
 }
 
-// try builds the tests with the mutant in place of the line, and says what noticed it: a promise,
-// or the test of a trap; "": nothing.
+// try builds the tests with the mutant in place of the line, and reports what noticed it: a
+// promise, or the test of a trap; "": nothing.
 func (m *mutant) try(dir string) (by, detail string, err error) {
 	pkg, tests, words, limit := simPkg, clusters, sim.Promises, simLimit
 	var flags []string

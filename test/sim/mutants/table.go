@@ -123,7 +123,7 @@ var mutants = []mutant{
 		"deadline = min(time.Duration(m.DeadlineMs)*time.Millisecond, frame.MaxDeadline)",
 		[]string{path, never}},
 
-	// What is left behind.
+	// State that is left behind.
 	{"a grant is not forgotten", "control/exec/internal/dest/dest.go", "	ds.out.Forget(l)\n", "",
 		[]string{leak, slot}},
 	{"a grant of a peer is not forgotten", "control/exec/internal/source/inbound.go", "func (mt *Matcher) " +
@@ -140,7 +140,7 @@ var mutants = []mutant{
 	{"anybody answers", "control/exec/internal/dest/queries.go", "	if w.sent != p.Boot {\n", "	if false {\n",
 		[]string{"TestOnlyTheAskedPeerAnswers"}},
 
-	// What comes again.
+	// Repeated messages.
 	{"a grant that is over comes again", "control/exec/internal/source/inbound.go", "		if s.Over(g) {\n			return " +
 		"nil // a replay\n		}\n", "		_ = s\n", []string{"TestReplayOfAGrantThatIsOver"}},
 	{"a replayed grant takes the place", "control/exec/internal/source/inbound.go", "		if int32(m.Gen-old.msg.Gen) " +
@@ -378,16 +378,16 @@ var mutants = []mutant{
 		[]string{"TestChoices"}},
 	{"bytes before others cost nothing", "placement/cost.go", "p.Fixed + (p.Before+bytes)/p.Rate",
 		"p.Fixed + bytes/p.Rate", []string{"TestChoices"}},
-	{"all or nothing is fetched", "placement/cost.go", "n >= 1 && n < float64(most)",
-		"n >= 1 && n > float64(most)", []string{"TestFetchTakesTheBestNumberOfTokens", "TestLawsOfPrice"}},
+	{"all or nothing is fetched", "placement/cost.go", "n >= 1 && n < float64(fetchable)",
+		"n >= 1 && n > float64(fetchable)", []string{"TestFetchTakesTheBestNumberOfTokens", "TestLawsOfPrice"}},
 	{"overlap is all of it", "placement/cost.go", "	c.Hidden = s.Overlap * min(c.Prefill, c.Transfer)\n" +
 		"	// The decode", "	c.Hidden = min(c.Prefill, c.Transfer)\n	// The decode", []string{"TestChoices"}},
 	{"a full decode engine takes a pair", "placement/cost.go", "to.Wait > done", "false",
 		[]string{"TestChoices"}},
 	{"others wait for free", "placement/cost.go", "c.TTFT() + e.delay(c.Prefill)", "c.TTFT()",
 		[]string{"TestChoices"}},
-	{"good engines are left out", "placement/rank.go", "least*(1-rounding) > q.best.Price",
-		"least > 0.8*q.best.Price", []string{"TestDecideIsTheFirstOfRank"}},
+	{"good engines are left out", "placement/rank.go", "bound*(1-rounding) > q.best.Price",
+		"bound > 0.8*q.best.Price", []string{"TestDecideIsTheFirstOfRank"}},
 	{"a shorter hit is fetched", "placement/cost.go", "	if held <= own {", "	if false {",
 		[]string{"TestFetchTakesTheBestNumberOfTokens"}},
 	{"one engine wins all ties", "placement/rank.go", "return (engine - a.First%n + n) % n",

@@ -1,5 +1,5 @@
 // The kernels of the sidecar: they rearrange bytes, packing and unpacking inside one GPU's memory while copy engines cross links. Scattered
-// pages of the host they read and write themselves where nobody else computes on the GPU, and nowhere else (gpu/knock.go).
+// pages of the host they read and write themselves where no other kernel computes on the GPU, and nowhere else (see gpu/doc.go).
 //
 // Compiled by generate.py to PTX (any later GPU, by the driver's JIT) and to sm_80 and sm_90 code; both are committed.
 

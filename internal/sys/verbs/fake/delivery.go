@@ -15,14 +15,14 @@ const lagLasts = time.Millisecond
 type Hop uint8
 
 // The hops, from the sender to the receiver and back. The first two and the last are of the sending
-// queue pair, Show and Tell of the receiving one.
+// queue pair, Show and Complete of the receiving one.
 const (
 	Read Hop = iota // the sender's NIC reads the bytes: they are on the wire
 	// the receiver's NIC takes the message in, looks at its key, and acknowledges it.
 	Arrive
-	Show   // its bytes are in the receiver's memory
-	Tell   // the receiver's completion
-	Answer // the sender's completion
+	Show     // its bytes are in the receiver's memory
+	Complete // the receiver's completion
+	Answer   // the sender's completion
 	numHops
 )
 
@@ -125,7 +125,7 @@ func (f *Fabric) LoseAnswers(qp uint32) {
 }
 
 // TimeOut is the sender's retry counter running out: its oldest request fails, the rest is flushed.
-// What is on the wire still arrives.
+// Messages on the wire still arrive.
 func (f *Fabric) TimeOut(qp uint32) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -218,7 +218,7 @@ func (f *Fabric) moveLocked(q *queuePair) bool {
 	if len(q.sends)+len(q.wire)+len(q.answers)+len(q.inbound) == 0 {
 		return false
 	}
-	order := [numHops]Hop{Show, Tell, Answer, Arrive, Read}
+	order := [numHops]Hop{Show, Complete, Answer, Arrive, Read}
 	first := f.drawLocked(len(order))
 	for i := range order {
 		if h := order[(first+i)%len(order)]; !f.held[step{q.num, h}] && f.hopLocked(q, h) {
@@ -236,8 +236,8 @@ func (f *Fabric) hopLocked(q *queuePair, h Hop) bool {
 		return f.arriveLocked(q)
 	case Show:
 		return f.showLocked(q)
-	case Tell:
-		return f.tellLocked(q)
+	case Complete:
+		return f.completeLocked(q)
 	}
 	if len(q.answers) == 0 {
 		return false
@@ -278,12 +278,12 @@ func (f *Fabric) arriveLocked(q *queuePair) bool {
 		at = f.drawLocked(len(q.wire))
 	}
 	m := q.wire[at]
-	// which clears: whoever keeps a queue pair does not keep what it sent
+	// which clears: a kept queue pair does not keep what it sent
 	q.wire = slices.Delete(q.wire, at, at+1)
 	to := f.qps[m.to]
 	if to == nil || (to.state != verbs.ReadyToReceive && to.state != verbs.ReadyToSend) ||
 		to.remote != q.num || to.life != m.expected || q.refused && q.life == m.life {
-		return true // nobody there; the sender's time-out will say so
+		return true // no queue pair there; the sender's time-out will report it
 	}
 	b := f.sliceLocked(to.p, m.w.RemoteKey, m.w.RemoteAddr, m.w.Len, true)
 	switch {
@@ -301,7 +301,7 @@ func (f *Fabric) arriveLocked(q *queuePair) bool {
 		}
 		if m.w.Op == verbs.WriteImm {
 			to.inbound = append(to.inbound, arrival{from: q.num, at: f.arrived,
-				tell: verbs.Completion{ID: to.receives[0], QP: to.num, Op: verbs.Receive, Imm: m.w.Imm}})
+				completion: verbs.Completion{ID: to.receives[0], QP: to.num, Op: verbs.Receive, Imm: m.w.Imm}})
 			to.receives = to.receives[1:]
 		}
 		f.ackLocked(q, &m, verbs.OK)
@@ -312,8 +312,8 @@ func (f *Fabric) arriveLocked(q *queuePair) bool {
 func (f *Fabric) unorderedLocked(q *queuePair) bool { return f.ports[q.d.name].unordered }
 
 // waitsLocked reports whether a completion has to wait for bytes that arrived ahead of it.
-func (f *Fabric) waitsLocked(q *queuePair, tell, bytes *arrival) bool {
-	return !f.unorderedLocked(q) || tell.at == 0 || tell.at == bytes.at
+func (f *Fabric) waitsLocked(q *queuePair, completion, bytes *arrival) bool {
+	return !f.unorderedLocked(q) || completion.at == 0 || completion.at == bytes.at
 }
 
 // showLocked puts the bytes of one arrival into memory: any, but where two lie over each other the
@@ -340,22 +340,22 @@ func (f *Fabric) showLocked(q *queuePair) bool {
 	return false
 }
 
-func (f *Fabric) tellLocked(q *queuePair) bool {
-	// What has failed is told before what is flushed because of it.
+func (f *Fabric) completeLocked(q *queuePair) bool {
+	// A failure completes before the requests that are flushed because of it.
 	failing := slices.ContainsFunc(q.answers, func(c verbs.Completion) bool {
 		return c.Status !=
 			verbs.OK && c.Status != verbs.Flushed
 	})
 	for at := range q.inbound {
 		a := &q.inbound[at]
-		if a.to != nil || failing && a.tell.Status == verbs.Flushed {
+		if a.to != nil || failing && a.completion.Status == verbs.Flushed {
 			continue
 		}
 		if !slices.ContainsFunc(q.inbound[:at], func(b arrival) bool {
 			return b.to != nil &&
 				f.waitsLocked(q, a, &b)
 		}) {
-			q.cq.addLocked(a.tell)
+			q.cq.addLocked(a.completion)
 			q.inbound = slices.Delete(q.inbound, at, at+1)
 			return true
 		}
@@ -366,7 +366,7 @@ func (f *Fabric) tellLocked(q *queuePair) bool {
 	return false
 }
 
-// ackLocked lets the sender's NIC know how a message ended.
+// ackLocked notifies the sender's NIC how a message ended.
 func (f *Fabric) ackLocked(q *queuePair, m *message, s verbs.Status) {
 	if q.life != m.life {
 		return

@@ -105,7 +105,7 @@ type memory struct {
 	remote bool
 }
 
-// DMABuf says what lies behind a descriptor that RegisterDMABuf will be given; nil: nothing any
+// DMABuf sets what lies behind a descriptor that RegisterDMABuf will be given; nil: nothing any
 // more.
 func (f *Fabric) DMABuf(fd int, b []byte) {
 	f.mu.Lock()
@@ -113,7 +113,7 @@ func (f *Fabric) DMABuf(fd int, b []byte) {
 	f.dmabufs[fd] = b
 }
 
-// Peer says what a GPU has at an address that RegisterPeer will be given, as far as its module is
+// Peer sets what a GPU has at an address that RegisterPeer will be given, as far as its module is
 // loaded.
 func (f *Fabric) Peer(addr uint64, b []byte) {
 	f.mu.Lock()

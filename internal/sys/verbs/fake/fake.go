@@ -1,14 +1,15 @@
 // Package fake is RDMA verbs inside one process, deterministic: nothing moves until Step or Run is
 // called, and each hop of a message is a step of its own: the sender's NIC reads, the receiver's
-// takes the message in and acknowledges it, the bytes are in memory, the receiver is told, the
-// sender is told. So a test can stop time between any two of them, lose some, deliver a message
-// long after its sender gave up on it, give a port another address, and pull a device out.
+// takes the message in and acknowledges it, the bytes are in memory, the receiver has its
+// completion, the sender has its completion. So a test can stop time between any two of them, lose
+// some, deliver a message long after its sender gave up on it, give a port another address, and
+// pull a device out.
 //
 // Without a seed everything goes on in the order in which it was posted. With one (Shuffle), the
 // next step is drawn among all that hardware leaves open: queue pairs overtake each other, bytes
-// come into memory in any order and long after the sender was told that its write is complete. What
+// come into memory in any order and long after the sender had the completion of its write. What
 // hardware promises is kept: a queue pair's messages arrive in order, and neither an immediate nor
-// a flush is told before the bytes of what arrived ahead of it on the same queue pair are there.
+// a flush completes before the bytes of what arrived ahead of it on the same queue pair are there.
 // Between queue pairs nothing is promised, and an Unordered port does not even promise that.
 //
 // A Fabric owns everything under one mutex. Only Serve starts a goroutine, which its result joins.
@@ -103,7 +104,7 @@ func (f *Fabric) Lock(name string, bytes uint64) {
 	f.ports[name].lock = verbs.LockedMemory{Limit: bytes}
 }
 
-// Limit sets what devices say and enforce, for tests of limits.
+// Limit sets what devices report and enforce, for tests of limits.
 func (f *Fabric) Limit(l verbs.Limits) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -163,7 +164,7 @@ func gid(a netip.Addr) verbs.GID {
 	return verbs.GID{Raw: a.As16(), Type: verbs.GIDRoCEv2}
 }
 
-// SetGID gives a port another address, and says so. The zero Addr takes the only one away.
+// SetGID gives a port another address, and reports it. The zero Addr takes the only one away.
 func (f *Fabric) SetGID(name string, a netip.Addr) {
 	f.Device(name)
 	f.mu.Lock()
@@ -175,7 +176,7 @@ func (f *Fabric) SetGID(name string, a netip.Addr) {
 	f.Emit(name, verbs.Event{Kind: verbs.GIDChange})
 }
 
-// Remove pulls a device out: its last word is DeviceFatal, its queue pairs neither flush nor move
+// Remove pulls a device out: its last event is DeviceFatal, its queue pairs neither flush nor move
 // anything, and what belonged to it can only be closed. It cannot be opened until Insert.
 func (f *Fabric) Remove(name string) {
 	f.Device(name)
@@ -205,11 +206,11 @@ func (f *Fabric) Insert(name string) {
 	f.ports[name].removed, f.ports[name].down = false, false
 }
 
-// maxEvents that nobody has taken; later ones are lost.
+// maxEvents that wait to be taken; later ones are lost.
 const maxEvents = 64
 
-// Emit makes a device say something, to everybody who has opened it. PortDown and PortUp also
-// change what Active says; what is on the wire stays there.
+// Emit makes a device report an event to all that have opened it. PortDown and PortUp also
+// change what Active reports; what is on the wire stays there.
 func (f *Fabric) Emit(name string, e verbs.Event) {
 	f.Device(name)
 	f.mu.Lock()

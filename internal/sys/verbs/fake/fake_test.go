@@ -102,7 +102,7 @@ func TestImmediateFollowsWrites(t *testing.T) {
 	}
 }
 
-// TestLateWriteAfterTimeout is the worst case of the field: the sender's completion says failure,
+// TestLateWriteAfterTimeout is the worst case of the field: the sender's completion is a failure,
 // the blocks are about to be reused, and the bytes are still on the wire. The sender's error stops
 // nothing; the receiver's does.
 func TestLateWriteAfterTimeout(t *testing.T) {
@@ -238,7 +238,7 @@ func second(_ int, err error) error { return err }
 
 // TestHops: each hop can be stopped by itself, and what hardware promises holds whichever is.
 func TestHops(t *testing.T) {
-	type seen struct{ bytes, told, answered bool }
+	type seen struct{ bytes, completed, answered bool }
 	for _, c := range []struct {
 		hop      Hop
 		receiver bool // it is of the receiving queue pair
@@ -247,8 +247,8 @@ func TestHops(t *testing.T) {
 		{Read, false, seen{}},
 		{Arrive, false, seen{}},
 		{Show, true, seen{answered: true}}, // complete to the sender, and not a byte is there
-		{Tell, true, seen{bytes: true, answered: true}},
-		{Answer, false, seen{bytes: true, told: true}},
+		{Complete, true, seen{bytes: true, answered: true}},
+		{Answer, false, seen{bytes: true, completed: true}},
 	} {
 		f, a, b := newPair(t)
 		if err := b.q.PostReceive([]uint64{50}); err != nil {
@@ -269,7 +269,7 @@ func TestHops(t *testing.T) {
 		}
 		f.Release(stopped)
 		f.Run()
-		if got, want := look(), (seen{true, !c.want.told, !c.want.answered}); got != want {
+		if got, want := look(), (seen{true, !c.want.completed, !c.want.answered}); got != want {
 			t.Errorf("hop %d goes on: %+v, want %+v", c.hop, got, want)
 		}
 	}
@@ -281,7 +281,7 @@ func TestHops(t *testing.T) {
 type race struct {
 	early   bool // a write was complete to the sender, and its bytes were not there
 	swapped bool // of two writes the later one was there first
-	// the second queue pair's immediate was told before the first one's bytes were there
+	// the second queue pair's immediate completed before the first one's bytes were there
 	elsewhere bool
 	own       bool // and so was the first one's
 	steps     int
@@ -320,7 +320,7 @@ func runRace(t *testing.T, seed uint64, unordered bool) (r race) {
 		}
 		return b.mem[1] == a.mem[2001]
 	}
-	done, told := 0, false
+	done, completed := 0, false
 	for f.Step() {
 		r.steps++
 		for _, c := range a.poll(t) {
@@ -340,13 +340,13 @@ func runRace(t *testing.T, seed uint64, unordered bool) (r race) {
 		}
 		complete := all()
 		r.elsewhere = r.elsewhere || len(b2.poll(t)) > 0 && !complete
-		if !told && len(b.poll(t)) > 0 {
-			told = true
+		if !completed && len(b.poll(t)) > 0 {
+			completed = true
 			r.own = !complete
 		}
 	}
-	if !all() || !told {
-		t.Fatalf("seed %d: it ends with bytes missing, or nobody told", seed)
+	if !all() || !completed {
+		t.Fatalf("seed %d: it ends with bytes missing, or no completion", seed)
 	}
 	return r
 }
@@ -372,10 +372,10 @@ func TestSeededOrder(t *testing.T) {
 		count(&unordered, runRace(t, seed, true))
 	}
 	t.Logf(
-		"complete before its bytes, swapped, told elsewhere before, told before: %d, unordered %d of %d",
+		"complete before its bytes, swapped, elsewhere before, completed before: %d, unordered %d of %d",
 		ordered, unordered, seeds)
 	if ordered[3] > 0 {
-		t.Errorf("an immediate was told %d times before the bytes ahead of it on its queue pair",
+		t.Errorf("an immediate completed %d times before the bytes ahead of it on its queue pair",
 			ordered[3])
 	}
 	for i, n := range ordered[:3] {
@@ -389,8 +389,8 @@ func TestSeededOrder(t *testing.T) {
 }
 
 // TestSeededEnds: what a receiver may rely on to get its memory back. Behind a flush that it was
-// told of, behind the end of a key, and behind the end of a queue pair, not a byte comes any more,
-// whatever lagged.
+// completed, behind the end of a key, and behind the end of a queue pair, not a byte comes any
+// more, whatever lagged.
 func TestSeededEnds(t *testing.T) {
 	for name, end := range map[string]func(t *testing.T, f *Fabric, b *end){
 		"flush": func(t *testing.T, f *Fabric, b *end) {

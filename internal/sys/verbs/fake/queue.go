@@ -65,14 +65,14 @@ type request struct {
 
 // arrival is what a queue pair has taken in and its host does not see yet: bytes, or a completion.
 type arrival struct {
-	from uint32
-	at   uint64 // number of its message; 0: of none
-	key  uint32
-	addr uint64
-	to   []byte // what lies there; nil: this is a completion
-	data []byte
-	lags bool // its bytes come when something forces them
-	tell verbs.Completion
+	from       uint32
+	at         uint64 // number of its message; 0: of none
+	key        uint32
+	addr       uint64
+	to         []byte // what lies there; nil: this is a completion
+	data       []byte
+	lags       bool // its bytes come when something forces them
+	completion verbs.Completion
 }
 
 func (a *arrival) overlaps(b *arrival) bool {
@@ -94,13 +94,13 @@ type queuePair struct {
 	maxRecv  int
 	sends    []verbs.Work       // posted, not read yet
 	wire     []message          // read, not taken in yet; survives an error of its sender
-	unacked  []request          // read, and the sender does not know how it ended
+	unacked  []request          // read, and the sender does not have its end
 	answers  []verbs.Completion // of sends, that its host does not see yet
 	inbound  []arrival          // in the order of arrival
 	receives []uint64
 }
 
-// forgetLocked drops what is posted, and what the host was not told.
+// forgetLocked drops what is posted, and completions that the host has not polled.
 func (q *queuePair) forgetLocked() {
 	q.sends, q.unacked, q.answers, q.inbound, q.receives = nil, nil, nil, nil, nil
 }
@@ -218,8 +218,8 @@ func (q *queuePair) ToError() error {
 	return nil
 }
 
-// failLocked flushes. What is on the wire stays there: the network does not know of the sender's
-// state. Whether what it was not told of has arrived a flush does not say.
+// failLocked flushes. Messages on the wire stay there: the network does not see the sender's
+// state. A flush does not report whether messages without a completion have arrived.
 func (q *queuePair) failLocked() {
 	q.state = verbs.Error
 	for i := range q.unacked {
@@ -241,7 +241,7 @@ func (q *queuePair) flushSendLocked(id uint64) {
 
 // flushReceiveLocked puts the flush behind the bytes of what was taken in.
 func (q *queuePair) flushReceiveLocked(id uint64) {
-	q.inbound = append(q.inbound, arrival{tell: verbs.Completion{ID: id, QP: q.num,
+	q.inbound = append(q.inbound, arrival{completion: verbs.Completion{ID: id, QP: q.num,
 		Status: verbs.Flushed}})
 }
 

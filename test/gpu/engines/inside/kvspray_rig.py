@@ -1,7 +1,7 @@
 """Connectors that look at the engine's pages from inside, for tests only: KVSprayConnector and a
 connector that moves nothing.
 
-An engine loads them by kv_connector_module_path. They write to the folder $KVSPRAY_RIG_PAGES,
+An engine loads them by kv_connector_module_path. They write to the directory $KVSPRAY_RIG_PAGES,
 per request REQ (the engine's id without its random end) whose id contains "look":
 
     layout.json        what the engine registered with its sidecar
@@ -15,8 +15,8 @@ move. So engines of different tensor parallelism can be compared. It is computed
 the stream of the engine's steps, so that it has its place in their order, and the engine does not
 wait for it.
 
-A request whose id contains canaryfill empties the prefix cache and has every block that nobody has
-filled with CANARY; one whose id contains canarycheck has those compared that nobody had since, and
+A request whose id contains canaryfill empties the prefix cache and has every block that no request has
+filled with CANARY; one whose id contains canarycheck has those compared that no request had since, and
 writes REQ.canary.json.
 """
 
@@ -67,7 +67,7 @@ class Look:
 class Looks:
     loaded: list[Look] = field(default_factory=list)  # before the step
     computed: list[Look] = field(default_factory=list)  # behind it
-    fill: list[int] | None = None  # blocks that somebody had
+    fill: list[int] | None = None  # blocks that a request had
     check: tuple[str, list[int]] | None = None
 
 

@@ -1,4 +1,4 @@
-"""A worker extension that tells whether an engine's weights are what they were, for tests only."""
+"""A worker extension that reports whether an engine's weights are what they were, for tests only."""
 
 from __future__ import annotations
 
