@@ -35,7 +35,7 @@ type hop struct {
 // trace prepares the export of spans.
 func (p *Proxy) trace(cfg *Config) (err error) {
 	if cfg.TraceShare < 0 || cfg.TraceShare > 1 {
-		return fmt.Errorf("proxy: --trace-share %v is not above 0 and at most 1; write for instance 0.1",
+		return fmt.Errorf("proxy: trace_share %v is not above 0 and at most 1; write for instance 0.1",
 			cfg.TraceShare)
 	}
 	p.share = cmp.Or(cfg.TraceShare, 1)
@@ -43,7 +43,7 @@ func (p *Proxy) trace(cfg *Config) (err error) {
 		return nil
 	}
 	if problem, remedy := spans.CheckEndpoint(cfg.OTLP); problem != "" {
-		return fmt.Errorf("proxy: --otlp %q: %s; %s", spans.Redacted(cfg.OTLP), problem, remedy)
+		return fmt.Errorf("proxy: otlp %q: %s; %s", spans.Redacted(cfg.OTLP), problem, remedy)
 	}
 	host, _ := os.Hostname() // without one spans have no instance
 	p.spans, err = spans.New(spans.Options{Endpoint: cfg.OTLP, Service: "kvspray-router",
