@@ -193,8 +193,8 @@ func WriteMarkdown(w io.Writer) error {
 		"Addresses off loopback need `peer.cluster_key_file` or `peer.tls`.\n\n")
 	table(&b, Fields())
 	b.WriteString("\n## Router\n\n" +
-		"`kvspray proxy --config FILE` reads strict YAML, too. Each key is also a flag, which overrides " +
-		"the file:\n" +
+		"`kvspray proxy --config FILE` reads strict YAML, too. Each key is also a flag, which " +
+		"overrides the file:\n" +
 		"`--first-byte-timeout` sets `first_byte_timeout`. `--engine` adds one of `engines`.\n\n")
 	table(&b, RouterFields())
 	_, err := io.WriteString(w, b.String())
