@@ -32,9 +32,8 @@ type observer struct {
 	metrics *metrics.Set
 	log     *slog.Logger
 	order   []string // of transports, as configured
+	live    *openBackends
 
-	// Set before the first transfer.
-	backends  transport.Registry
 	transfers *trace.Lines
 	hashes    trace.Hashes
 	tracing   *tracing // nil: off
@@ -97,7 +96,7 @@ func (o *observer) route(lands []*exec.ReceivePart) (most, all string, bytes uin
 			moved[i] += l.Grant.Receipt.Bytes(i)
 		}
 	}
-	return routeOf(namesOf(o.backends), moved[:])
+	return routeOf(namesOf(o.live.Registry), moved[:])
 }
 
 // named is route for the executor's counts.
@@ -186,7 +185,7 @@ func (o *observer) counts() nodeapi.Totals {
 		st.Transfers[k] = v
 	}
 	o.totals.mu.Unlock()
-	for i, b := range o.backends {
+	for i, b := range o.live.Registry {
 		st.Bytes[b.Name()] = o.totals.bytes[min(i, transport.MaxBackends-1)].Load()
 	}
 	return st
