@@ -123,9 +123,7 @@ func New(opt Options) (*Node, error) {
 	if n.backends, err = newBackends(n.cfg, n.gpus, n.rails.gdrChanged, n.log); err != nil {
 		return nil, err
 	}
-	if err := n.join(self); err != nil {
-		return nil, err
-	}
+	n.join(self)
 	n.web = web.New(web.Options{Node: n.cfg.Node, Version: n.version, Boot: n.boot, Gather: n.registry,
 		Hosts: hosts(n.cfg), AdminUIDs: uids(n.cfg.Engine.AdminUIDs), Log: n.log,
 		Driver: n.driver, Life: n.life,
@@ -144,7 +142,7 @@ func New(opt Options) (*Node, error) {
 }
 
 // join makes the parts around the driver, and connects them.
-func (n *Node) join(self transport.Peer) error {
+func (n *Node) join(self transport.Peer) {
 	n.plans = plans.New(parseblock.Default())
 	n.observer = &observer{metrics: n.metrics, log: n.log, order: n.cfg.Transports.Order,
 		live: n.live, transfers: &trace.Lines{}, hashes: trace.Hashes{Lines: &trace.Lines{}},
@@ -181,7 +179,6 @@ func (n *Node) join(self transport.Peer) error {
 	n.conv.pages, n.results.pages = n.pages, n.pages
 	n.events = engineEvents{Events: n.driver.Events, proc: n.proc, local: n.local, copies: n.copies,
 		pages: n.pages, life: n.life, tracing: n.observer.tracing}
-	return nil
 }
 
 // openBackends are the backends that are open. Run sets them before the first peer.
