@@ -81,14 +81,14 @@ func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request, k kind) (body [
 	}
 	in := http.MaxBytesReader(w, r.Body, p.limit)
 	control := http.NewResponseController(w)
-	most := p.limit
+	bound := p.limit
 	if r.ContentLength > 0 {
-		most = min(most, r.ContentLength)
+		bound = min(bound, r.ContentLength)
 	}
 	end := time.Now().Add(bodyTimeout)
 	for {
 		if len(body) == cap(body) {
-			size := min(max(firstBody, 2*cap(body)), int(most)+1) // and its end
+			size := min(max(firstBody, 2*cap(body)), int(bound)+1) // and its end
 			size = max(size, cap(body)+1)
 			if !p.bodies.take(k.held() * int64(size-cap(body))) {
 				p.refuseTooMany(w, "too many bytes of request bodies in flight; try again")

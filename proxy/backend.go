@@ -142,15 +142,15 @@ func (p *pool) take(skip map[*backend]bool, accepts func(candidate) bool) *backe
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var best *backend
-	var least candidate
+	var offer candidate
 	now := time.Now()
 	for i := range p.all {
 		b := p.all[(p.next+i)%len(p.all)]
 		if skip[b] {
 			continue
 		}
-		if c := b.candidate(now); accepts(c) && (best == nil || c.better(least)) {
-			best, least = b, c
+		if c := b.candidate(now); accepts(c) && (best == nil || c.better(offer)) {
+			best, offer = b, c
 		}
 	}
 	if best == nil {

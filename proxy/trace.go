@@ -174,8 +174,8 @@ func (j *job) traced() {
 		attrs = append(attrs, spans.Text("kvspray.local_prefill", j.alone))
 	}
 	first, id, start := j.firstAt, j.id, j.start
-	most := 1 + min(t.prefill.tries, 1) + min(t.decode.tries, 1)
-	t.rec.Put(most, func() []spans.Span {
+	maxSpans := 1 + min(t.prefill.tries, 1) + min(t.decode.tries, 1)
+	t.rec.Put(maxSpans, func() []spans.Span {
 		c := clock{now}
 		out := []spans.Span{{Name: "kvspray.request", Kind: spans.Server, Self: t.self, Parent: t.parent,
 			Start: c.at(start), End: c.at(now), Failed: failed, Attrs: attrs}}

@@ -73,7 +73,7 @@ func (c *conversation) Connect(endpoint string) {
 }
 
 // Known implements driver.Peers.
-func (c *conversation) Known(boot transfer.Boot) bool { return c.dial.knows(boot) }
+func (c *conversation) Known(boot transfer.Boot) bool { return c.dial.has(boot) }
 
 // Send implements driver.Peers. A frame for this node is an event of the next round.
 func (c *conversation) Send(to transfer.Boot, f *peerv1.ControlFrame) {

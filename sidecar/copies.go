@@ -248,14 +248,14 @@ type piece struct {
 
 func (p *pieces) next(b *piece) bool {
 	b.from, b.to, b.bytes = b.from[:0], b.to[:0], 0
-	most := uint64(hostPiece)
+	limit := uint64(hostPiece)
 	if first := &p.parts[0]; first.Src.Device() != nil || first.Dst.Device() != nil {
-		most = devicePiece
+		limit = devicePiece
 	}
-	for p.part < len(p.parts) && b.bytes < most && len(b.from) < pieceBlocks {
+	for p.part < len(p.parts) && b.bytes < limit && len(b.from) < pieceBlocks {
 		part := &p.parts[p.part]
 		x := part.Block(p.block)
-		k := min(x.Len-p.off, most-b.bytes)
+		k := min(x.Len-p.off, limit-b.bytes)
 		b.from = append(b.from, mem.Block{Region: part.Src, Off: x.SrcOff + p.off, Len: k})
 		b.to = append(b.to, mem.Block{Region: part.Dst, Off: x.DstOff + p.off, Len: k})
 		b.bytes += k

@@ -225,7 +225,7 @@ func (d *dialer) watchIdle(ctx context.Context) {
 	}
 }
 
-func (d *dialer) knows(boot transfer.Boot) bool {
+func (d *dialer) has(boot transfer.Boot) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.peers[boot] != nil

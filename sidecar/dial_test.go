@@ -64,7 +64,7 @@ func TestWarnedOfOnce(t *testing.T) {
 		t.Errorf("warned %d times, want once", warned())
 	}
 	n.conv.Connect(other.Endpoint())
-	until(t, func() bool { return n.dial.knows(other.Boot()) })
+	until(t, func() bool { return n.dial.has(other.Boot()) })
 	n.conv.connectFailed(other.Endpoint(), errTest)
 	if warned() != 2 {
 		t.Errorf("warned %d times, want twice", warned())
@@ -132,7 +132,7 @@ func TestLanesOnDemand(t *testing.T) {
 
 	// Two that have met and have nothing to move have no lane.
 	a.conv.mesh.Connect(b.Endpoint())
-	until(t, func() bool { return a.dial.knows(b.boot) && b.dial.knows(a.boot) })
+	until(t, func() bool { return a.dial.has(b.boot) && b.dial.has(a.boot) })
 	<-time.After(idle)
 	if !none() {
 		t.Fatal("lanes that no request needs")

@@ -89,7 +89,7 @@ func (o *observer) Sent(s *exec.SendPart) { o.hashes.Sent(s, plans.Sent(s)) }
 
 // route names the transport that moved most bytes of a grant's parts, and all transports, and
 // counts the bytes.
-func (o *observer) route(lands []*exec.ReceivePart) (most, all string, bytes uint64) {
+func (o *observer) route(lands []*exec.ReceivePart) (main, all string, bytes uint64) {
 	var moved [transport.MaxBackends]uint64
 	for _, l := range lands {
 		for i := range moved {
@@ -100,11 +100,11 @@ func (o *observer) route(lands []*exec.ReceivePart) (most, all string, bytes uin
 }
 
 // named is route for the executor's counts.
-func (o *observer) named(moved []uint64) (most, all string, bytes uint64) {
+func (o *observer) named(moved []uint64) (main, all string, bytes uint64) {
 	return routeOf(o.order, moved)
 }
 
-func routeOf(names []string, moved []uint64) (most, all string, bytes uint64) {
+func routeOf(names []string, moved []uint64) (main, all string, bytes uint64) {
 	var top uint64
 	for i, name := range names {
 		if i >= len(moved) || moved[i] == 0 {
@@ -112,14 +112,14 @@ func routeOf(names []string, moved []uint64) (most, all string, bytes uint64) {
 		}
 		bytes += moved[i]
 		if moved[i] > top {
-			most, top = name, moved[i]
+			main, top = name, moved[i]
 		}
 		if all != "" {
 			all += "+"
 		}
 		all += name
 	}
-	return most, all, bytes
+	return main, all, bytes
 }
 
 // traceEnd writes a transfer's line. moved counts its bytes, also after a failure.

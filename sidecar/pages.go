@@ -127,7 +127,7 @@ func fits(want config.Size, root string) error {
 	return nil
 }
 
-// segmentShare: a disk has at least so many segments, if they are as small as they may be.
+// segmentShare is the minimum number of segments of a disk, if they are as small as they may be.
 const (
 	segmentShare    = 16
 	minSegmentBytes = 1 << 20

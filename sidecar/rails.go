@@ -90,8 +90,8 @@ func (s *railSet) put(backend string, opened []transport.Rail) {
 func (s *railSet) once(what string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	const most = 256 // remembered texts
-	if s.logged[what] || len(s.logged) >= most {
+	const maxLogged = 256 // texts
+	if s.logged[what] || len(s.logged) >= maxLogged {
 		return false
 	}
 	s.logged[what] = true

@@ -54,11 +54,11 @@ func (e *Error) Error() string {
 }
 
 func shorten(s string) string {
-	const most = 120 // bytes of a value that an error repeats
-	if len(s) <= most {
+	const maxShown = 120 // bytes of a value that an error repeats
+	if len(s) <= maxShown {
 		return s
 	}
-	return s[:most] + "..."
+	return s[:maxShown] + "..."
 }
 
 // origin reads a configuration, and records the positions of its values, so that Validate can name
@@ -439,7 +439,7 @@ func unknownKey(e *Error, key string, known []string) error {
 func Nearest(key string, known []string) string {
 	best, dist := "", min(len(key)/3, 2)+1
 	if len(key) <= 3 {
-		dist = 1 // in a short word any letter makes another word
+		dist = 1 // in a short one any letter makes another word
 	}
 	sorted := append([]string(nil), known...)
 	sort.Strings(sorted)
@@ -451,10 +451,10 @@ func Nearest(key string, known []string) string {
 	return best
 }
 
-// edits is the Levenshtein distance, up to most.
-func edits(a, b string, most int) int {
-	if len(a)-len(b) >= most || len(b)-len(a) >= most {
-		return most
+// edits is the Levenshtein distance, up to limit.
+func edits(a, b string, limit int) int {
+	if len(a)-len(b) >= limit || len(b)-len(a) >= limit {
+		return limit
 	}
 	row := make([]int, len(b)+1)
 	for j := range row {
