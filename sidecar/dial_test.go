@@ -86,7 +86,8 @@ func TestJudged(t *testing.T) {
 			t.Errorf("%s: judged as %s", text, got)
 		}
 	}
-	if err := classifyDialError(fmt.Errorf("call: %w", peer.ErrOther)); !errors.Is(err, exec.ErrNotListening) ||
+	err := classifyDialError(fmt.Errorf("call: %w", peer.ErrOther))
+	if !errors.Is(err, exec.ErrNotListening) ||
 		errors.Is(err, exec.ErrNotPossible) ||
 		!strings.Contains(err.Error(), "listen address (7650)") {
 		t.Errorf("a gRPC server of another kind: judged as %v", err)

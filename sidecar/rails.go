@@ -57,8 +57,9 @@ type railSet struct {
 
 func newRailSet(cfg *config.Config, proc *driver.Goroutines, live *openBackends,
 	started <-chan struct{}, log *slog.Logger) *railSet {
-	return &railSet{cfg: cfg, log: log, proc: proc, live: live, started: started, gdrNews: make(chan struct{}, 1),
-		byB: map[string][]rail{}, logged: map[string]bool{}, host: &topo.Host{}}
+	return &railSet{cfg: cfg, log: log, proc: proc, live: live, started: started,
+		gdrNews: make(chan struct{}, 1),
+		byB:     map[string][]rail{}, logged: map[string]bool{}, host: &topo.Host{}}
 }
 
 func (s *railSet) of(backend string) []rail {

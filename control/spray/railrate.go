@@ -2,8 +2,8 @@ package spray
 
 // The rate of a shared local rail, and the corrections of its queue.
 
-// railRate counts a confirmed slice. It returns the rate of the local rail if the slice waited for the
-// rail, and 0 if it was late, found the rail idle, or was alone there.
+// railRate counts a confirmed slice. It returns the rate of the local rail if the slice waited for
+// the rail, and 0 if it was late, found the rail idle, or was alone there.
 func (q *pair) railRate(now Instant, fl *flight) (rate float64) {
 	o := q.out
 	if o == nil || fl.rail.mark == 0 {

@@ -432,7 +432,8 @@ func shared(keys []uint64, d *Decision) int {
 	return sort.Search(n, func(i int) bool { return keys[i] != d.keys[i] })
 }
 
-// askers returns how many requests in flight at an engine have at least a number of chunks of a prompt.
+// askers counts the requests in flight at an engine that have at least a number of chunks of a
+// prompt.
 func (p *Placer) askers(keys []uint64, engine, chunks int) int {
 	n := 0
 	for _, d := range p.flying[engine] {
