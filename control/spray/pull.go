@@ -133,7 +133,7 @@ func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, av
 		return nil, 0, true
 	case c.usable == 0:
 		return s.lastResort(p), 1, true
-	case c.best != nil && s.othersFinish(now, p, f, &c, avoid):
+	case c.usable > 1 && c.best != nil && p.othersFinish(now, f, c, avoid):
 		return nil, 0, true
 	case c.best != nil:
 		return c.best, uint32(c.best.cut(f.prio) / transfer.ChunkBytes), true
@@ -166,44 +166,49 @@ func (s *Scheduler) rank(now Instant, p *Peer, f *Flow, run transfer.Range, avoi
 	if run.Count == 1 {
 		avail = f.space.ChunkBytes(run.First)
 	}
-	c, owed := ranking{class: 1 << 30}, urgent && f.prio != DecodeWaits
+	class, usable, resting, owed := 1<<30, 0, false, urgent && f.prio != DecodeWaits
+	var best, avoided, full *pair
+	var score float64
 	for _, q := range p.pairs {
 		if !q.usable() {
 			continue
 		}
-		class := f.class(q)
-		if class >= MaxRanks && f.rest != 0 {
-			c.resting = true
+		c := f.class(q)
+		if c >= MaxRanks && f.rest != 0 {
+			resting = true
 			continue
 		}
-		if class > c.class {
+		if c > class {
 			continue
 		}
-		if class < c.class {
-			c = ranking{class: class, resting: c.resting}
+		if c < class {
+			class, usable, best, avoided, full = c, 0, nil, nil, nil
 		}
-		c.usable++
+		usable++
 		n := min(avail, q.cut(f.prio))
-		switch {
-		case !q.room(n, f.prio, urgent):
-			c.full = q
-		case q.waitsTurn(f.prio, owed) || !q.admits(now, f.prio, owed):
+		if !q.room(n, f.prio, urgent) {
+			full = q
+			continue
+		}
+		if q.waitsTurn(f.prio, owed) || !q.admits(now, f.prio, owed) {
 			s.await(q, f.prio)
-		case int(avoid) == q.index+1:
-			c.avoided = q
-		default:
-			if v := q.score(now, n, f.at); c.best == nil || v < c.score {
-				c.best, c.score = q, v
-			}
+			continue
+		}
+		if int(avoid) == q.index+1 {
+			avoided = q
+			continue
+		}
+		if v := q.score(now, n, f.at); best == nil || v < score {
+			best, score = q, v
 		}
 	}
-	return c
+	return ranking{class, usable, resting, best, score, avoided, full}
 }
 
 // othersFinish reports, near the end, whether the other pairs finish all waiting work before the
 // best one finishes this piece: it is then left to them. One of them has a slice in flight, whose
 // end leads to the next call. The pair to avoid does not count.
-func (s *Scheduler) othersFinish(now Instant, p *Peer, f *Flow, c *ranking, avoid uint16) bool {
+func (p *Peer) othersFinish(now Instant, f *Flow, c ranking, avoid uint16) bool {
 	var rate float64
 	load, fixed, near, flying := uint64(0), maxB0, uint8(len(tierPenalty)-1), false
 	for _, q := range p.pairs {
