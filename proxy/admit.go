@@ -8,6 +8,8 @@ import (
 	"os"
 	"sync/atomic"
 	"time"
+
+	"github.com/kvspray/kvspray/internal/config"
 )
 
 const firstBody = 4 << 10 // bytes that a body gets at once; then it doubles
@@ -19,7 +21,7 @@ func (k kind) held() int64 {
 	if k == kindPassed {
 		return 2
 	}
-	return HeldBodies
+	return config.MaxBodyCopies
 }
 
 // budget bounds the bytes of all bodies, as often as they are held.
@@ -79,14 +81,14 @@ func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request, k kind) (body [
 	}
 	in := http.MaxBytesReader(w, r.Body, p.limit)
 	control := http.NewResponseController(w)
-	most := p.limit
+	bound := p.limit
 	if r.ContentLength > 0 {
-		most = min(most, r.ContentLength)
+		bound = min(bound, r.ContentLength)
 	}
 	end := time.Now().Add(bodyTimeout)
 	for {
 		if len(body) == cap(body) {
-			size := min(max(firstBody, 2*cap(body)), int(most)+1) // and its end
+			size := min(max(firstBody, 2*cap(body)), int(bound)+1) // and its end
 			size = max(size, cap(body)+1)
 			if !p.bodies.take(k.held() * int64(size-cap(body))) {
 				p.refuseTooMany(w, "too many bytes of request bodies in flight; try again")
@@ -121,7 +123,7 @@ func (p *Proxy) refuseBody(w http.ResponseWriter, err error) {
 	switch {
 	case errors.As(err, &tooLarge):
 		p.refuse(w, http.StatusRequestEntityTooLarge, codeBodyTooLarge,
-			fmt.Sprintf("the body is larger than %d bytes, the router's --max-body", p.limit))
+			fmt.Sprintf("the body is larger than %d bytes, the router's max_body", p.limit))
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		p.refuse(w, http.StatusRequestTimeout, codeBodyTimeout, fmt.Sprintf("the body did not come "+
 			"within %s, or nothing of it for %s", bodyTimeout, bodyIdle))

@@ -40,7 +40,7 @@ func TestSlowBodiesAreRefused(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			kvtest.Bubble(t, func(t *testing.T) {
-				px, err := New(Config{Decode: []string{"http://decode:8000"}})
+				px, err := New(Config{Decode: decoders("http://decode:8000")})
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -74,8 +74,8 @@ func TestSlowBodiesAreRefused(t *testing.T) {
 				_ = srv.Close()
 				<-served
 				synctest.Wait()
-				if n := px.bodies.free.Load(); n != DefaultBodiesBytes {
-					t.Errorf("%d bytes are not given back", DefaultBodiesBytes-n)
+				if n := px.bodies.free.Load(); n != defaultBodies {
+					t.Errorf("%d bytes are not given back", defaultBodies-n)
 				}
 			})
 		})

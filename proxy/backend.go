@@ -142,15 +142,15 @@ func (p *pool) take(skip map[*backend]bool, accepts func(candidate) bool) *backe
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var best *backend
-	var least candidate
+	var offer candidate
 	now := time.Now()
 	for i := range p.all {
 		b := p.all[(p.next+i)%len(p.all)]
 		if skip[b] {
 			continue
 		}
-		if c := b.candidate(now); accepts(c) && (best == nil || c.better(least)) {
-			best, least = b, c
+		if c := b.candidate(now); accepts(c) && (best == nil || c.better(offer)) {
+			best, offer = b, c
 		}
 	}
 	if best == nil {
@@ -341,11 +341,11 @@ func (p *Proxy) askSidecar(ctx context.Context, b *backend) {
 	switch {
 	case b.identity.sidecarErr != "" && was == "":
 		p.log.Warn("the sidecar of an engine cannot be asked", "role", b.role, "url", b.url,
-			b.role+"_sidecar", b.sidecar, "err", err,
-			"remedy", "pass the http.listen of this engine's running sidecar as --"+b.role+"-sidecar")
+			"sidecar", b.sidecar, "err", err,
+			"remedy", "set sidecar to the http.listen of this engine's running one")
 	case err == nil && was != "":
 		p.log.Info("the sidecar of an engine answers", "role", b.role, "url", b.url,
-			b.role+"_sidecar", b.sidecar)
+			"sidecar", b.sidecar)
 	}
 	if learned {
 		p.log.Info("endpoint of the prefill's sidecar", "url", b.url, "peer", node.Endpoint)
@@ -372,7 +372,7 @@ func (p *Proxy) compare(ctx context.Context, b *backend) {
 	x := b.identity.compared(c, same, sidecarSame)
 	b.mu.Unlock()
 	if x != nil {
-		p.log.Warn("the prefill's sidecar may be another one", "url", b.url, "flag", x.flag, "value",
+		p.log.Warn("the prefill's sidecar may be another one", "url", b.url, "key", x.key, "value",
 			x.value, "peer", c.used, "sidecar", c.reported, "remedy", x.remedy)
 	}
 }

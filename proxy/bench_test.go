@@ -36,7 +36,7 @@ func BenchmarkRouter(b *testing.B) {
 					defer e.Close()
 					urls = append(urls, e.URL)
 				}
-				p, err := New(Config{Decode: urls, Mode: PrefillFirst, Policy: policy})
+				p, err := New(Config{Decode: decoders(urls...), Mode: PrefillFirst, Policy: policy})
 				if err != nil {
 					b.Fatal(err)
 				}

@@ -268,8 +268,8 @@ func TestTextOfAnEnginesErrorStaysOutOfTheLog(t *testing.T) {
 			}
 		}
 		p, d := newEngine(t, fails(c.prefill, answerPrefill)), newEngine(t, fails(c.decode, answerDecode))
-		_, url := start(t, Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: p.URL}},
-			Decode: []string{d.URL}, Log: slog.New(slog.NewTextHandler(&log, nil))})
+		_, url := start(t, Config{Mode: PrefillFirst, Prefill: []Engine{{URL: p.URL}},
+			Decode: decoders(d.URL), Log: slog.New(slog.NewTextHandler(&log, nil))})
 		code, body, _ := post(t, url, "/v1/completions", `{"prompt":"my secret"}`)
 		if code != c.decode || code != 200 && !strings.Contains(body, "my secret is bad") {
 			t.Errorf("%v: %d %s", c, code, body)
@@ -304,8 +304,8 @@ func TestPromptThatFailsEverywhere(t *testing.T) {
 	}
 	cfg := Config{Mode: PrefillFirst}
 	for range 2 {
-		cfg.Prefill = append(cfg.Prefill, Prefill{URL: newEngine(t, bad(answerPrefill)).URL})
-		cfg.Decode = append(cfg.Decode, newEngine(t, bad(answerDecode)).URL)
+		cfg.Prefill = append(cfg.Prefill, Engine{URL: newEngine(t, bad(answerPrefill)).URL})
+		cfg.Decode = append(cfg.Decode, Engine{URL: newEngine(t, bad(answerDecode)).URL})
 	}
 	px, url := start(t, cfg)
 	for range 20 {

@@ -198,7 +198,7 @@ func (j *job) split(ctx context.Context, pre *backend) error {
 	var failed error
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		// P's answer is not needed for its content: D knows everything from the start. An error after
+		// P's answer is not needed for its content: D has everything from the start. An error after
 		// the client has gone, or D has answered, is our own end of the request.
 		_, err := j.prefill(pctx, pre, body)
 		if err != nil && pctx.Err() == nil && !errors.Is(err, errNoParams) {

@@ -3,7 +3,6 @@ package proxy
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -16,12 +15,6 @@ import (
 	"github.com/kvspray/kvspray/proxy/internal/place"
 	"github.com/kvspray/kvspray/proxy/internal/zmtp"
 )
-
-// Events are the endpoints of an engine's KV events.
-type Events struct {
-	Endpoint string // of vLLM's publisher, tcp://host:port; empty: the engine publishes none
-	Replay   string // of its replay_endpoint; empty: none
-}
 
 const (
 	modelsEvery   = 30 * time.Second
@@ -37,7 +30,7 @@ type reporter struct {
 	holder *place.Holder
 
 	// Of the engine's health check: a line was logged.
-	noted    bool // events are of little use
+	noted    bool // its events are ignored
 	unlisted bool // models are unknown
 	foreign  bool // no other engine has its models
 
@@ -49,50 +42,24 @@ type reporter struct {
 // reporters are the feeds of a router, in the order of the policy's engines.
 type reporters []*reporter // nil: an engine without events
 
-// checkEvents checks the endpoints of one role.
-func checkEvents(role string, list []Events, engines int) error {
-	flag := "--" + role + "-kv-events"
-	if len(list) != 0 && len(list) != engines {
-		return fmt.Errorf("proxy: %s names %d endpoints for %d engines; pass one for each --%s, in the "+
-			"same order, and an empty one for an engine without events", flag, len(list), engines, role)
-	}
-	for _, e := range list {
-		if e.Endpoint == "" && e.Replay != "" {
-			return fmt.Errorf("proxy: --%s-kv-replay %q is for an engine without an endpoint in %s; pass "+
-				"both", role, e.Replay, flag)
-		}
-		for name, v := range map[string]string{flag: e.Endpoint,
-			"--" + role + "-kv-replay": e.Replay} {
-			if v == "" {
-				continue
-			}
-			if _, _, err := zmtp.ParseEndpoint(v); err != nil {
-				return fmt.Errorf("proxy: %s %q: %w; write for instance tcp://engine:5557", name, v, err)
-			}
-		}
-	}
-	return nil
+// endpoint checks an endpoint of KV events.
+func endpoint(text string) error {
+	_, _, err := zmtp.ParseEndpoint(text)
+	return err
 }
 
 // reports lists which engines have events; nil: none.
 func reports(cfg *Config) ([]bool, error) {
-	if err := errors.Join(checkEvents(rolePrefill, cfg.PrefillEvents, len(cfg.Prefill)),
-		checkEvents(roleDecode, cfg.DecodeEvents, len(cfg.Decode))); err != nil {
-		return nil, err
-	}
-	list := make([]bool, len(cfg.Prefill)+len(cfg.Decode))
-	for i, e := range cfg.PrefillEvents {
-		list[i] = e.Endpoint != ""
-	}
-	for i, e := range cfg.DecodeEvents {
-		list[len(cfg.Prefill)+i] = e.Endpoint != ""
+	var list []bool
+	for _, e := range slices.Concat(cfg.Prefill, cfg.Decode) {
+		list = append(list, e.Events != "")
 	}
 	if !slices.Contains(list, true) {
 		return nil, nil
 	}
 	if cfg.Policy == "" || cfg.Policy == DefaultPolicy {
-		return nil, fmt.Errorf("proxy: KV events are for a policy, and --policy is %s, which uses none; "+
-			"pass for instance --policy auto", DefaultPolicy)
+		return nil, fmt.Errorf("proxy: events are for a policy, and policy is %s, which uses none; set "+
+			"it for instance to auto", DefaultPolicy)
 	}
 	return list, nil
 }
@@ -104,25 +71,20 @@ func (p *Proxy) newReporters(cfg *Config) reporters {
 	}
 	var list reporters
 	some := false
-	for _, set := range []struct {
-		pool   *pool
-		events []Events
-	}{{p.prefill, cfg.PrefillEvents}, {p.decode, cfg.DecodeEvents}} {
-		for i, b := range set.pool.all {
-			holder := p.placing.Holder(len(list))
-			// An engine in both lists has one holder, and one feed.
-			twice := slices.ContainsFunc(list, func(r *reporter) bool {
-				return r != nil && r.holder == holder
-			})
-			if holder == nil || twice || i >= len(set.events) || set.events[i].Endpoint == "" {
-				list = append(list, nil)
-				continue
-			}
-			some = true
-			e := set.events[i]
-			list = append(list, &reporter{b: b, holder: holder, feed: feed.New(feed.Config{
-				Engine: b.url.String(), Endpoint: e.Endpoint, Replay: e.Replay, Sink: holder, Log: p.log})})
+	for i, e := range slices.Concat(cfg.Prefill, cfg.Decode) {
+		holder := p.placing.Holder(len(list))
+		// An engine in both lists has one holder, and one feed.
+		twice := slices.ContainsFunc(list, func(r *reporter) bool {
+			return r != nil && r.holder == holder
+		})
+		if holder == nil || twice || e.Events == "" {
+			list = append(list, nil)
+			continue
 		}
+		some = true
+		b := p.backends()[i]
+		list = append(list, &reporter{b: b, holder: holder, feed: feed.New(feed.Config{
+			Engine: b.url.String(), Endpoint: e.Events, Replay: e.Replay, Sink: holder, Log: p.log})})
 	}
 	if !some {
 		return nil
@@ -258,7 +220,7 @@ func (p *Proxy) noteUnusable(r *reporter) {
 		return
 	}
 	r.noted = true
-	p.log.Warn("KV events of an engine are of little use", "url", r.b.url, "reason", reason)
+	p.log.Warn("KV events ignored", "url", r.b.url, "reason", reason)
 }
 
 // collector makes metrics of feeds.

@@ -58,7 +58,9 @@ func newReporting(t *testing.T) *reporting {
 	return e
 }
 
-func (e *reporting) events() Events { return Events{e.Publisher.Endpoint(), e.Publisher.Replay()} }
+func (e *reporting) reported() Engine {
+	return Engine{URL: e.URL, Events: e.Publisher.Endpoint(), Replay: e.Publisher.Replay()}
+}
 
 // completions counts the requests for completions.
 func (e *reporting) completions() int {
@@ -131,8 +133,8 @@ func completion(model, prompt string) string {
 func TestEventsDecide(t *testing.T) {
 	a, b := newReporting(t), newReporting(t)
 	log, reg := &lines{}, prometheus.NewRegistry()
-	p, url := start(t, Config{Decode: []string{a.URL, b.URL}, Mode: PrefillFirst, Policy: "cache",
-		DecodeEvents: []Events{a.events(), b.events()}, Registry: reg,
+	p, url := start(t, Config{Decode: []Engine{a.reported(), b.reported()}, Mode: PrefillFirst,
+		Policy: "cache", Registry: reg,
 		Log: slog.New(slog.NewTextHandler(log, nil))})
 	until(t, "the feeds", func() bool {
 		return values(t, reg)["kv_events_up"] == 2 && p.reporters.about("base") != nil &&
@@ -193,8 +195,8 @@ func TestWholeIndexAfterARestart(t *testing.T) {
 	}
 	for range 2 {
 		reg := prometheus.NewRegistry()
-		p, err := New(Config{Decode: []string{e.URL}, Mode: PrefillFirst, Policy: "auto",
-			DecodeEvents: []Events{e.events()}, Registry: reg})
+		p, err := New(Config{Decode: []Engine{e.reported()}, Mode: PrefillFirst, Policy: "auto",
+			Registry: reg})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -212,12 +214,12 @@ func TestWholeIndexAfterARestart(t *testing.T) {
 // Without events, or without tokens, a policy works as before, and the log says so once.
 func TestEventsThatDoNotCome(t *testing.T) {
 	a, b := newReporting(t), newReporting(t)
-	gone := b.events()
+	gone := b.reported()
 	b.Publisher.Close()
 	a.mute.Store(true)
 	log, reg := &lines{}, prometheus.NewRegistry()
-	p, url := start(t, Config{Decode: []string{a.URL, b.URL}, Mode: PrefillFirst, Policy: "auto",
-		DecodeEvents: []Events{a.events(), gone}, Registry: reg,
+	p, url := start(t, Config{Decode: []Engine{a.reported(), gone}, Mode: PrefillFirst,
+		Policy: "auto", Registry: reg,
 		Log: slog.New(slog.NewTextHandler(log, nil))})
 	b.mute.Store(true)
 	until(t, "the feed", func() bool { return p.reporters.about("base") != nil })
@@ -247,8 +249,8 @@ func TestTokenizePausesOneEngine(t *testing.T) {
 	a, b := newReporting(t), newReporting(t)
 	a.mute.Store(true)
 	reg := prometheus.NewRegistry()
-	p, url := start(t, Config{Decode: []string{a.URL, b.URL}, Mode: PrefillFirst, Policy: "auto",
-		DecodeEvents: []Events{a.events(), b.events()}, Registry: reg})
+	p, url := start(t, Config{Decode: []Engine{a.reported(), b.reported()}, Mode: PrefillFirst,
+		Policy: "auto", Registry: reg})
 	until(t, "the feeds", func() bool { return p.reporters.about("base") != nil })
 	began := time.Now()
 	for i := range 8 {
@@ -299,9 +301,8 @@ func TestSlowListOfModels(t *testing.T) {
 		fmt.Fprint(w, `{"endpoint":"127.0.0.1:7650"}`)
 	})
 	d := newEngine(t, answerDecode)
-	p, _ := start(t, Config{Prefill: []Prefill{{URL: pre.URL, Sidecar: sidecar.URL}},
-		Decode: []string{d.URL}, Policy: "auto",
-		PrefillEvents: []Events{{events.Endpoint(), events.Replay()}}})
+	p, _ := start(t, Config{Prefill: []Engine{{URL: pre.URL, Sidecar: sidecar.URL,
+		Events: events.Endpoint(), Replay: events.Replay()}}, Decode: decoders(d.URL), Policy: "auto"})
 	b := p.prefill.all[0]
 	until(t, "the question for models", func() bool { return asked.Load() > 0 })
 	until(t, "the next checks", func() bool {
@@ -320,9 +321,9 @@ func TestEventsOfAnotherModel(t *testing.T) {
 	a, b := newReporting(t), newReporting(t)
 	b.model.Store("other")
 	log := &lines{}
-	p, url := start(t, Config{Decode: []string{a.URL, b.URL}, Mode: PrefillFirst, Policy: "auto",
-		DecodeEvents: []Events{a.events(), b.events()},
-		Log:          slog.New(slog.NewTextHandler(log, nil))})
+	p, url := start(t, Config{Decode: []Engine{a.reported(), b.reported()}, Mode: PrefillFirst,
+		Policy: "auto",
+		Log:    slog.New(slog.NewTextHandler(log, nil))})
 	document := strings.Repeat("a long document ", 200)
 	b.Publish(storedText(document))
 	until(t, "the models are not known", func() bool {
@@ -343,8 +344,8 @@ func TestEventsOfAnotherModel(t *testing.T) {
 func TestEventsOfLittleUse(t *testing.T) {
 	a := newReporting(t)
 	log := &lines{}
-	p, _ := start(t, Config{Decode: []string{a.URL}, Mode: PrefillFirst, Policy: "auto",
-		DecodeEvents: []Events{a.events()}, Log: slog.New(slog.NewTextHandler(log, nil))})
+	p, _ := start(t, Config{Decode: []Engine{a.reported()}, Mode: PrefillFirst, Policy: "auto",
+		Log: slog.New(slog.NewTextHandler(log, nil))})
 	a.Subscribed(1)
 	a.Publish(map[string]any{"type": "BlockStored", "block_hashes": []int{1}, "token_ids": []int{1},
 		"block_size": 1, "group_idx": 1, "kv_cache_spec_kind": "sliding_window"})
@@ -357,23 +358,24 @@ func TestEventsOfLittleUse(t *testing.T) {
 }
 
 func TestEventsAreChecked(t *testing.T) {
-	ok := Events{"tcp://a:1", "tcp://a:2"}
-	for want, cfg := range map[string]Config{
-		"--decode-kv-events names 2":  {Policy: "auto", DecodeEvents: []Events{ok, ok}},
-		"--prefill-kv-events names 1": {Policy: "auto", PrefillEvents: []Events{ok}},
-		"--decode-kv-events \"a:1\"":  {Policy: "auto", DecodeEvents: []Events{{Endpoint: "a:1"}}},
-		"--decode-kv-replay \"tcp://*:1\": the host is missing": {Policy: "auto",
-			DecodeEvents: []Events{{"tcp://a:1", "tcp://*:1"}}},
-		"without an endpoint": {Policy: "auto", DecodeEvents: []Events{{Replay: "tcp://a:1"}}},
-		"--policy":            {DecodeEvents: []Events{ok}},
+	ok := Engine{URL: "http://127.0.0.1:2", Events: "tcp://a:1", Replay: "tcp://a:2"}
+	for want, e := range map[string]Engine{
+		`decode engine http://e: events "a:1"`:    {Events: "a:1"},
+		`replay "tcp://*:1": the host is missing`: {Events: "tcp://a:1", Replay: "tcp://*:1"},
+		`replay "tcp://a:1" without events`:       {Replay: "tcp://a:1"},
 	} {
-		cfg.Decode, cfg.Mode = []string{"http://127.0.0.1:1"}, PrefillFirst
-		if _, err := New(cfg); err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("%s: %v", want, err)
+		e.URL = "http://e"
+		_, err := New(Config{Decode: []Engine{e}, Mode: PrefillFirst, Policy: "auto"})
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want %s", err, want)
 		}
 	}
-	p, err := New(Config{Decode: []string{"http://127.0.0.1:1", "http://127.0.0.1:2"},
-		Mode: PrefillFirst, Policy: "auto", DecodeEvents: []Events{{}, ok}})
+	if _, err := New(Config{Decode: []Engine{ok}}); err == nil || !strings.Contains(err.Error(),
+		"policy is least-loaded") {
+		t.Errorf("events without a policy: %v", err)
+	}
+	p, err := New(Config{Decode: []Engine{{URL: "http://127.0.0.1:1"}, ok}, Mode: PrefillFirst,
+		Policy: "auto"})
 	if err != nil || p.reporters[0] != nil || p.reporters[1] == nil {
 		t.Errorf("an engine without events beside one with them: %v", err)
 	}

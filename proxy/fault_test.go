@@ -22,6 +22,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 
+	"github.com/kvspray/kvspray/internal/config"
 	kvtest "github.com/kvspray/kvspray/internal/testutil"
 )
 
@@ -125,7 +126,7 @@ func TestFrozenDecodeEngineLosesItsRequests(t *testing.T) {
 		frozen.hold(r)
 	}
 	d := newEngine(t, answerDecode)
-	px, url := start(t, Config{Decode: []string{frozen.URL, d.URL}, Times: quick()})
+	px, url := start(t, Config{Decode: decoders(frozen.URL, d.URL), Times: quick()})
 	for range 2 { // one goes to the frozen engine at first
 		if code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
 			t.Fatal(code, body)
@@ -153,10 +154,10 @@ func TestFrozenPrefillEngineLosesItsRequests(t *testing.T) {
 					}
 					answerDecode(w, r, s)
 				})
-				cfg := Config{Mode: mode, Prefill: []Prefill{{URL: frozen.URL, Peer: "127.0.0.1:1"}},
-					Decode: []string{d.URL}, Times: quick()}
+				cfg := Config{Mode: mode, Prefill: []Engine{{URL: frozen.URL, Peer: "127.0.0.1:1"}},
+					Decode: decoders(d.URL), Times: quick()}
 				if second {
-					cfg.Prefill = append(cfg.Prefill, Prefill{URL: p.URL, Peer: "127.0.0.1:2"})
+					cfg.Prefill = append(cfg.Prefill, Engine{URL: p.URL, Peer: "127.0.0.1:2"})
 				}
 				_, url := start(t, cfg)
 				for range 2 {
@@ -189,7 +190,7 @@ func TestSlowEngineIsUsed(t *testing.T) {
 		inner.ServeHTTP(w, r)
 	})
 	times.Silent = patience // a busy machine is none
-	px, url := start(t, Config{Decode: []string{d.URL}, Times: times})
+	px, url := start(t, Config{Decode: decoders(d.URL), Times: times})
 	until(t, "it is not slow", func() bool { return px.decode.all[0].condition() == slow })
 	if code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
 		t.Error(code, body)
@@ -203,7 +204,7 @@ func TestFailingEngineIsNotPreferred(t *testing.T) {
 			t.Run(fmt.Sprint(status, path), func(t *testing.T) {
 				broken, d := newFaulty(t, answerDecode), newEngine(t, answerDecode)
 				broken.status.Store(status)
-				px, url := start(t, Config{Decode: []string{broken.URL, d.URL}})
+				px, url := start(t, Config{Decode: decoders(broken.URL, d.URL)})
 				for range 20 {
 					if code, body, _ := post(t, url, path, `{"prompt":"a"}`); code != 200 {
 						t.Fatal(code, body)
@@ -222,7 +223,7 @@ func TestRefusalOfTheOnlyEngineIsPassedOn(t *testing.T) {
 	broken := newFaulty(t, answerDecode)
 	broken.status.Store(429)
 	broken.after.Store(7)
-	_, url := start(t, Config{Decode: []string{broken.URL}})
+	_, url := start(t, Config{Decode: decoders(broken.URL)})
 	for range 3 {
 		code, body, h := post(t, url, "/v1/completions", `{"prompt":"a"}`)
 		if code != 429 || body != "broken\n" || h.Get("Retry-After") != "7" {
@@ -236,8 +237,8 @@ func TestBusyPrefillIsReplaced(t *testing.T) {
 	for _, status := range []int64{429, 503, 500} {
 		busy, p, d := newFaulty(t, answerPrefill), newEngine(t, answerPrefill), newEngine(t, answerDecode)
 		busy.status.Store(status)
-		_, url := start(t, Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: busy.URL}, {URL: p.URL}},
-			Decode: []string{d.URL}})
+		_, url := start(t, Config{Mode: PrefillFirst, Prefill: []Engine{{URL: busy.URL}, {URL: p.URL}},
+			Decode: decoders(d.URL)})
 		for range 4 {
 			if code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
 				t.Fatal(code, body)
@@ -258,7 +259,7 @@ func TestAllRoutesRetry(t *testing.T) {
 		"POST /v1/chat/completions", "POST /v1/responses", "POST /v1/messages"} {
 		gone, d := newEngine(t, answerDecode), newEngine(t, answerDecode)
 		gone.Close()
-		p, err := New(Config{Decode: []string{gone.URL, d.URL}}) // without health checks
+		p, err := New(Config{Decode: decoders(gone.URL, d.URL)}) // without health checks
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -279,7 +280,7 @@ func TestAllRoutesRetry(t *testing.T) {
 // Clients' parameters of the connector reach no engine, on any route that generates.
 func TestClientsParamsReachNoEngine(t *testing.T) {
 	d := newEngine(t, answerDecode)
-	_, url := start(t, Config{Decode: []string{d.URL}})
+	_, url := start(t, Config{Decode: decoders(d.URL)})
 	for _, path := range []string{"/v1/responses", "/v1/messages", "/v1/completions"} {
 		post(t, url, path, `{"input":"a","kv_transfer_params":{"x":1},"vllm_xargs":{"a":1,
 			"kv_transfer_params":{"x":1}}}`)
@@ -299,7 +300,7 @@ func TestOwnFaultsAreNotTheEngines(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
-			px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: "p:1"}}, Decode: []string{d.URL}})
+			px, err := New(Config{Prefill: []Engine{{URL: p.URL, Peer: "p:1"}}, Decode: decoders(d.URL)})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -447,7 +448,7 @@ func TestBrokenAnswersAreNeverWhole(t *testing.T) {
 		if path == "" {
 			path = "/v1/completions"
 		}
-		px, err := New(Config{Decode: []string{sends(t, "HTTP/"+c.answer)}})
+		px, err := New(Config{Decode: decoders(sends(t, "HTTP/"+c.answer))})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -482,7 +483,7 @@ func TestBrokenSmallAnswerIsReplaced(t *testing.T) {
 		"",
 	} {
 		d := newEngine(t, answerDecode)
-		_, url := start(t, Config{Decode: []string{sends(t, answer), d.URL}})
+		_, url := start(t, Config{Decode: decoders(sends(t, answer), d.URL)})
 		for range 4 {
 			code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`)
 			if code != 200 || !strings.Contains(body, "hello") {
@@ -495,7 +496,7 @@ func TestBrokenSmallAnswerIsReplaced(t *testing.T) {
 // Clients that send the start of a body take no place from others.
 func TestSilentClientsTakeNoPlace(t *testing.T) {
 	d := newEngine(t, answerDecode)
-	px, err := New(Config{Decode: []string{d.URL}})
+	px, err := New(Config{Decode: decoders(d.URL)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -513,7 +514,7 @@ func TestSilentClientsTakeNoPlace(t *testing.T) {
 		}
 	}
 	until(t, "the heads do not arrive", func() bool {
-		return px.bodies.free.Load() <= DefaultBodiesBytes-11*HeldBodies*maxInFlight
+		return px.bodies.free.Load() <= defaultBodies-11*config.MaxBodyCopies*maxInFlight
 	})
 	for range 3 {
 		if code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
@@ -553,7 +554,7 @@ func TestBodiesAreBounded(t *testing.T) {
 		answerDecode(w, r, s)
 	})
 	const bound = 5 * 40 << 10
-	px, url := start(t, Config{Decode: []string{d.URL}, BodiesBytes: bound})
+	px, url := start(t, Config{Decode: decoders(d.URL), BodiesBytes: bound})
 	body := fmt.Sprintf(`{"prompt":%q}`, strings.Repeat("<", 40<<10))
 	first := make(chan int, 1)
 	go func() {
@@ -645,7 +646,7 @@ func TestDrainTimeCutsAndCounts(t *testing.T) {
 	var log kvtest.Log
 	times := quick()
 	times.Drain = 50 * time.Millisecond
-	px, err := New(Config{Decode: []string{d.URL}, Times: times,
+	px, err := New(Config{Decode: decoders(d.URL), Times: times,
 		Log: slog.New(slog.NewTextHandler(&log, nil))})
 	if err != nil {
 		t.Fatal(err)
@@ -698,9 +699,9 @@ func TestPasswordsStayInside(t *testing.T) {
 		answerDecode(w, r, s)
 	})
 	var log kvtest.Log
-	px, router := start(t, Config{Prefill: []Prefill{{URL: withUser(p.URL),
-		Sidecar: withUser(sidecar.URL), Peer: "127.0.0.2:1"}}, Decode: []string{withUser(d.URL)},
-		DecodeSidecars: []string{withUser(sidecar.URL)}, Policy: "auto", Times: quick(),
+	px, router := start(t, Config{Prefill: []Engine{{URL: withUser(p.URL),
+		Sidecar: withUser(sidecar.URL), Peer: "127.0.0.2:1"}}, Decode: []Engine{{URL: withUser(d.URL),
+		Sidecar: withUser(sidecar.URL)}}, Policy: "auto", Times: quick(),
 		Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))})
 	var all bytes.Buffer
 	get := func(path string) {
@@ -737,11 +738,11 @@ func TestPasswordsStayInside(t *testing.T) {
 	all.WriteString(log.String())
 	for _, bad := range []string{"http://router:" + planted + "@", "ftp://router:" + planted + "@a",
 		"router:" + planted + "@a:1", "http://router:" + planted + "@a?x=" + planted} {
-		for _, cfg := range []Config{{Decode: []string{bad}},
-			{Decode: []string{d.URL}, DecodeSidecars: []string{bad}},
-			{Decode: []string{d.URL}, Prefill: []Prefill{{URL: bad}}},
-			{Decode: []string{d.URL}, Prefill: []Prefill{{URL: d.URL, Sidecar: bad}}},
-			{Decode: []string{d.URL}, Prefill: []Prefill{{URL: withUser(d.URL)}}}} {
+		for _, cfg := range []Config{{Decode: decoders(bad)},
+			{Decode: []Engine{{URL: d.URL, Sidecar: bad}}},
+			{Decode: decoders(d.URL), Prefill: []Engine{{URL: bad}}},
+			{Decode: decoders(d.URL), Prefill: []Engine{{URL: d.URL, Sidecar: bad}}},
+			{Decode: decoders(d.URL), Prefill: []Engine{{URL: withUser(d.URL)}}}} {
 			_, err := New(cfg)
 			if err == nil {
 				t.Errorf("%+v is taken", cfg)
@@ -761,7 +762,7 @@ func TestPasswordsStayInside(t *testing.T) {
 // A target that no URL can have is the client's mistake, not the engine's.
 func TestTargetThatIsNoURL(t *testing.T) {
 	d := newEngine(t, answerDecode)
-	px, url := start(t, Config{Decode: []string{d.URL}})
+	px, url := start(t, Config{Decode: decoders(d.URL)})
 	answer, err := raw(t, url, "GET /v1/models?a#%zz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
 	if err != nil || !strings.HasPrefix(answer, "HTTP/1.1 400 ") ||
 		!strings.Contains(answer, codeInvalidTarget) {
@@ -785,7 +786,7 @@ func TestLostRequestIsRepeatedOnce(t *testing.T) {
 		wg.Wait() // each on its own connection
 		answerDecode(w, r, s)
 	})
-	p, err := New(Config{Decode: []string{d.URL}})
+	p, err := New(Config{Decode: decoders(d.URL)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -814,7 +815,7 @@ func (d *deadlined) SetReadDeadline(t time.Time) error { d.reads = t; return nil
 // net/http reads the rest of a body after the handler: for a bounded time, if it does not come.
 func TestUnsentBodyHoldsNoConnection(t *testing.T) {
 	d := newEngine(t, answerDecode)
-	p, err := New(Config{Decode: []string{d.URL}})
+	p, err := New(Config{Decode: decoders(d.URL)})
 	if err != nil {
 		t.Fatal(err)
 	}

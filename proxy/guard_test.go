@@ -21,7 +21,7 @@ func silentBackend(t Times) *backend {
 func TestGuardLeavesABegunAnswer(t *testing.T) {
 	for _, late := range []bool{false, true} {
 		kvtest.Bubble(t, func(t *testing.T) {
-			p := &Proxy{times: DefaultTimes()}
+			p := &Proxy{times: Times{}.orDefaults()}
 			guards := make(chan *guard, 1)
 			began := make(chan bool, 1)
 			bound := p.times.FirstByte
@@ -50,7 +50,7 @@ func TestGuardLeavesABegunAnswer(t *testing.T) {
 // the request.
 func TestGuardDecidesOnce(t *testing.T) {
 	kvtest.Bubble(t, func(t *testing.T) {
-		p := &Proxy{times: DefaultTimes()}
+		p := &Proxy{times: Times{}.orDefaults()}
 		g := p.guard(t.Context(), silentBackend(p.times), time.Second, func() bool { return false })
 		defer g.stop()
 		<-g.ctx.Done()

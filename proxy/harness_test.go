@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/leaktest"
 	kvtest "github.com/kvspray/kvspray/internal/testutil"
 )
@@ -125,6 +126,17 @@ func answerDecode(w http.ResponseWriter, _ *http.Request, _ seen) {
 	fmt.Fprint(w, `{"choices":[{"text":"hello"}]}`)
 }
 
+// defaultBodies are the bytes of all bodies in flight.
+var defaultBodies = int64(config.DefaultRouter().MaxBodies)
+
+// decoders are engines with nothing but URLs.
+func decoders(urls ...string) (list []Engine) {
+	for _, url := range urls {
+		list = append(list, Engine{URL: url})
+	}
+	return list
+}
+
 // start runs a proxy over the engines and returns its URL.
 func start(t *testing.T, cfg Config) (*Proxy, string) {
 	t.Helper()
@@ -148,8 +160,8 @@ func start(t *testing.T, cfg Config) (*Proxy, string) {
 func pair(t *testing.T, mode Mode, prefill, decode func(http.ResponseWriter, *http.Request,
 	seen)) (p, d *engine, px *Proxy, url string) {
 	p, d = newEngine(t, prefill), newEngine(t, decode)
-	px, url = start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:7650"}},
-		Decode: []string{d.URL}, Mode: mode})
+	px, url = start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "127.0.0.1:7650"}},
+		Decode: decoders(d.URL), Mode: mode})
 	return p, d, px, url
 }
 
@@ -179,8 +191,8 @@ func pairWith(t *testing.T, mode Mode, prefill, decode func(http.ResponseWriter,
 	seen), dp **engine) (*engine, *engine, *Proxy, string) {
 	p, d := newEngine(t, prefill), newEngine(t, decode)
 	*dp = d
-	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:7650"}},
-		Decode: []string{d.URL}, Mode: mode})
+	px, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "127.0.0.1:7650"}},
+		Decode: decoders(d.URL), Mode: mode})
 	return p, d, px, url
 }
 

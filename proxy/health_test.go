@@ -97,8 +97,8 @@ func TestDiscoversPeer(t *testing.T) {
 	}))
 	defer sidecar.Close()
 	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
-	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: sidecar.URL}},
-		Decode: []string{d.URL}, Mode: Concurrent})
+	px, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Sidecar: sidecar.URL}},
+		Decode: decoders(d.URL), Mode: Concurrent})
 	until(t, "the peer is not learned", func() bool { return px.prefill.all[0].endpoint() != "" })
 	post(t, url, "/v1/completions", `{"prompt":"a"}`)
 	if got := own(d.requests()[0])["peer"]; got != "10.1.2.3:7650" {
@@ -106,71 +106,24 @@ func TestDiscoversPeer(t *testing.T) {
 	}
 }
 
-// /health warns of a wrong --prefill-peer: at once if the engine's sidecar answers, else from the
-// engine's first answer on.
+// /health warns of a wrong peer from the engine's first answer on; TestIdentityWarns has the cases.
 func TestHealthWarnsOfAWrongPeer(t *testing.T) {
-	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		fmt.Fprint(w, `{"node":"n","endpoint":"127.0.0.2:7650"}`)
-	}))
-	defer sidecar.Close()
-	says := func(peer string) func(http.ResponseWriter, *http.Request, seen) {
-		return func(w http.ResponseWriter, _ *http.Request, _ seen) {
-			fmt.Fprintf(w, `{"choices":[{"text":"x"}],"kv_transfer_params":{"kvspray":{"v":1,"peer":%q}}}`,
-				peer)
+	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode) // the peer of its answer is p:1
+	_, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "127.0.0.1:7650"}},
+		Decode: decoders(d.URL), Mode: PrefillFirst, Times: quick()})
+	post(t, url, "/v1/completions", `{"prompt":"a"}`)
+	until(t, "no warning", func() bool {
+		resp, err := http.Get(url + "/health")
+		if err != nil {
+			t.Fatal(err)
 		}
-	}
-	for _, c := range []struct {
-		name, peer, engine, sidecar string
-		warning                     string
-	}{
-		{"by its engine", "127.0.0.1:7650", "127.0.0.2:7650", "", "pass --prefill-peer 127.0.0.2:7650"},
-		{"another port", "127.0.0.1:7650", "127.0.0.1:7660", "", "pass --prefill-peer 127.0.0.1:7660"},
-		{"by its sidecar", "127.0.0.1:7650", "", sidecar.URL, "pass --prefill-peer 127.0.0.2:7650"},
-		{"right, and the sidecar is another's", "127.0.0.1:7650", "127.0.0.1:7650", sidecar.URL,
-			"--prefill-sidecar is " + sidecar.URL + ", whose endpoint is 127.0.0.2:7650"},
-		{"right", "127.0.0.2:7650", "127.0.0.2:7650", sidecar.URL, ""},
-		{"nothing said", "127.0.0.1:7650", "", "", ""},
-		{"asked for", "", "127.0.0.2:7650", sidecar.URL, ""},
-		{"asked of another's", "", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL +
-			", whose endpoint is 127.0.0.2:7650"},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			p, d := newEngine(t, says(c.engine)), newEngine(t, answerDecode)
-			px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: c.peer, Sidecar: c.sidecar}},
-				Decode: []string{d.URL}, Mode: PrefillFirst})
-			b := px.prefill.all[0]
-			if c.engine != "" {
-				post(t, url, "/v1/completions", `{"prompt":"a"}`)
-			}
-			if c.engine != "" || c.sidecar != "" {
-				until(t, "nothing was compared", func() bool {
-					b.mu.Lock()
-					defer b.mu.Unlock()
-					at := b.identity.checkedEndpoint
-					return at != "" && (c.engine == "" || at == c.engine)
-				})
-			}
-			resp, err := http.Get(url + "/health")
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer resp.Body.Close()
-			body, err := io.ReadAll(resp.Body)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if warned := strings.Contains(string(body), `"warning"`); warned != (c.warning != "") ||
-				!strings.Contains(string(body), c.warning) {
-				t.Errorf("%s: want warning %q", body, c.warning)
-			}
-			if c.peer != "" && b.endpoint() != c.peer {
-				t.Errorf("endpoint %s, want the configured one", b.endpoint())
-			}
-		})
-	}
+		defer resp.Body.Close()
+		body, err := io.ReadAll(resp.Body)
+		return err == nil && strings.Contains(string(body), "set peer to p:1")
+	})
 }
 
-// A sidecar that --prefill-sidecar names and that does not answer is logged once. /health warns of
+// A sidecar that cannot be asked is logged once. /health warns of
 // it until it answers.
 func TestSidecarThatCannotBeAsked(t *testing.T) {
 	node := func(status int, body string) *httptest.Server {
@@ -185,7 +138,7 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 	gone.Close()
 	for _, c := range []struct{ name, url, peer, wrong string }{
 		{"nobody listens", gone.URL, "", "connection refused"},
-		{"nobody listens to check the peer", gone.URL, "127.0.0.1:7650", "nothing checks --prefill-peer"},
+		{"nobody listens to check the peer", gone.URL, "127.0.0.1:7650", "nothing checks peer"},
 		{"something else", node(404, "{}").URL, "", "404 Not Found"},
 		{"no JSON", node(200, "hello").URL, "", "invalid character"},
 		{"no endpoint", node(200, "{}").URL, "", "its answer contains no endpoint"},
@@ -193,8 +146,8 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			var log kvtest.Log
 			p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
-			px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: c.peer, Sidecar: c.url}},
-				Decode: []string{d.URL},
+			px, err := New(Config{Prefill: []Engine{{URL: p.URL, Peer: c.peer, Sidecar: c.url}},
+				Decode: decoders(d.URL),
 				Log:    slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))})
 			if err != nil {
 				t.Fatal(err)
@@ -208,13 +161,13 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 				}
 			}
 			if out := log.String(); strings.Count(out, "\n") != 1 || !strings.Contains(out,
-				"prefill_sidecar="+c.url) || !strings.Contains(out, "remedy=") {
+				" sidecar="+c.url) || !strings.Contains(out, "remedy=") {
 				t.Errorf("logged: %s", out)
 			}
 			w := httptest.NewRecorder()
 			px.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/health", nil))
-			for _, want := range []string{`"warning"`, "--prefill-sidecar " + c.url, c.wrong,
-				"pass the http.listen"} {
+			for _, want := range []string{`"warning"`, "sidecar " + c.url, c.wrong,
+				"set sidecar to the http.listen"} {
 				if !strings.Contains(w.Body.String(), want) {
 					t.Errorf("%s: no %q", w.Body, want)
 				}
@@ -245,8 +198,8 @@ func TestSidecarThatCannotBeAskedCostsNoTransfer(t *testing.T) {
 	gone := newEngine(t, answerPrefill)
 	gone.Close()
 	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
-	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: gone.URL}},
-		Decode: []string{d.URL}, Mode: Concurrent})
+	px, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Sidecar: gone.URL}},
+		Decode: decoders(d.URL), Mode: Concurrent})
 	if code, answer, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
 		t.Fatal(answer)
 	}
@@ -263,7 +216,7 @@ func TestNoEngineIsTold(t *testing.T) {
 	const nobody = "http://127.0.0.1:1"
 	for _, path := range []string{"/v1/completions", "/tokenize"} {
 		// no health checks: what requests find is all that is known
-		p, err := New(Config{Decode: []string{nobody}})
+		p, err := New(Config{Decode: decoders(nobody)})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -302,9 +255,9 @@ func TestLeavingEngine(t *testing.T) {
 		answerDecode(w, r, s)
 	})
 	d1 := newEngine(t, answerDecode)
-	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: sidecar.URL}},
-		Decode: []string{d0.URL, d1.URL}, DecodeSidecars: []string{sidecar.URL, other.URL},
-		Mode: Concurrent})
+	px, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Sidecar: sidecar.URL}},
+		Decode: []Engine{{URL: d0.URL, Sidecar: sidecar.URL}, {URL: d1.URL, Sidecar: other.URL}},
+		Mode:   Concurrent})
 	leaves := func() bool { return !px.prefill.any(nil, candidate.takes) && !px.decode.all[0].takes() }
 	until(t, "the sidecars are not asked", func() bool {
 		return px.prefill.all[0].endpoint() != "" && px.decode.any(nil, candidate.takes)
@@ -364,7 +317,7 @@ func TestDecodeSidecarThatCannotBeAsked(t *testing.T) {
 	var log kvtest.Log
 	gone, d := newEngine(t, answerDecode), newEngine(t, answerDecode)
 	gone.Close()
-	px, err := New(Config{Decode: []string{d.URL}, DecodeSidecars: []string{gone.URL},
+	px, err := New(Config{Decode: []Engine{{URL: d.URL, Sidecar: gone.URL}},
 		Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))})
 	if err != nil {
 		t.Fatal(err)
@@ -383,12 +336,12 @@ func TestDecodeSidecarThatCannotBeAsked(t *testing.T) {
 		px.askSidecar(t.Context(), b)
 	}
 	if out := log.String(); strings.Count(out, "\n") != 1 || !strings.Contains(out,
-		"decode_sidecar="+gone.URL) || !strings.Contains(out, "as --decode-sidecar") {
+		" sidecar="+gone.URL) || !strings.Contains(out, "set sidecar to") {
 		t.Errorf("logged: %s", out)
 	}
 	w := httptest.NewRecorder()
 	px.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/health", nil))
-	for _, want := range []string{`"warning"`, "--decode-sidecar " + gone.URL, "connection refused",
+	for _, want := range []string{`"warning"`, "sidecar " + gone.URL, "connection refused",
 		"nothing shows that the engine leaves"} {
 		if !strings.Contains(w.Body.String(), want) {
 			t.Errorf("%s: no %q", w.Body, want)
@@ -409,7 +362,7 @@ func TestLeavingEnds(t *testing.T) {
 	defer sidecar.Close()
 	var log kvtest.Log
 	d := newEngine(t, answerDecode)
-	px, err := New(Config{Decode: []string{d.URL}, DecodeSidecars: []string{sidecar.URL},
+	px, err := New(Config{Decode: []Engine{{URL: d.URL, Sidecar: sidecar.URL}},
 		Log: slog.New(slog.NewTextHandler(&log, nil))})
 	if err != nil {
 		t.Fatal(err)
@@ -484,7 +437,7 @@ func TestHealthAndSidecarDoNotWaitForEachOther(t *testing.T) {
 		fmt.Fprint(w, `{"endpoint":"10.1.2.3:7650"}`)
 	}))
 	defer sidecar.Close()
-	px, _ := start(t, Config{Decode: []string{d.URL}, DecodeSidecars: []string{sidecar.URL}})
+	px, _ := start(t, Config{Decode: []Engine{{URL: d.URL, Sidecar: sidecar.URL}}})
 	until(t, "the engine is not up", func() bool { return px.decode.any(nil, candidate.takes) })
 	slow.Store(true)
 	until(t, "a health check waits for the sidecar", func() bool { return during.Load() > 0 })
@@ -497,44 +450,11 @@ func TestHealthAndSidecarDoNotWaitForEachOther(t *testing.T) {
 	})
 }
 
-// A sidecar that answers only after its engine's endpoint was compared is compared, too.
-func TestLateSidecarIsCompared(t *testing.T) {
-	var answers atomic.Bool
-	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		if !answers.Load() {
-			w.WriteHeader(http.StatusServiceUnavailable)
-			return
-		}
-		fmt.Fprint(w, `{"endpoint":"127.0.0.2:7650"}`)
-	}))
-	defer sidecar.Close()
-	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
-	px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:7650",
-		Sidecar: sidecar.URL}}, Decode: []string{d.URL}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer px.client.CloseIdleConnections()
-	b := px.prefill.all[0]
-	b.reports("127.0.0.1:7650")
-	for _, late := range []bool{false, true} {
-		answers.Store(late)
-		px.askSidecar(t.Context(), b)
-		if err := checkNow(t, px, b); err != nil {
-			t.Fatal(err)
-		}
-		warning := b.identity.endpointWarning
-		if warned := strings.Contains(warning, "whose endpoint is 127.0.0.2:7650"); warned != late {
-			t.Errorf("it answers: %v, warning %q", late, b.identity.endpointWarning)
-		}
-	}
-}
-
 // A failed request takes an engine out before its health check does. Its cache is gone all the
 // same.
 func TestCacheOfAnEngineThatFailedARequestIsForgotten(t *testing.T) {
 	d := newEngine(t, answerDecode)
-	p, url := start(t, Config{Decode: []string{d.URL}, Policy: "local"})
+	p, url := start(t, Config{Decode: decoders(d.URL), Policy: "local"})
 	body := fmt.Sprintf(`{"prompt":%q}`, strings.Repeat("a long document ", 100))
 	if code, answer, _ := post(t, url, "/v1/completions", body); code != 200 ||
 		p.placing.Stats().Blocks == 0 {

@@ -60,8 +60,8 @@ func (i *identity) asked(endpoint string, err error, up, learns bool) (changed b
 	if err != nil {
 		endpoint = ""
 		if up {
-			i.sidecarErr = fmt.Sprintf("--%s-sidecar %s cannot be asked (%v): %s; pass the http.listen of "+
-				"this engine's sidecar", i.role, i.sidecar, err, i.costs())
+			i.sidecarErr = fmt.Sprintf("sidecar %s cannot be asked (%v): %s; set sidecar to the "+
+				"http.listen of this engine's", i.sidecar, err, i.costs())
 		}
 	}
 	if i.role == roleDecode {
@@ -84,7 +84,7 @@ func (i *identity) costs() string {
 	case i.role == roleDecode:
 		return "until it answers, nothing shows that the engine leaves"
 	case i.configured:
-		return "nothing checks --prefill-peer, or shows that the engine leaves"
+		return "nothing checks peer, or shows that the engine leaves"
 	}
 	return "until it answers, decode engines start only after the prefill"
 }
@@ -105,8 +105,8 @@ func (i *identity) toCompare() (c comparison, due bool) {
 		i.endpoint != "" && reported != "" && !known
 }
 
-// contradiction is a flag of the operator that disagrees with an engine.
-type contradiction struct{ flag, value, remedy string }
+// contradiction is a setting of the operator that disagrees with an engine.
+type contradiction struct{ key, value, remedy string }
 
 // compared takes the results: whether the endpoint for D is the reported one, and whether the
 // sidecar's is. Nil: they agree.
@@ -115,18 +115,18 @@ func (i *identity) compared(c comparison, same, sidecarSame bool) *contradiction
 	if same && sidecarSame {
 		return nil
 	}
-	x := &contradiction{"--prefill-peer", c.used, "--prefill-peer " + c.reported}
+	x := &contradiction{"peer", c.used, "set peer to " + c.reported}
 	named := c.used
 	switch {
 	case same || !i.configured:
-		x.flag, x.value = "--prefill-sidecar", i.sidecar
-		x.remedy = "--prefill-sidecar the http.listen of that one"
+		x.key, x.value = "sidecar", i.sidecar
+		x.remedy = "set sidecar to the http.listen of that one"
 		named = i.sidecar + ", whose endpoint is " + c.sidecar
 	case c.sidecar == c.reported:
-		x.remedy += ", or correct --prefill-sidecar " + i.sidecar + ", which returned it"
+		x.remedy += ", or correct sidecar " + i.sidecar + ", which returned it"
 	}
-	i.endpointWarning = fmt.Sprintf("%s is %s, but the endpoint of this engine's sidecar is %s: pass "+
-		"%s, unless both are the same", x.flag, named, c.reported, x.remedy)
+	i.endpointWarning = fmt.Sprintf("%s is %s, but the endpoint of this engine's sidecar is %s: %s, "+
+		"unless both are the same", x.key, named, c.reported, x.remedy)
 	return x
 }
 

@@ -17,18 +17,6 @@ import (
 // DefaultPolicy chooses engines by their requests in flight.
 const DefaultPolicy = string(place.LeastLoaded)
 
-// DefaultReplicate is the default of Config.Replicate.
-const DefaultReplicate = place.DefaultReplicate
-
-// Policies are the values of Config.Policy.
-func Policies() []string {
-	var list []string
-	for _, p := range place.Policies() {
-		list = append(list, string(p))
-	}
-	return list
-}
-
 // placing is a router's policy with its metrics; nil: the least loaded engines.
 type placing struct {
 	*place.Placer
@@ -46,7 +34,7 @@ func newPlacing(cfg Config, reports []bool, same []int, reg prometheus.Registere
 		Decode: len(cfg.Decode), TokenBytes: cfg.TokenBytes, Concurrent: cfg.Mode == Concurrent,
 		Calibration: cfg.Calibration, Reports: reports, Same: same, Replicate: cfg.Replicate})
 	if err != nil {
-		return nil, fmt.Errorf("proxy: --policy, --token-bytes: %w", err)
+		return nil, fmt.Errorf("proxy: policy, token_bytes: %w", err)
 	}
 	if p == nil {
 		return nil, nil

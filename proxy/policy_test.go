@@ -41,7 +41,7 @@ func TestPolicyAuto(t *testing.T) {
 		engines, urls = append(engines, e), append(urls, e.URL)
 	}
 	log := &lines{}
-	_, url := start(t, Config{Decode: urls, Mode: PrefillFirst, Policy: "auto",
+	_, url := start(t, Config{Decode: decoders(urls...), Mode: PrefillFirst, Policy: "auto",
 		Log: slog.New(slog.NewTextHandler(log, nil))})
 	body := prompt(strings.Repeat("a long document ", 1000))
 	for range 6 {
@@ -80,8 +80,8 @@ func TestPolicyAuto(t *testing.T) {
 func TestPolicyFetchAndLocal(t *testing.T) {
 	for policy, want := range map[string]int{"fetch": 1, "local": 0, "": 1, "least-loaded": 1} {
 		p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
-		px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:7650"}},
-			Decode: []string{d.URL}, Mode: PrefillFirst, Policy: policy})
+		px, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "127.0.0.1:7650"}},
+			Decode: decoders(d.URL), Mode: PrefillFirst, Policy: policy})
 		if code, answer, _ := post(t, url, "/v1/completions", prompt("x")); code != 200 {
 			t.Fatalf("%s: %d %s", policy, code, answer)
 		}
@@ -136,8 +136,8 @@ func TestPolicyLearnsFromSidecars(t *testing.T) {
 		fmt.Fprint(w, `{"endpoint":"127.0.0.1:7660"}`)
 	})
 	log := &lines{}
-	_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: ps.URL}},
-		Decode: []string{d.URL}, DecodeSidecars: []string{ds.URL}, Mode: Concurrent, Policy: "fetch",
+	_, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Sidecar: ps.URL}},
+		Decode: []Engine{{URL: d.URL, Sidecar: ds.URL}}, Mode: Concurrent, Policy: "fetch",
 		Log: slog.New(slog.NewTextHandler(log, nil))})
 	// 1,000 bytes per second take long for any prompt: the prediction shows it.
 	until(t, "the learned rate is in no prediction", func() bool {
@@ -156,11 +156,10 @@ func TestPolicyLearnsFromSidecars(t *testing.T) {
 
 func TestPolicyIsChecked(t *testing.T) {
 	for want, cfg := range map[string]Config{
-		"--policy":         {Policy: "best"},
-		"--token-bytes":    {Policy: "auto", TokenBytes: -1},
-		"--decode-sidecar": {Policy: "auto", DecodeSidecars: []string{"http://a", "http://b"}},
+		"policy":      {Policy: "best"},
+		"token_bytes": {Policy: "auto", TokenBytes: -1},
 	} {
-		cfg.Decode, cfg.Mode = []string{"http://127.0.0.1:1"}, PrefillFirst
+		cfg.Decode, cfg.Mode = decoders("http://127.0.0.1:1"), PrefillFirst
 		if _, err := New(cfg); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v", want, err)
 		}

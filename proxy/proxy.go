@@ -35,6 +35,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/kvspray/kvspray/internal/admit"
+	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/origin"
 	"github.com/kvspray/kvspray/internal/page"
 	"github.com/kvspray/kvspray/internal/redact"
@@ -58,19 +59,17 @@ const (
 
 // Bounds and times. Bytes and durations.
 const (
-	DefaultBodyBytes   = 32 << 20
-	DefaultBodiesBytes = 1 << 30 // of all requests in flight
-	HeldBodies         = 3       // most copies of a body in one request: each counts
-	maxPrefillAnswer   = 16 << 20
-	maxInFlight        = 4096 // requests
-	sidecarTimeout     = 2 * time.Second
-	dialTimeout        = 3 * time.Second
-	headerTimeout      = 10 * time.Second // to read a client's header
-	maxHeader          = 64 << 10         // bytes
-	writeTimeout       = 2 * time.Minute  // for a part of an answer, to a client that does not read
-	bodyTimeout        = 60 * time.Second // to read a client's body
-	bodyIdle           = 10 * time.Second // between two parts of it
-	clientIdle         = 2 * time.Minute  // between two requests of a client's connection
+	maxPrefillAnswer = 16 << 20
+	maxInFlight      = 4096 // requests
+	checkEvery       = time.Second
+	sidecarTimeout   = 2 * time.Second
+	dialTimeout      = 3 * time.Second
+	headerTimeout    = 10 * time.Second // to read a client's header
+	maxHeader        = 64 << 10         // bytes
+	writeTimeout     = 2 * time.Minute  // for a part of an answer, to a client that does not read
+	bodyTimeout      = 60 * time.Second // to read a client's body
+	bodyIdle         = 10 * time.Second // between two parts of it
+	clientIdle       = 2 * time.Minute  // between two requests of a client's connection
 	// below the 5 s of vLLM's server, because a POST on a connection that the server closes cannot
 	// be repeated.
 	backendIdle        = 4 * time.Second
@@ -78,57 +77,43 @@ const (
 	maxFanout          = 16 // grants that one intent can serve, docs/protocol.md section 2
 )
 
-// Times are those of a router; 0: the default.
+// Times are those of a router, as config.Router describes them; 0: its default.
 type Times struct {
-	Check time.Duration // between two health checks; 1 s
-	Slow  time.Duration // an engine without an answer to one is slow; 2 s
-	// Silent is when an engine without an answer, and without a byte of any request, loses the
-	// requests that have no byte, if a better engine is there. After five times as long it is down.
-	// 6 s
-	Silent    time.Duration
-	Prefill   time.Duration // longest wait for P; 5 min
-	FirstByte time.Duration // longest wait for D; whole answers that are no stream count; 30 min
-	Drain     time.Duration // for requests in flight at the end; 30 s
-}
-
-// DefaultTimes are the defaults.
-func DefaultTimes() Times {
-	return Times{Check: time.Second, Slow: 2 * time.Second, Silent: 6 * time.Second,
-		Prefill: 5 * time.Minute, FirstByte: 30 * time.Minute, Drain: 30 * time.Second}
+	Check                                   time.Duration // between two health checks; 0: 1 s
+	Slow, Silent, Prefill, FirstByte, Drain time.Duration
 }
 
 func (t Times) orDefaults() Times {
-	d := DefaultTimes()
-	return Times{cmp.Or(t.Check, d.Check), cmp.Or(t.Slow, d.Slow), cmp.Or(t.Silent, d.Silent),
-		cmp.Or(t.Prefill, d.Prefill), cmp.Or(t.FirstByte, d.FirstByte), cmp.Or(t.Drain, d.Drain)}
+	d := config.DefaultRouter()
+	return Times{cmp.Or(t.Check, checkEvery), cmp.Or(t.Slow, d.SlowAfter.D()),
+		cmp.Or(t.Silent, d.SilentAfter.D()), cmp.Or(t.Prefill, d.PrefillTimeout.D()),
+		cmp.Or(t.FirstByte, d.FirstByteTimeout.D()), cmp.Or(t.Drain, d.DrainTimeout.D())}
 }
 
-// Prefill names one prefill engine.
-type Prefill struct {
-	URL  string // of the engine's API server
-	Peer string // host:port of its sidecar for peers; empty: ask Sidecar
+// Engine names one engine in one role.
+type Engine struct {
+	URL string // of the engine's API server
 	// URL of its sidecar's HTTP listener: the source of an empty Peer, and the check of a set one
 	Sidecar string
+	Peer    string // of a prefill engine: host:port of its sidecar for peers; empty: ask Sidecar
+	Events  string // endpoint of its KV events, tcp://host:port; empty: none
+	Replay  string // of its replay of KV events; empty: none
 }
 
 // Config configures a Proxy.
 type Config struct {
-	Prefill   []Prefill
-	Decode    []string // URLs
+	Prefill   []Engine
+	Decode    []Engine // an engine in both lists is one engine to a policy
 	Mode      Mode
-	BodyBytes int64 // largest body of a client; 0: DefaultBodyBytes
-	// BodiesBytes bounds the bodies of all requests in flight together, with their copies; 0:
-	// DefaultBodiesBytes.
+	BodyBytes int64 // largest body of a client; 0: the default of config.Router, as below
+	// BodiesBytes bounds the bodies of all requests in flight together, with their copies.
 	BodiesBytes int64
 	Times       Times
 	// Policy is one of Policies; empty: DefaultPolicy. The fields below it are for the others.
-	Policy         string
-	DecodeSidecars []string // URLs of their HTTP listeners, one for each decode engine, or none
-	PrefillEvents  []Events // one for each prefill engine, or none
-	DecodeEvents   []Events // one for each decode engine, or none
-	TokenBytes     float64  // of KV cache; 0: 131072
+	Policy     string
+	TokenBytes float64 // of KV cache; 0: 131072
 	// Replicate is how many requests in flight at each engine that has a prefix make another engine
-	// get it; 0: DefaultReplicate, negative: never.
+	// get it; 0: the default, negative: never.
 	Replicate   int
 	Calibration *placement.Calibration
 	// OTLP is the URL of a collector of spans; empty: off. They are sent while Watch or Serve runs.
@@ -168,14 +153,15 @@ func New(cfg Config) (*Proxy, error) {
 		return nil, fmt.Errorf("proxy: mode %q is not one of %s, %s", cfg.Mode, Concurrent, PrefillFirst)
 	}
 	if len(cfg.Decode) == 0 {
-		return nil, errors.New("proxy: no decode engine; pass --decode the URL of at least one")
+		return nil, errors.New("proxy: no decode engine; name at least one")
 	}
-	p := &Proxy{mode: cfg.Mode, limit: cmp.Or(max(cfg.BodyBytes, 0), DefaultBodyBytes),
+	defaults := config.DefaultRouter()
+	p := &Proxy{mode: cfg.Mode, limit: cmp.Or(max(cfg.BodyBytes, 0), int64(defaults.MaxBody)),
 		log: cmp.Or(cfg.Log, slog.New(slog.DiscardHandler)),
 		reg: cmp.Or(cfg.Registry, prometheus.NewRegistry()), times: cfg.Times.orDefaults(),
 		slots: make(chan struct{}, maxInFlight)}
 	p.unsent.Logger = p.log
-	p.bodies.give(cmp.Or(cfg.BodiesBytes, DefaultBodiesBytes))
+	p.bodies.give(cmp.Or(cfg.BodiesBytes, int64(defaults.MaxBodies)))
 	p.met = newMetrics(p.reg)
 	p.client = &http.Client{
 		Transport: &http.Transport{
@@ -186,43 +172,26 @@ func New(cfg Config) (*Proxy, error) {
 		},
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
-	var pre []*backend
-	for i, b := range cfg.Prefill {
-		be, err := p.newBackend(rolePrefill, i, b.URL, b.Sidecar)
+	var pre, dec []*backend
+	for i, e := range cfg.Prefill {
+		b, err := p.newBackend(rolePrefill, i, e)
 		if err != nil {
 			return nil, err
 		}
-		be.releases = make(chan release, releaseQueue)
-		be.identity.configured, be.identity.endpoint = b.Peer != "", b.Peer
-		if b.Peer != "" {
-			if err := hostPort(b.Peer); err != nil {
-				return nil, fmt.Errorf("proxy: --prefill-peer %q: %w; write host:port, the sidecar's "+
-					"peer.listen", b.Peer, err)
-			}
+		b.releases = make(chan release, releaseQueue)
+		b.identity.configured, b.identity.endpoint = e.Peer != "", e.Peer
+		if cfg.Mode == Concurrent && e.Peer == "" && e.Sidecar == "" {
+			return nil, fmt.Errorf("proxy: prefill engine %s: concurrent dispatch needs the endpoint of "+
+				"its sidecar; set peer to host:port or sidecar to a URL, or mode to %s", b.url, PrefillFirst)
 		}
-		if cfg.Mode == Concurrent && b.Peer == "" && b.Sidecar == "" {
-			return nil, fmt.Errorf("proxy: prefill %d (%s): concurrent dispatch needs the endpoint of P's "+
-				"sidecar; "+
-				"pass --prefill-peer host:port or --prefill-sidecar URL, or use --mode %s", i, be.url,
-				PrefillFirst)
-		}
-		pre = append(pre, be)
+		pre = append(pre, b)
 	}
-	var dec []*backend
-	if n := len(cfg.DecodeSidecars); n != 0 && n != len(cfg.Decode) {
-		return nil, fmt.Errorf("proxy: --decode-sidecar names %d sidecars for %d decode engines; pass "+
-			"one for each, in the same order", n, len(cfg.Decode))
-	}
-	for i, raw := range cfg.Decode {
-		sidecar := ""
-		if len(cfg.DecodeSidecars) > 0 {
-			sidecar = cfg.DecodeSidecars[i]
-		}
-		be, err := p.newBackend(roleDecode, i, raw, sidecar)
+	for i, e := range cfg.Decode {
+		b, err := p.newBackend(roleDecode, i, e)
 		if err != nil {
 			return nil, err
 		}
-		dec = append(dec, be)
+		dec = append(dec, b)
 	}
 	twins := same(pre, dec)
 	rep, err := reports(&cfg)
@@ -276,22 +245,40 @@ func hostPort(addr string) error {
 	return nil
 }
 
-// newBackend reads the URLs of an engine; sidecar may be empty.
-func (p *Proxy) newBackend(role string, number int, engine, sidecar string) (*backend, error) {
+// newBackend reads the addresses of an engine.
+func (p *Proxy) newBackend(role string, number int, e Engine) (*backend, error) {
 	b := &backend{role: role, number: number,
 		health:   health{slowAfter: p.times.Slow, silentAfter: p.times.Silent, firstRest: p.times.Check},
 		identity: identity{role: role}}
 	var err error
-	if b.url, err = origin.Parse(engine); err != nil {
-		return nil, fmt.Errorf("proxy: --%s %q: %w", role, redact.URL(engine), err)
+	if b.url, err = origin.Parse(e.URL); err != nil {
+		return nil, fmt.Errorf("proxy: %s engine: url %q: %w", role, redact.URL(e.URL), err)
 	}
-	if sidecar == "" {
-		return b, nil
+	for _, x := range []struct {
+		key, value, form string
+		check            func(string) error
+	}{
+		{"sidecar", e.Sidecar, "its http.listen as http://host:port", func(s string) (err error) {
+			b.sidecar, err = origin.Parse(s)
+			b.identity.sidecar = b.sidecar.String()
+			return err
+		}},
+		{"peer", e.Peer, "host:port, the sidecar's peer.listen", hostPort},
+		{"events", e.Events, "for instance tcp://engine:5557", endpoint},
+		{"replay", e.Replay, "for instance tcp://engine:5558", endpoint},
+	} {
+		if x.value == "" {
+			continue
+		}
+		if err := x.check(x.value); err != nil {
+			return nil, fmt.Errorf("proxy: %s engine %s: %s %q: %w; write %s", role, b.url, x.key,
+				redact.URL(x.value), err, x.form)
+		}
 	}
-	if b.sidecar, err = origin.Parse(sidecar); err != nil {
-		return nil, fmt.Errorf("proxy: --%s-sidecar %q: %w", role, redact.URL(sidecar), err)
+	if e.Replay != "" && e.Events == "" {
+		return nil, fmt.Errorf("proxy: %s engine %s: replay %q without events; set both", role, b.url,
+			redact.URL(e.Replay))
 	}
-	b.identity.sidecar = b.sidecar.String()
 	return b, nil
 }
 
@@ -403,7 +390,7 @@ func (p *Proxy) Serve(ctx context.Context, l net.Listener) error {
 	err := srv.Shutdown(stop)
 	if errors.Is(err, context.DeadlineExceeded) {
 		p.log.Warn("requests were cut because they did not end in time", "requests", len(p.slots),
-			"within", p.times.Drain, "remedy", "set a longer --drain-timeout")
+			"within", p.times.Drain, "remedy", "set a longer drain_timeout")
 		err = srv.Close()
 	}
 	if serr := <-failed; !errors.Is(serr, http.ErrServerClosed) {

@@ -171,8 +171,8 @@ func TestDecodeUnreachable(t *testing.T) {
 	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
 	dead := newEngine(t, answerDecode)
 	dead.Close()
-	px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{dead.URL,
-		d.URL}, Mode: Concurrent})
+	px, err := New(Config{Prefill: []Engine{{URL: p.URL, Peer: "a:1"}}, Decode: decoders(dead.URL,
+		d.URL), Mode: Concurrent})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -259,8 +259,8 @@ func TestNoPrefillWithoutADecodeEngine(t *testing.T) {
 	for _, mode := range []Mode{Concurrent, PrefillFirst} {
 		t.Run(string(mode), func(t *testing.T) {
 			p := newEngine(t, answerPrefill)
-			px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:1"}},
-				Decode: []string{"http://127.0.0.1:1"}, Mode: mode})
+			px, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "127.0.0.1:1"}},
+				Decode: decoders("http://127.0.0.1:1"), Mode: mode})
 			px.decode.all[0].outcome(errors.New("as a request has found it"), signRefused, 0)
 			status, answer, h := post(t, url, "/v1/completions", `{"prompt":"a"}`)
 			refusal(t, "/v1/completions", status, h, answer, http.StatusServiceUnavailable, codeNoEngine,

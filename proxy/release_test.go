@@ -72,10 +72,10 @@ func TestEndOfARequestEndsThePrefillsHold(t *testing.T) {
 					until(t, "P has not answered", computed.Load)
 					c.decode(w, r, s)
 				})
-				cfg := Config{Mode: mode, Prefill: []Prefill{{URL: p.URL, Peer: "p:1"}},
-					Decode: []string{d.URL}}
+				cfg := Config{Mode: mode, Prefill: []Engine{{URL: p.URL, Peer: "p:1"}},
+					Decode: decoders(d.URL)}
 				if c.second {
-					cfg.Decode = append(cfg.Decode, newEngine(t, answerDecode).URL)
+					cfg.Decode = append(cfg.Decode, Engine{URL: newEngine(t, answerDecode).URL})
 				}
 				px, url := start(t, cfg)
 				if c.second {
@@ -134,8 +134,8 @@ func TestReleaseDelaysNothing(t *testing.T) {
 		_ = http.NewResponseController(w).Flush() // in chunks
 		fmt.Fprint(w, part, part, part)
 	})
-	px, url := start(t, Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: p.URL}},
-		Decode: []string{broken.URL, d.URL}})
+	px, url := start(t, Config{Mode: PrefillFirst, Prefill: []Engine{{URL: p.URL}},
+		Decode: decoders(broken.URL, d.URL)})
 	px.decode.next = 0 // the first engine gets the first request
 	status, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`)
 	if status != 200 || body != part+part+part {
@@ -200,8 +200,8 @@ func (f answerer) RoundTrip(r *http.Request) (*http.Response, error) { return f(
 func TestReleasesAreBounded(t *testing.T) {
 	kvtest.Bubble(t, func(t *testing.T) {
 		var log kvtest.Log
-		px, err := New(Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: "http://p"}},
-			Decode: []string{"http://d"}, Log: slog.New(slog.NewTextHandler(&log, nil))})
+		px, err := New(Config{Mode: PrefillFirst, Prefill: []Engine{{URL: "http://p"}},
+			Decode: decoders("http://d"), Log: slog.New(slog.NewTextHandler(&log, nil))})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -255,8 +255,8 @@ func TestOtherConnectorsGetNoRelease(t *testing.T) {
 		fmt.Fprint(w, `{"kv_transfer_params":{"do_remote_prefill":true,"remote_block_ids":[[1]]}}`)
 	})
 	d := newEngine(t, refuses(400))
-	px, url := start(t, Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: p.URL}},
-		Decode: []string{d.URL}})
+	px, url := start(t, Config{Mode: PrefillFirst, Prefill: []Engine{{URL: p.URL}},
+		Decode: decoders(d.URL)})
 	if status, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); status != 400 {
 		t.Error(status, body)
 	}
@@ -279,8 +279,8 @@ func TestReleaseOfRequestsThatAreCut(t *testing.T) {
 		})
 		times := quick()
 		times.Drain = time.Millisecond
-		px, err := New(Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: p.URL}},
-			Decode: []string{d.URL}, Times: times})
+		px, err := New(Config{Mode: PrefillFirst, Prefill: []Engine{{URL: p.URL}},
+			Decode: decoders(d.URL), Times: times})
 		if err != nil {
 			t.Fatal(err)
 		}

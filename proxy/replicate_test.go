@@ -31,8 +31,8 @@ func twins(t *testing.T, cfg Config, n int) (engines []*engine, p *Proxy, url st
 			fmt.Fprint(w, "data: over\n")
 		})
 		engines = append(engines, e)
-		cfg.Prefill = append(cfg.Prefill, Prefill{URL: e.URL, Peer: "127.0.0.1:7650"})
-		cfg.Decode = append(cfg.Decode, e.URL)
+		cfg.Prefill = append(cfg.Prefill, Engine{URL: e.URL, Peer: "127.0.0.1:7650"})
+		cfg.Decode = append(cfg.Decode, Engine{URL: e.URL})
 	}
 	p, url = start(t, cfg)
 	return engines, p, url, end
@@ -137,12 +137,9 @@ func TestEngineInBothListsDoesNotSendToItself(t *testing.T) {
 // An engine in both lists has one feed, in whichever list its events are named.
 func TestEngineInBothListsHasOneFeed(t *testing.T) {
 	e := newReporting(t)
-	for _, cfg := range []Config{{PrefillEvents: []Events{e.events()}},
-		{DecodeEvents: []Events{e.events()}},
-		{PrefillEvents: []Events{e.events()}, DecodeEvents: []Events{e.events()}}} {
-		cfg.Prefill, cfg.Decode = []Prefill{{URL: e.URL}}, []string{e.URL}
-		cfg.Mode, cfg.Policy = PrefillFirst, "auto"
-		p, err := New(cfg)
+	with, without := []Engine{e.reported()}, decoders(e.URL)
+	for _, x := range [][2][]Engine{{with, without}, {without, with}, {with, with}} {
+		p, err := New(Config{Prefill: x[0], Decode: x[1], Mode: PrefillFirst, Policy: "auto"})
 		if err != nil {
 			t.Fatal(err)
 		}

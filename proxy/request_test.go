@@ -56,7 +56,7 @@ func TestNoParamsByTheBackDoor(t *testing.T) {
 
 func TestBadBodies(t *testing.T) {
 	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
-	_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{d.URL},
+	_, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "a:1"}}, Decode: decoders(d.URL),
 		BodyBytes: 100})
 	for body, want := range map[string]string{
 		"":                       codeInvalidBody,
@@ -82,7 +82,7 @@ func TestBadBodies(t *testing.T) {
 // What is no route is refused in the API's form, with what there is instead, and reaches no engine.
 func TestNoRoute(t *testing.T) {
 	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
-	_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{d.URL}})
+	_, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "a:1"}}, Decode: decoders(d.URL)})
 	for _, x := range []struct {
 		method, path string
 		status       int
@@ -141,16 +141,16 @@ func TestPass(t *testing.T) {
 func TestNewRefuses(t *testing.T) {
 	for name, c := range map[string]Config{
 		"no decode": {},
-		"mode":      {Decode: []string{"http://a:1"}, Mode: "x"},
-		"url":       {Decode: []string{"a:1"}},
-		"no peer":   {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1"}}},
-		"bad port": {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1",
+		"mode":      {Decode: decoders("http://a:1"), Mode: "x"},
+		"url":       {Decode: decoders("a:1")},
+		"no peer":   {Decode: decoders("http://a:1"), Prefill: []Engine{{URL: "http://p:1"}}},
+		"bad port": {Decode: decoders("http://a:1"), Prefill: []Engine{{URL: "http://p:1",
 			Peer: "x:y"}}},
-		"port 0": {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1",
+		"port 0": {Decode: decoders("http://a:1"), Prefill: []Engine{{URL: "http://p:1",
 			Peer: "x:0"}}},
-		"no host": {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1",
+		"no host": {Decode: decoders("http://a:1"), Prefill: []Engine{{URL: "http://p:1",
 			Peer: ":7650"}}},
-		"bad peer": {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1", Peer: "x"}}},
+		"bad peer": {Decode: decoders("http://a:1"), Prefill: []Engine{{URL: "http://p:1", Peer: "x"}}},
 	} {
 		if _, err := New(c); err == nil {
 			t.Errorf("%s accepted", name)

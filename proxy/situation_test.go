@@ -27,7 +27,7 @@ func TestThousandStreams(t *testing.T) {
 		}
 		fmt.Fprint(w, "data: [DONE]\n\n")
 	})
-	px, err := New(Config{Decode: []string{d.URL}})
+	px, err := New(Config{Decode: decoders(d.URL)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -76,7 +76,7 @@ func TestStreamsOfResponsesAndMessages(t *testing.T) {
 				}
 			})
 			p := newEngine(t, answerPrefill)
-			px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: "p:1"}}, Decode: []string{d.URL}})
+			px, err := New(Config{Prefill: []Engine{{URL: p.URL, Peer: "p:1"}}, Decode: decoders(d.URL)})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -118,7 +118,7 @@ func TestStreamsOfResponsesAndMessages(t *testing.T) {
 // Bodies of clients come in several forms.
 func TestFormsOfBodies(t *testing.T) {
 	d := newEngine(t, answerDecode)
-	px, err := New(Config{Decode: []string{d.URL}})
+	px, err := New(Config{Decode: decoders(d.URL)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -168,8 +168,8 @@ func TestCompressedAnswers(t *testing.T) {
 			fmt.Fprint(w, "data: [DONE]\n\n")
 		})
 	})
-	_, url := start(t, Config{Mode: PrefillFirst, Prefill: []Prefill{{URL: p.URL}},
-		Decode: []string{d.URL}})
+	_, url := start(t, Config{Mode: PrefillFirst, Prefill: []Engine{{URL: p.URL}},
+		Decode: decoders(d.URL)})
 	_, answer, h := post(t, url, "/v1/completions", `{"prompt":"a","stream":true}`, "Accept-Encoding",
 		"gzip")
 	z, err := gzip.NewReader(strings.NewReader(answer))
@@ -194,7 +194,7 @@ func (p packedWriter) Write(b []byte) (int, error) { return p.z.Write(b) }
 
 // Paths that vLLM has and the router has not are refused by name.
 func TestOtherPathsAreRefusedByName(t *testing.T) {
-	_, url := start(t, Config{Decode: []string{newEngine(t, answerDecode).URL}})
+	_, url := start(t, Config{Decode: decoders(newEngine(t, answerDecode).URL)})
 	for _, path := range []string{"/v1/embeddings", "/rerank", "/v1/audio/transcriptions",
 		"/v1/responses/resp_1/cancel", "/inference/v1/generate", "/v1/load_lora_adapter"} {
 		code, answer, h := post(t, url, path, `{}`)
@@ -241,8 +241,8 @@ func TestLoadEndsWithTheRequest(t *testing.T) {
 					defer func() { ended <- struct{}{} }()
 					c.decode(w, r)
 				})
-				px, url := start(t, Config{Mode: mode, Prefill: []Prefill{{URL: p.URL, Peer: "p:1"}},
-					Decode: []string{d.URL}})
+				px, url := start(t, Config{Mode: mode, Prefill: []Engine{{URL: p.URL, Peer: "p:1"}},
+					Decode: decoders(d.URL)})
 				ctx, cancel := context.WithCancel(t.Context())
 				defer cancel()
 				req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions",
@@ -287,8 +287,8 @@ func TestPrefillEndsWithoutADecodeEngine(t *testing.T) {
 				http.Error(w, "no", http.StatusBadRequest)
 			})
 			want := map[bool]int{true: 400, false: 502}[reached]
-			_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "p:1"}},
-				Decode: []string{d.URL}})
+			_, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "p:1"}},
+				Decode: decoders(d.URL)})
 			if code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != want {
 				t.Errorf("%d %s, want %d", code, body, want)
 			}
@@ -324,9 +324,9 @@ func TestFullPrefillEnginesAreUsedAgain(t *testing.T) {
 		f := newFaulty(t, answerPrefill)
 		f.status.Store(429)
 		engines = append(engines, f)
-		cfg.Prefill = append(cfg.Prefill, Prefill{URL: f.URL, Peer: "p:1"})
+		cfg.Prefill = append(cfg.Prefill, Engine{URL: f.URL, Peer: "p:1"})
 	}
-	cfg.Decode = []string{newEngine(t, answerDecode).URL}
+	cfg.Decode = decoders(newEngine(t, answerDecode).URL)
 	_, url := start(t, cfg)
 	var wg sync.WaitGroup
 	for range 64 {
@@ -361,7 +361,7 @@ func TestFullPrefillEnginesAreUsedAgain(t *testing.T) {
 
 // Requests without a body end at once, whatever their method.
 func TestRequestsWithoutABody(t *testing.T) {
-	px, err := New(Config{Decode: []string{newEngine(t, answerDecode).URL}})
+	px, err := New(Config{Decode: decoders(newEngine(t, answerDecode).URL)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -387,8 +387,8 @@ func TestDecodeEngineBreaksAfterItsHeader(t *testing.T) {
 	for _, mode := range []Mode{Concurrent, PrefillFirst} {
 		broken := sends(t, "HTTP/1.1 200 OK\r\n"+events+chunked+"\r\n")
 		p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
-		px, url := start(t, Config{Mode: mode, Prefill: []Prefill{{URL: p.URL, Peer: "p:1"}},
-			Decode: []string{broken, d.URL}})
+		px, url := start(t, Config{Mode: mode, Prefill: []Engine{{URL: p.URL, Peer: "p:1"}},
+			Decode: decoders(broken, d.URL)})
 		px.decode.next = 0 // the first engine gets the first request
 		code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a","stream":true}`)
 		if code != 200 {

@@ -30,8 +30,8 @@ func TestClientDisconnect(t *testing.T) {
 				arrived <- struct{}{}
 				d.hang(r)
 			})
-			_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:1"}},
-				Decode: []string{d.URL}, Mode: mode})
+			_, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "127.0.0.1:1"}},
+				Decode: decoders(d.URL), Mode: mode})
 			ctx, cancel := context.WithCancel(context.Background())
 			req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions",
 				strings.NewReader(`{"prompt":"a"}`))
@@ -72,8 +72,8 @@ func TestClientDisconnectIsNoFailedPrefill(t *testing.T) {
 		<-r.Context().Done()
 	}
 	p, d := newEngine(t, hang), newEngine(t, hang)
-	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:1"}},
-		Decode: []string{d.URL}, Mode: Concurrent})
+	px, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "127.0.0.1:1"}},
+		Decode: decoders(d.URL), Mode: Concurrent})
 	for range clients {
 		ctx, cancel := context.WithCancel(context.Background())
 		req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions",
@@ -194,7 +194,7 @@ func TestServeDrains(t *testing.T) {
 		<-finish
 		answerDecode(w, r, s)
 	})
-	px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{d.URL}})
+	px, err := New(Config{Prefill: []Engine{{URL: p.URL, Peer: "a:1"}}, Decode: decoders(d.URL)})
 	if err != nil {
 		t.Fatal(err)
 	}

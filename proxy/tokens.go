@@ -230,11 +230,11 @@ var (
 )
 
 // Fields with which a prompt has other tokens, or its blocks other hashes, in a way that /tokenize
-// does not know.
+// does not have.
 var opaqueFields = []string{"cache_salt", "truncate_prompt_tokens", "prompt_embeds", "documents",
 	"reasoning_effort", "mm_processor_kwargs", "media_io_kwargs", "suffix"}
 
-// question is the body of POST /tokenize, or the tokens themselves; neither: the router cannot know
+// question is the body of POST /tokenize, or the tokens themselves; neither: the router cannot find
 // the tokens.
 func (r *request) question() (tokens []uint32, question []byte) {
 	if r.alone != "" || r.prompts != 1 {
@@ -307,11 +307,11 @@ func afterSpace(raw []byte, at int) int {
 
 // tokenIDs reads a list of token ids, which is correct JSON; nil: it is none, or too long.
 func tokenIDs(raw []byte) []uint32 {
-	most := bytes.Count(raw, []byte{','}) + 1
-	if firstItem(raw) == 0 || most > maxTokens {
+	maxItems := bytes.Count(raw, []byte{','}) + 1
+	if firstItem(raw) == 0 || maxItems > maxTokens {
 		return nil
 	}
-	tokens := make([]uint32, 0, most)
+	tokens := make([]uint32, 0, maxItems)
 	for at := 1; ; at++ {
 		at = afterSpace(raw, at)
 		id, from := uint64(0), at

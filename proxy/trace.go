@@ -35,7 +35,7 @@ type hop struct {
 // trace prepares the export of spans.
 func (p *Proxy) trace(cfg *Config) (err error) {
 	if cfg.TraceShare < 0 || cfg.TraceShare > 1 {
-		return fmt.Errorf("proxy: --trace-share %v is not above 0 and at most 1; write for instance 0.1",
+		return fmt.Errorf("proxy: trace_share %v is not above 0 and at most 1; write for instance 0.1",
 			cfg.TraceShare)
 	}
 	p.share = cmp.Or(cfg.TraceShare, 1)
@@ -43,7 +43,7 @@ func (p *Proxy) trace(cfg *Config) (err error) {
 		return nil
 	}
 	if problem, remedy := spans.CheckEndpoint(cfg.OTLP); problem != "" {
-		return fmt.Errorf("proxy: --otlp %q: %s; %s", spans.Redacted(cfg.OTLP), problem, remedy)
+		return fmt.Errorf("proxy: otlp %q: %s; %s", spans.Redacted(cfg.OTLP), problem, remedy)
 	}
 	host, _ := os.Hostname() // without one spans have no instance
 	p.spans, err = spans.New(spans.Options{Endpoint: cfg.OTLP, Service: "kvspray-router",
@@ -174,8 +174,8 @@ func (j *job) traced() {
 		attrs = append(attrs, spans.Text("kvspray.local_prefill", j.alone))
 	}
 	first, id, start := j.firstAt, j.id, j.start
-	most := 1 + min(t.prefill.tries, 1) + min(t.decode.tries, 1)
-	t.rec.Put(most, func() []spans.Span {
+	maxSpans := 1 + min(t.prefill.tries, 1) + min(t.decode.tries, 1)
+	t.rec.Put(maxSpans, func() []spans.Span {
 		c := clock{now}
 		out := []spans.Span{{Name: "kvspray.request", Kind: spans.Server, Self: t.self, Parent: t.parent,
 			Start: c.at(start), End: c.at(now), Failed: failed, Attrs: attrs}}

@@ -31,7 +31,7 @@ func tracedPair(t *testing.T, col *spanstest.Collector, mode Mode, prefill,
 	decode func(http.ResponseWriter, *http.Request, seen)) (p, d *engine, url string) {
 	t.Helper()
 	p, d = newEngine(t, prefill), newEngine(t, decode)
-	cfg := Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:7650"}}, Decode: []string{d.URL},
+	cfg := Config{Prefill: []Engine{{URL: p.URL, Peer: "127.0.0.1:7650"}}, Decode: decoders(d.URL),
 		Mode: mode}
 	if col != nil {
 		cfg.OTLP = col.URL
@@ -207,8 +207,8 @@ func TestSpansHaveNoSecrets(t *testing.T) {
 		fmt.Fprint(w, "the prompt is: ", s.body["prompt"])
 	}), newEngine(t, answerDecode)
 	withUser := func(url string) string { return strings.Replace(url, "//", "//user:password@", 1) }
-	_, url := start(t, Config{Prefill: []Prefill{{URL: withUser(p.URL), Peer: "127.0.0.1:7650"}},
-		Decode: []string{withUser(d.URL)}, Mode: PrefillFirst, OTLP: col.URL})
+	_, url := start(t, Config{Prefill: []Engine{{URL: withUser(p.URL), Peer: "127.0.0.1:7650"}},
+		Decode: decoders(withUser(d.URL)), Mode: PrefillFirst, OTLP: col.URL})
 	post(t, url, "/v1/completions", `{"prompt":"a secret"}`)
 	all := spanned(t, col, "kvspray.request", "kvspray.prefill", "kvspray.decode")
 	if s := all["kvspray.prefill"]; s.Failed != "error: refused: 400" || s.Text["url.full"] != p.URL {
@@ -260,7 +260,7 @@ func TestRouterWithoutAnswerOfTheCollector(t *testing.T) {
 
 // Of requests without a trace the router takes a share.
 func TestTraceShare(t *testing.T) {
-	p, err := New(Config{Decode: []string{"http://a"}, OTLP: "http://b", TraceShare: 0.25})
+	p, err := New(Config{Decode: decoders("http://a"), OTLP: "http://b", TraceShare: 0.25})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -276,17 +276,18 @@ func TestTraceShare(t *testing.T) {
 	if p.traceOf(http.Header{traceHeader: {clientParent}}) == nil {
 		t.Error("a client's trace is left out")
 	}
-	for _, cfg := range []Config{{OTLP: "b:1"}, {OTLP: "http://u:p@b"}, {TraceShare: 2}} {
-		cfg.Decode = []string{"http://a"}
-		if _, err := New(cfg); err == nil || !strings.Contains(err.Error(), "--") {
-			t.Errorf("%+v: %v", cfg, err)
+	for want, cfg := range map[string]Config{`otlp "b:1"`: {OTLP: "b:1"},
+		`otlp "http://...@b"`: {OTLP: "http://u:p@b"}, "trace_share 2": {TraceShare: 2}} {
+		cfg.Decode = decoders("http://a")
+		if _, err := New(cfg); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want %s", err, want)
 		}
 	}
 }
 
 // Off, a request without a traceparent costs no allocation.
 func TestTracingOffIsFree(t *testing.T) {
-	p, err := New(Config{Decode: []string{"http://a"}})
+	p, err := New(Config{Decode: decoders("http://a")})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -98,7 +98,7 @@ func TestOtherOrderIsRefused(t *testing.T) {
 func TestUnsentIsAnswered(t *testing.T) {
 	p, d := pairOf(t, "tcp")
 	d.conv.Connect(p.Endpoint())
-	until(t, func() bool { return d.dial.knows(p.Boot()) })
+	until(t, func() bool { return d.dial.has(p.Boot()) })
 	answers := make(chan engines.Admission, 1)
 	pr := newPrompt(64)
 	d.driver.Handle([]engines.Event{{Kind: engines.Asked, Await: &engines.Await{Token: 1,

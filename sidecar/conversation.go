@@ -1,9 +1,6 @@
 package sidecar
 
 import (
-	"bytes"
-	"cmp"
-	"context"
 	"errors"
 	"log/slog"
 	"net/netip"
@@ -71,16 +68,12 @@ func (c *conversation) selfUp() {
 
 // Connect implements driver.Peers.
 func (c *conversation) Connect(endpoint string) {
-	c.dial.mu.Lock()
-	if len(c.dial.named) < maxNamed {
-		c.dial.named[endpoint] = struct{}{}
-	}
-	c.dial.mu.Unlock()
+	c.dial.name(endpoint)
 	c.mesh.Connect(endpoint)
 }
 
 // Known implements driver.Peers.
-func (c *conversation) Known(boot transfer.Boot) bool { return c.dial.knows(boot) }
+func (c *conversation) Known(boot transfer.Boot) bool { return c.dial.has(boot) }
 
 // Send implements driver.Peers. A frame for this node is an event of the next round.
 func (c *conversation) Send(to transfer.Boot, f *peerv1.ControlFrame) {
@@ -155,26 +148,8 @@ func (c *conversation) violates(from transfer.Boot, what exec.Violation, err err
 
 // peerUp handles a completed handshake, also after each reconnection of a peer's control lanes.
 func (c *conversation) peerUp(in peerInfo) {
-	d := c.dial
-	d.mu.Lock()
-	r := d.peers[in.Boot]
-	if r == nil {
-		r = &remote{hostBoot: in.HostBoot, keepers: map[wantedLane]context.CancelFunc{}}
-		d.peers[in.Boot] = r
-		// One of two sidecars dials: both ends send on the same lanes.
-		if bytes.Compare(c.boot[:], in.Boot[:]) <= 0 {
-			r.ctx, r.stop = context.WithCancel(c.proc.Context())
-		}
-	}
-	r.peer = transport.Peer{Boot: in.Boot, Self: c.boot, Key: in.Key}
-	r.claimed, r.node, r.release = in.Claimed, in.Node, in.Release
-	r.endpoint = cmp.Or(in.Endpoint, r.endpoint) // a peer that connected to this node has none yet
-	delete(d.unreached, in.Endpoint)
-	_, named := d.named[in.Endpoint]
-	delete(d.named, in.Endpoint)
-	count := len(d.peers) - 1
-	d.mu.Unlock()
-	c.metrics.Peers(max(count, 0))
+	others, named := c.dial.up(in)
+	c.metrics.Peers(others)
 	c.driver.Do(func(ex *exec.Exec, now exec.Instant) { ex.PeerUp(now, in.Endpoint, in.Boot) })
 	c.peerRails(in.Boot, in.Rails)
 	if named {
@@ -188,18 +163,13 @@ func (c *conversation) peerUp(in peerInfo) {
 
 // connectFailed ends a connect.
 func (c *conversation) connectFailed(endpoint string, err error) {
-	err = judged(err)
+	err = classifyDialError(err)
 	// Requests wait for this peer, and a wrong address costs each of them seconds. Logged once, until
 	// the peer answers.
-	d := c.dial
 	level := slog.LevelDebug
-	d.mu.Lock()
-	delete(d.named, endpoint)
-	if _, logged := d.unreached[endpoint]; !logged && len(d.unreached) < maxUnreached {
-		d.unreached[endpoint] = struct{}{}
+	if c.dial.failed(endpoint) {
 		level = slog.LevelWarn
 	}
-	d.mu.Unlock()
 	c.log.Log(c.proc.Context(), level, "peer not reached; tried again while requests wait for it",
 		"endpoint", endpoint, "err", err)
 	c.driver.Do(func(ex *exec.Exec, now exec.Instant) { ex.ConnectFailed(now, endpoint, err) })
@@ -209,17 +179,9 @@ func (c *conversation) connectFailed(endpoint string, err error) {
 // nothing is kept of it.
 func (c *conversation) peerDown(boot transfer.Boot, over bool) {
 	if over {
-		c.dial.mu.Lock()
-		if r := c.dial.peers[boot]; r != nil && r.stop != nil {
-			r.stop()
-		}
-		delete(c.dial.peers, boot)
-		count := len(c.dial.peers) - 1
-		c.dial.mu.Unlock()
-		c.metrics.Peers(max(count, 0))
+		c.metrics.Peers(c.dial.forget(boot))
 		c.driver.CloseLanes(func(l transport.Lane) bool { return l.Peer() == boot })
 		c.driver.ForgetPeer(boot)
-		c.dial.troubles.forget(boot)
 	}
 	c.driver.Do(func(ex *exec.Exec, now exec.Instant) { ex.PeerDown(now, boot, over) })
 }

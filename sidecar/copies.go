@@ -14,6 +14,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 // copies executes copies that engines request between their own regions: loading caches from host
@@ -24,8 +25,9 @@ type copies struct {
 	leases    *local.Leases
 	gpus      *gpus
 	metrics   *metrics.Set
-	transfers *trace.Lines      // set before the first copy
-	server    *connector.Server // likewise
+	transfers *trace.Lines
+	complete  func(*engines.Worker, engines.Completion) error
+	loaded    func(w *engines.Worker, id transfer.LeaseID, parts int)
 	log       *slog.Logger
 
 	slots chan struct{} // one for each running copy
@@ -50,11 +52,6 @@ const (
 // pathHost is the path of a copy without a GPU. Package gpu names the others.
 const pathHost = "host"
 
-func newCopies(l *local.Leases, g *gpus, m *metrics.Set, log *slog.Logger) *copies {
-	return &copies{leases: l, gpus: g, metrics: m, log: log,
-		slots: make(chan struct{}, maxCopiesRunning), turns: turns{of: map[*engines.Worker]*turn{}}}
-}
-
 // start runs one. The connector bounds how many a worker has.
 func (c *copies) start(w *engines.Worker, cp connector.Copy) {
 	c.leases.Run(w, cp.Lease.ID, cp.Deadline, func(ctx context.Context) { c.run(ctx, w, &cp) })
@@ -64,13 +61,13 @@ func (c *copies) start(w *engines.Worker, cp connector.Copy) {
 // result.
 func (c *copies) run(ctx context.Context, w *engines.Worker, cp *connector.Copy) {
 	began := time.Now()
-	r := copyRun{gpus: c.gpus, pieces: pieces{parts: cp.Parts}, ways: map[string]uint64{}}
+	r := copyRun{gpus: c.gpus, pieces: pieces{parts: cp.Parts}, bytesByPath: map[string]uint64{}}
 	slots, lanes := c.slots, 1
 	if cp.Load {
 		turn := c.turns.join(w)
 		defer c.turns.leave(w, turn)
 		slots, lanes = turn.slot, loadLanes
-		r.arrived = func(parts int) { c.server.Loaded(w, cp.Lease, parts) }
+		r.arrived = func(parts int) { c.loaded(w, cp.Lease, parts) }
 	}
 	var waited time.Duration
 	select {
@@ -87,7 +84,7 @@ func (c *copies) run(ctx context.Context, w *engines.Worker, cp *connector.Copy)
 	if r.err != nil {
 		done.Reason = r.err.Error()
 	}
-	if cerr := c.server.Complete(w, done); cerr != nil {
+	if cerr := c.complete(w, done); cerr != nil {
 		c.log.Debug("completion not delivered", "lease", cp.Lease.String(), "err", cerr)
 	}
 	c.trace(w, cp, &done, waited)
@@ -153,19 +150,19 @@ type copyRun struct {
 	gpus    *gpus
 	arrived func(parts int) // called with the number of first parts that are there; nil: a COPY
 
-	mu     sync.Mutex // guards what follows
-	pieces pieces
-	begun  int         // pieces
-	next   int         // all pieces before this one have ended
-	ended  map[int]int // of later ones that have ended: piece.parts
-	ways   map[string]uint64
-	err    error
+	mu          sync.Mutex // guards what follows
+	pieces      pieces
+	begun       int         // pieces
+	next        int         // all pieces before this one have ended
+	ended       map[int]int // of later ones that have ended: piece.parts
+	bytesByPath map[string]uint64
+	err         error
 }
 
 // path returns the path that moved most bytes, and all bytes.
 func (r *copyRun) path() (path string, moved uint64) {
-	for p, n := range r.ways {
-		if moved += n; path == "" || n > r.ways[path] || n == r.ways[path] && p < path {
+	for p, n := range r.bytesByPath {
+		if moved += n; path == "" || n > r.bytesByPath[path] || n == r.bytesByPath[path] && p < path {
 			path = p
 		}
 	}
@@ -216,7 +213,7 @@ func (r *copyRun) end(i int, p *piece, path string, err error) {
 		r.err = cmp.Or(r.err, err)
 		return
 	}
-	r.ways[path] += p.bytes
+	r.bytesByPath[path] += p.bytes
 	if r.arrived == nil {
 		return
 	}
@@ -251,14 +248,14 @@ type piece struct {
 
 func (p *pieces) next(b *piece) bool {
 	b.from, b.to, b.bytes = b.from[:0], b.to[:0], 0
-	most := uint64(hostPiece)
+	limit := uint64(hostPiece)
 	if first := &p.parts[0]; first.Src.Device() != nil || first.Dst.Device() != nil {
-		most = devicePiece
+		limit = devicePiece
 	}
-	for p.part < len(p.parts) && b.bytes < most && len(b.from) < pieceBlocks {
+	for p.part < len(p.parts) && b.bytes < limit && len(b.from) < pieceBlocks {
 		part := &p.parts[p.part]
 		x := part.Block(p.block)
-		k := min(x.Len-p.off, most-b.bytes)
+		k := min(x.Len-p.off, limit-b.bytes)
 		b.from = append(b.from, mem.Block{Region: part.Src, Off: x.SrcOff + p.off, Len: k})
 		b.to = append(b.to, mem.Block{Region: part.Dst, Off: x.DstOff + p.off, Len: k})
 		b.bytes += k

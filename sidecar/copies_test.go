@@ -411,7 +411,8 @@ func TestLoadOfTwoDevices(t *testing.T) {
 // TestLoadInOrder: a part does not count before those in front of it.
 func TestLoadInOrder(t *testing.T) {
 	var got []int
-	r := copyRun{ways: map[string]uint64{}, arrived: func(parts int) { got = append(got, parts) }}
+	r := copyRun{bytesByPath: map[string]uint64{},
+		arrived: func(parts int) { got = append(got, parts) }}
 	for _, i := range []int{1, 2, 0, 4, 3} {
 		r.end(i, &piece{parts: 10 * (i + 1)}, pathHost, nil)
 	}

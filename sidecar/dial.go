@@ -2,6 +2,7 @@ package sidecar
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -16,6 +17,7 @@ import (
 	"github.com/kvspray/kvspray/control/driver"
 	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -59,20 +61,14 @@ type dialer struct {
 		CloseLane(id uint64)
 		Bound() map[transfer.Boot]int
 	}
-	troubles troubles
-
-	backends transport.Registry // set before the first peer
+	errs laneErrors
+	live *openBackends
 
 	mu        sync.Mutex // guards what follows
 	peers     map[transfer.Boot]*remote
 	unreached map[string]struct{} // addresses of a warning that have not answered since
 	// endpoints that requests named: their lanes are wanted once they are up
 	named map[string]struct{}
-}
-
-func newDialer(cfg *config.Config, boot transfer.Boot, host string, log *slog.Logger) *dialer {
-	return &dialer{boot: boot, host: host, cfg: cfg, log: log, peers: map[transfer.Boot]*remote{},
-		unreached: map[string]struct{}{}, named: map[string]struct{}{}}
 }
 
 type remote struct {
@@ -98,6 +94,80 @@ type remote struct {
 type wantedLane struct {
 	backend, local, remote, address string
 	n                               int
+}
+
+// name records an endpoint that a request names.
+func (d *dialer) name(endpoint string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if len(d.named) < maxNamed {
+		d.named[endpoint] = struct{}{}
+	}
+}
+
+// up records a completed handshake. named: a request waits for the lanes.
+func (d *dialer) up(in peerInfo) (others int, named bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	r := d.peers[in.Boot]
+	if r == nil {
+		r = &remote{hostBoot: in.HostBoot, keepers: map[wantedLane]context.CancelFunc{}}
+		d.peers[in.Boot] = r
+		// One of two sidecars dials: both ends send on the same lanes.
+		if bytes.Compare(d.boot[:], in.Boot[:]) <= 0 {
+			r.ctx, r.stop = context.WithCancel(d.proc.Context())
+		}
+	}
+	r.peer = transport.Peer{Boot: in.Boot, Self: d.boot, Key: in.Key}
+	r.claimed, r.node, r.release = in.Claimed, in.Node, in.Release
+	r.endpoint = cmp.Or(in.Endpoint, r.endpoint) // a peer that connected to this node has none yet
+	delete(d.unreached, in.Endpoint)
+	_, named = d.named[in.Endpoint]
+	delete(d.named, in.Endpoint)
+	return d.othersLocked(), named
+}
+
+// failed records an attempt without success. first: no earlier one since the address answered.
+func (d *dialer) failed(endpoint string) (first bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	delete(d.named, endpoint)
+	_, logged := d.unreached[endpoint]
+	if logged || len(d.unreached) >= maxUnreached {
+		return false
+	}
+	d.unreached[endpoint] = struct{}{}
+	return true
+}
+
+// forget ends the lanes to a peer.
+func (d *dialer) forget(boot transfer.Boot) (others int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if r := d.peers[boot]; r != nil && r.stop != nil {
+		r.stop()
+	}
+	delete(d.peers, boot)
+	d.errs.forget(boot)
+	return d.othersLocked()
+}
+
+// othersLocked counts the peers without this node.
+func (d *dialer) othersLocked() int { return max(len(d.peers)-1, 0) }
+
+// setRails records a peer's list. first: it is the peer's first one with invalid rails.
+func (d *dialer) setRails(boot transfer.Boot, list []*peerv1.Rail, invalid bool) (known,
+	first bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	r := d.peers[boot]
+	if r == nil {
+		return false, false
+	}
+	first = invalid && !r.complained
+	r.complained = r.complained || invalid
+	r.rails = list
+	return true, first
 }
 
 // need opens the lanes to a peer, if they are not open, and keeps them for the idle time from now
@@ -155,7 +225,7 @@ func (d *dialer) watchIdle(ctx context.Context) {
 	}
 }
 
-func (d *dialer) knows(boot transfer.Boot) bool {
+func (d *dialer) has(boot transfer.Boot) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.peers[boot] != nil
@@ -202,7 +272,7 @@ func (d *dialer) reconcile(boot transfer.Boot) {
 		if !c.Usable() {
 			continue
 		}
-		b, ok := d.backends.Get(c.Transport)
+		b, ok := d.live.Get(c.Transport)
 		i := slices.IndexFunc(r.rails, func(x *peerv1.Rail) bool {
 			return x.Transport == c.Transport &&
 				x.Name == c.Remote
@@ -249,14 +319,14 @@ func (d *dialer) keepLane(ctx context.Context, b transport.Backend, peer transpo
 	pair := pairName{peer.Boot, b.Name(), local.Name, remote.Name}
 	defer func() {
 		if ctx.Err() != nil { // the lane is not wanted any more
-			d.troubles.set(pair, nil)
+			d.errs.set(pair, nil)
 		}
 	}()
 	for ctx.Err() == nil {
 		dctx, cancel := context.WithTimeout(ctx, dialTimeout)
 		lane, err := b.Dial(dctx, peer, local, remote)
 		cancel()
-		d.troubles.set(pair, err)
+		d.errs.set(pair, err)
 		if errors.Is(err, transport.ErrNotSupported) {
 			d.log.Info("lane not possible", "transport", b.Name(), "peer", peer.Boot.String(), "rail",
 				local.Name, "remote", remote.Name, "err", err)
@@ -287,10 +357,31 @@ func (d *dialer) keepLane(ctx context.Context, b transport.Backend, peer transpo
 	}
 }
 
-// routes returns the paths to a peer, best first.
+// views describe the peers.
+func (d *dialer) views() (out []web.Peer) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for boot, r := range d.peers {
+		out = append(out, web.Peer{Boot: boot, Node: r.node, Release: r.release, Endpoint: r.endpoint,
+			Claimed: r.claimed, Wanted: r.wanted})
+	}
+	return out
+}
+
+// routesTo returns the paths to a peer, best first.
+func (d *dialer) routesTo(boot transfer.Boot) []route.Candidate {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if r := d.peers[boot]; r != nil {
+		return d.routes(r)
+	}
+	return nil
+}
+
+// routes is routesTo; the caller holds mu.
 func (d *dialer) routes(r *remote) []route.Candidate {
 	in := route.Input{SameHost: d.host != "" && d.host == r.hostBoot, Device: d.gpus.inUse()}
-	for i, b := range d.backends {
+	for i, b := range d.live.Registry {
 		in.Transports = append(in.Transports, route.Transport{Name: b.Name(), Rank: i,
 			SameHost: b.Caps().SameHost, Device: b.Caps().Device})
 		for _, x := range d.rails.of(b.Name()) {

@@ -64,7 +64,7 @@ func TestWarnedOfOnce(t *testing.T) {
 		t.Errorf("warned %d times, want once", warned())
 	}
 	n.conv.Connect(other.Endpoint())
-	until(t, func() bool { return n.dial.knows(other.Boot()) })
+	until(t, func() bool { return n.dial.has(other.Boot()) })
 	n.conv.connectFailed(other.Endpoint(), errTest)
 	if warned() != 2 {
 		t.Errorf("warned %d times, want twice", warned())
@@ -82,11 +82,12 @@ func TestJudged(t *testing.T) {
 		"error reading server preface: remote error: tls: expired certificate": "our certificate " +
 			"has expired",
 	} {
-		if got := judged(errors.New(text)).Error(); !strings.HasPrefix(got, want) {
+		if got := classifyDialError(errors.New(text)).Error(); !strings.HasPrefix(got, want) {
 			t.Errorf("%s: judged as %s", text, got)
 		}
 	}
-	if err := judged(fmt.Errorf("call: %w", peer.ErrOther)); !errors.Is(err, exec.ErrNotListening) ||
+	err := classifyDialError(fmt.Errorf("call: %w", peer.ErrOther))
+	if !errors.Is(err, exec.ErrNotListening) ||
 		errors.Is(err, exec.ErrNotPossible) ||
 		!strings.Contains(err.Error(), "listen address (7650)") {
 		t.Errorf("a gRPC server of another kind: judged as %v", err)
@@ -107,7 +108,7 @@ func TestJudged(t *testing.T) {
 			"i/o timeout\"": false,
 		"context deadline exceeded": false,
 	} {
-		if got := errors.Is(judged(errors.New(text)), exec.ErrNotListening); got != nobody {
+		if got := errors.Is(classifyDialError(errors.New(text)), exec.ErrNotListening); got != nobody {
 			t.Errorf("%s: nobody is there: %v, want %v", text, got, nobody)
 		}
 	}
@@ -132,7 +133,7 @@ func TestLanesOnDemand(t *testing.T) {
 
 	// Two that have met and have nothing to move have no lane.
 	a.conv.mesh.Connect(b.Endpoint())
-	until(t, func() bool { return a.dial.knows(b.boot) && b.dial.knows(a.boot) })
+	until(t, func() bool { return a.dial.has(b.boot) && b.dial.has(a.boot) })
 	<-time.After(idle)
 	if !none() {
 		t.Fatal("lanes that no request needs")
@@ -240,9 +241,8 @@ func (*dying) Name() string { return "tcp" }
 func TestDeadAtOnce(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		for lived, want := range map[time.Duration][2]int{0: {1, 40}, 2 * laneLived: {20, 40}} {
-			n := newDialer(nil, transfer.Boot{}, "", slog.New(slog.DiscardHandler))
 			b := &dying{lived: lived, down: map[uint64]chan struct{}{}}
-			n.lanes = b
+			n := &dialer{log: slog.New(slog.DiscardHandler), lanes: b}
 			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 			n.keepLane(ctx, b, transport.Peer{}, transport.Rail{}, transport.Rail{})
 			cancel()

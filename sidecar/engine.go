@@ -67,7 +67,7 @@ type completions struct {
 	observer *observer
 	plans    *plans.Planner
 	log      *slog.Logger
-	server   *connector.Server // set before the first engine comes
+	complete func(*engines.Worker, engines.Completion) error
 	pages    *pageStore
 }
 
@@ -96,7 +96,7 @@ func (e *completions) Complete(a *exec.Action) {
 		return
 	}
 	// The engine waits; the log does not.
-	err := e.server.Complete(a.Worker, c)
+	err := e.complete(a.Worker, c)
 	o.traceEnd(a, &c, route, moved)
 	if err != nil {
 		e.log.Debug("completion not delivered", "lease", c.Lease.String(), "err", err)
@@ -109,7 +109,7 @@ func (e *completions) Forget(w *engines.Worker) { e.plans.Forget(w) }
 // publishEvery is the interval at which members are given the engines of this node.
 const publishEvery = time.Second
 
-func (e *completions) publish(ctx context.Context) {
+func (p *pageStore) publishWorkers(ctx context.Context, workers func() []*engines.Worker) {
 	t := time.NewTicker(publishEvery)
 	defer t.Stop()
 	for {
@@ -118,7 +118,7 @@ func (e *completions) publish(ctx context.Context) {
 			return
 		case <-t.C:
 		}
-		e.pages.publish(e.server.Workers())
+		p.publish(workers())
 	}
 }
 

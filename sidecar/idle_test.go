@@ -46,7 +46,7 @@ func TestMeasureIdlePeer(t *testing.T) {
 			hub.conv.mesh.Connect(n.Endpoint())
 		}
 		for _, n := range nodes {
-			until(t, func() bool { return n.dial.knows(hub.boot) && hub.dial.knows(n.boot) })
+			until(t, func() bool { return n.dial.has(hub.boot) && hub.dial.has(n.boot) })
 		}
 	}
 	meet(all[:1]) // what the first connection of a process makes once is no peer's

@@ -15,7 +15,7 @@ import (
 func TestLookAgainEndsWithAFailedStart(t *testing.T) {
 	testutil.Bubble(t, func(*testing.T) {
 		proc := driver.NewGoroutines()
-		n := newRailSet(nil, proc, make(chan struct{}), slog.New(slog.DiscardHandler))
+		n := newRailSet(nil, proc, &openBackends{}, make(chan struct{}), slog.New(slog.DiscardHandler))
 		n.lookAgain(&topo.Host{})
 		time.AfterFunc(2*railRetry, proc.Stop)
 		proc.Wait() // it would be for ever: then synctest says that all are blocked

@@ -69,9 +69,10 @@ type Node struct {
 
 	proc     *driver.Goroutines
 	driver   *driver.Driver
-	backends transport.Registry
-	gpus     *gpus // nil: switched off
-	engine   *connector.Server
+	backends transport.Registry // as configured
+	live     *openBackends
+	gpus     *gpus             // nil: switched off
+	engine   *connector.Server // Run makes it before the first engine comes
 
 	plans    *plans.Planner
 	rails    *railSet
@@ -100,6 +101,7 @@ func New(opt Options) (*Node, error) {
 	}
 	n := &Node{life: newLife(), cfg: opt.Config, version: opt.Version,
 		metrics: metrics.New(opt.Registry), registry: opt.Registry, proc: driver.NewGoroutines(),
+		live:  &openBackends{},
 		grace: time.Duration(opt.Config.Transfer.Grace)}
 	if _, err := rand.Read(n.boot[:]); err != nil {
 		return nil, fmt.Errorf("sidecar: boot id: %w", err)
@@ -117,20 +119,18 @@ func New(opt Options) (*Node, error) {
 	if n.gpus, err = newGPUs(n.cfg, n.log); err != nil {
 		return nil, err
 	}
-	n.rails = newRailSet(n.cfg, n.proc, n.started, n.log)
+	n.rails = newRailSet(n.cfg, n.proc, n.live, n.started, n.log)
 	if n.backends, err = newBackends(n.cfg, n.gpus, n.rails.gdrChanged, n.log); err != nil {
 		return nil, err
 	}
-	if err := n.join(self); err != nil {
-		return nil, err
-	}
+	n.join(self)
 	n.web = web.New(web.Options{Node: n.cfg.Node, Version: n.version, Boot: n.boot, Gather: n.registry,
 		Hosts: hosts(n.cfg), AdminUIDs: uids(n.cfg.Engine.AdminUIDs), Log: n.log,
 		Driver: n.driver, Life: n.life,
 		Peers: peerViews{n.conv}, Rails: n.rails.views, Totals: n.observer.counts,
 		Links:     n.gpus.linkStates,
 		Executors: n.gpus.executorStates, Workers: n.workers,
-		Transports: func() []string { return namesOf(n.backends) }, Store: n.pages.state,
+		Transports: func() []string { return namesOf(n.live.Registry) }, Store: n.pages.state,
 		Problems:   n.problems,
 		StoreCalls: n.pages.calls,
 		Recent:     func() []trace.Ended { return n.observer.transfers.Recent() }})
@@ -142,13 +142,15 @@ func New(opt Options) (*Node, error) {
 }
 
 // join makes the parts around the driver, and connects them.
-func (n *Node) join(self transport.Peer) error {
+func (n *Node) join(self transport.Peer) {
 	n.plans = plans.New(parseblock.Default())
-	n.observer = &observer{metrics: n.metrics, log: n.log, order: n.cfg.Transports.Order}
-	n.observer.tracing = newTracing(n.cfg.Trace.OTLP, n.proc)
-	n.results = &completions{observer: n.observer, plans: n.plans, log: n.log}
-	n.dial = newDialer(n.cfg, n.boot, n.host, n.log)
-	n.dial.proc, n.dial.rails, n.dial.gpus = n.proc, n.rails, n.gpus
+	n.observer = &observer{metrics: n.metrics, log: n.log, order: n.cfg.Transports.Order,
+		live: n.live, transfers: &trace.Lines{}, hashes: trace.Hashes{Lines: &trace.Lines{}},
+		tracing: newTracing(n.cfg.Trace.OTLP, n.proc)}
+	n.results = &completions{observer: n.observer, plans: n.plans, log: n.log, complete: n.complete}
+	n.dial = &dialer{boot: n.boot, host: n.host, cfg: n.cfg, log: n.log, proc: n.proc, rails: n.rails,
+		gpus: n.gpus, live: n.live, peers: map[transfer.Boot]*remote{},
+		unreached: map[string]struct{}{}, named: map[string]struct{}{}}
 	n.conv = &conversation{cfg: n.cfg, log: n.log, refused: admit.Log{Logger: n.log},
 		unsent: admit.Log{Logger: n.log}, unlearned: admit.Log{Logger: n.log}, boot: n.boot,
 		host: n.host, version: n.version, self: self, proc: n.proc,
@@ -166,24 +168,29 @@ func (n *Node) join(self transport.Peer) error {
 		Observer: n.observer, Log: n.log, Grace: n.grace})
 	n.dial.lanes, n.conv.driver, n.rails.changed = n.driver, n.driver, n.conv.railsChanged
 	n.local = local.New(n.proc.Context())
-	n.copies = newCopies(n.local, n.gpus, n.metrics, n.log)
+	n.copies = &copies{leases: n.local, gpus: n.gpus, metrics: n.metrics, log: n.log,
+		transfers: n.observer.transfers, complete: n.complete,
+		loaded: func(w *engines.Worker, id transfer.LeaseID, parts int) { n.engine.Loaded(w, id, parts) },
+		slots:  make(chan struct{}, maxCopiesRunning), turns: turns{of: map[*engines.Worker]*turn{}}}
 	n.pages = &pageStore{cfg: &n.cfg.Store, gossip: n.cfg.Peer.Gossip.On(), boot: n.boot,
 		grace:  n.grace,
-		leases: n.local, registry: n.registry, log: n.log, conv: n.conv, driver: n.driver, gpus: n.gpus}
+		leases: n.local, registry: n.registry, log: n.log, conv: n.conv, driver: n.driver, gpus: n.gpus,
+		transfers: n.observer.transfers, complete: n.complete}
 	n.conv.pages, n.results.pages = n.pages, n.pages
 	n.events = &engineEvents{driver: n.driver, proc: n.proc, local: n.local, pages: n.pages,
 		life: n.life, tracing: n.observer.tracing}
-	return nil
 }
 
-// use sets the backends that are open.
-func (n *Node) use(live transport.Registry) {
-	n.backends, n.rails.backends, n.dial.backends, n.observer.backends = live, live, live, live
-	n.driver.Use(live)
-}
+// openBackends are the backends that are open. Run sets them before the first peer.
+type openBackends struct{ transport.Registry }
 
 // Boot is the boot id of this node.
 func (n *Node) Boot() transfer.Boot { return n.boot }
+
+// complete returns the result of a lease to its engine.
+func (n *Node) complete(w *engines.Worker, c engines.Completion) error {
+	return n.engine.Complete(w, c)
+}
 
 // workers are the registered engine workers.
 func (n *Node) workers() []*engines.Worker { return n.engine.Workers() }

@@ -33,9 +33,8 @@ type observer struct {
 	metrics *metrics.Set
 	log     *slog.Logger
 	order   []string // of transports, as configured
+	live    *openBackends
 
-	// Set before the first transfer.
-	backends  transport.Registry
 	transfers *trace.Lines
 	hashes    trace.Hashes
 	tracing   *tracing // nil: off
@@ -91,22 +90,22 @@ func (o *observer) Sent(s *exec.SendPart) { o.hashes.Sent(s, plans.Sent(s)) }
 
 // route names the transport that moved most bytes of a grant's parts, and all transports, and
 // counts the bytes.
-func (o *observer) route(lands []*exec.ReceivePart) (most, all string, bytes uint64) {
+func (o *observer) route(lands []*exec.ReceivePart) (main, all string, bytes uint64) {
 	var moved [transport.MaxBackends]uint64
 	for _, l := range lands {
 		for i := range moved {
 			moved[i] += l.Grant.Receipt.Bytes(i)
 		}
 	}
-	return routeOf(namesOf(o.backends), moved[:])
+	return routeOf(namesOf(o.live.Registry), moved[:])
 }
 
 // named is route for the executor's counts.
-func (o *observer) named(moved []uint64) (most, all string, bytes uint64) {
+func (o *observer) named(moved []uint64) (main, all string, bytes uint64) {
 	return routeOf(o.order, moved)
 }
 
-func routeOf(names []string, moved []uint64) (most, all string, bytes uint64) {
+func routeOf(names []string, moved []uint64) (main, all string, bytes uint64) {
 	var top uint64
 	for i, name := range names {
 		if i >= len(moved) || moved[i] == 0 {
@@ -114,14 +113,14 @@ func routeOf(names []string, moved []uint64) (most, all string, bytes uint64) {
 		}
 		bytes += moved[i]
 		if moved[i] > top {
-			most, top = name, moved[i]
+			main, top = name, moved[i]
 		}
 		if all != "" {
 			all += "+"
 		}
 		all += name
 	}
-	return most, all, bytes
+	return main, all, bytes
 }
 
 // traceEnd writes a transfer's line. moved counts its bytes, also after a failure.
@@ -187,7 +186,7 @@ func (o *observer) counts() nodeapi.Totals {
 		st.Transfers[k] = v
 	}
 	o.totals.mu.Unlock()
-	for i, b := range o.backends {
+	for i, b := range o.live.Registry {
 		st.Bytes[b.Name()] = o.totals.bytes[min(i, transport.MaxBackends-1)].Load()
 	}
 	return st

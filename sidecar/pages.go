@@ -39,9 +39,9 @@ type pageStore struct {
 	leases    *local.Leases
 	registry  *prometheus.Registry
 	log       *slog.Logger
-	transfers *trace.Lines      // set before open
-	server    *connector.Server // set before the first engine comes
-	gossip    bool              // there are other sidecars to ask
+	transfers *trace.Lines
+	complete  func(*engines.Worker, engines.Completion) error
+	gossip    bool // there are other sidecars to ask
 	grace     time.Duration
 	boot      transfer.Boot
 	conv      *conversation
@@ -106,9 +106,7 @@ func (p *pageStore) open(ctx context.Context) (err error) {
 		Shares: p.shares,
 		Leases: p.leases, Metrics: m, Transfers: p.transfers, Log: p.log, Find: p.find(),
 		Removals: p.removals,
-		Complete: func(w *engines.Worker, c engines.Completion) error {
-			return p.server.Complete(w, c)
-		}})
+		Complete: p.complete})
 	st := p.store.Stats()
 	p.log.Info("store", "memory", p.cfg.Memory.String(), "disks", len(p.cfg.Disk),
 		"disk_pages", st.Disk.Pages, "disk_bytes", st.Disk.Bytes, "disk_capacity", st.Disk.Capacity)
@@ -129,7 +127,7 @@ func fits(want config.Size, root string) error {
 	return nil
 }
 
-// segmentShare: a disk has at least so many segments, if they are as small as they may be.
+// segmentShare is the minimum number of segments of a disk, if they are as small as they may be.
 const (
 	segmentShare    = 16
 	minSegmentBytes = 1 << 20

@@ -10,31 +10,14 @@ import (
 type peerViews struct{ *conversation }
 
 // Peers implements web.Peers.
-func (v peerViews) Peers() (out []web.Peer) {
-	d := v.dial
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	for boot, r := range d.peers {
-		out = append(out, web.Peer{Boot: boot, Node: r.node, Release: r.release, Endpoint: r.endpoint,
-			Claimed: r.claimed, Wanted: r.wanted})
-	}
-	return out
-}
+func (v peerViews) Peers() []web.Peer { return v.dial.views() }
 
 // Routes implements web.Peers.
-func (v peerViews) Routes(boot transfer.Boot) []route.Candidate {
-	d := v.dial
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if r := d.peers[boot]; r != nil {
-		return d.routes(r)
-	}
-	return nil
-}
+func (v peerViews) Routes(boot transfer.Boot) []route.Candidate { return v.dial.routesTo(boot) }
 
 // Trouble implements web.Peers.
 func (v peerViews) Trouble(boot transfer.Boot, c route.Candidate) string {
-	return v.dial.troubles.of(pairName{boot, c.Transport, c.Local, c.Remote})
+	return v.dial.errs.of(pairName{boot, c.Transport, c.Local, c.Remote})
 }
 
 // ControlLanes implements web.Peers.

@@ -109,7 +109,7 @@ func hgx(t *testing.T) *topo.Host {
 // of a configuration do.
 func TestNear(t *testing.T) {
 	h := hgx(t)
-	n := newRailSet(&config.Config{}, nil, nil, slog.New(slog.DiscardHandler))
+	n := newRailSet(&config.Config{}, nil, &openBackends{}, nil, slog.New(slog.DiscardHandler))
 	said := map[string]int{"ens4np0": 1}
 	var opened []transport.Rail
 	for i := range 8 {

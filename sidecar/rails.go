@@ -44,8 +44,8 @@ type railSet struct {
 	started <-chan struct{}                              // closed once every address is known
 	changed func(transport string, before, after []rail) // after a change, with apply held
 
-	gdrNews  chan struct{}      // gdr's rails have changed
-	backends transport.Registry // set before Run's first look
+	gdrNews chan struct{} // gdr's rails have changed
+	live    *openBackends
 
 	apply sync.Mutex // held while the set is adapted to the host; above mu
 
@@ -55,10 +55,11 @@ type railSet struct {
 	logged map[string]bool // texts, for once
 }
 
-func newRailSet(cfg *config.Config, proc *driver.Goroutines, started <-chan struct{},
-	log *slog.Logger) *railSet {
-	return &railSet{cfg: cfg, log: log, proc: proc, started: started, gdrNews: make(chan struct{}, 1),
-		byB: map[string][]rail{}, logged: map[string]bool{}, host: &topo.Host{}}
+func newRailSet(cfg *config.Config, proc *driver.Goroutines, live *openBackends,
+	started <-chan struct{}, log *slog.Logger) *railSet {
+	return &railSet{cfg: cfg, log: log, proc: proc, live: live, started: started,
+		gdrNews: make(chan struct{}, 1),
+		byB:     map[string][]rail{}, logged: map[string]bool{}, host: &topo.Host{}}
 }
 
 func (s *railSet) of(backend string) []rail {
@@ -90,8 +91,8 @@ func (s *railSet) put(backend string, opened []transport.Rail) {
 func (s *railSet) once(what string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	const most = 256 // remembered texts
-	if s.logged[what] || len(s.logged) >= most {
+	const maxLogged = 256 // texts
+	if s.logged[what] || len(s.logged) >= maxLogged {
 		return false
 	}
 	s.logged[what] = true
@@ -100,7 +101,7 @@ func (s *railSet) once(what string) bool {
 
 // railList describes the local rails to peers.
 func (s *railSet) list() (out []*peerv1.Rail) {
-	for _, b := range s.backends {
+	for _, b := range s.live.Registry {
 		for _, r := range s.of(b.Name()) {
 			if len(out) < peer.MaxRails {
 				out = append(out, &peerv1.Rail{Transport: b.Name(), Name: r.Name, Address: r.Address,
@@ -156,7 +157,7 @@ func memoryOf(w *engines.Worker) (topo.Memory, bool) {
 }
 
 func (s *railSet) views() (out []nodeapi.Rail) {
-	for _, b := range s.backends {
+	for _, b := range s.live.Registry {
 		for _, r := range s.of(b.Name()) {
 			out = append(out, nodeapi.Rail{Transport: b.Name(), Rail: r.Name, Address: r.Address,
 				Interface: r.nic, Gbps: r.Gbps, MTU: r.MTU,

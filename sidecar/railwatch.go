@@ -123,7 +123,7 @@ func (s *railSet) follow(h *topo.Host, before []rail) (now []rail, again bool) {
 		if err != nil {
 			again = true
 			if s.once(nic.Name + " at " + p.String()) {
-				s.log.Warn("an interface is not a rail yet", "interface", nic.Name, "err", err)
+				s.log.Warn("interface not usable yet, retrying", "interface", nic.Name, "err", err)
 			}
 			continue
 		}
@@ -172,7 +172,7 @@ func addrOf(address string) netip.Addr {
 
 // tcp returns the backend with changing rails.
 func (s *railSet) tcp() (*tcp.Backend, bool) {
-	b, ok := s.backends.Get(config.TransTCP)
+	b, ok := s.live.Get(config.TransTCP)
 	if !ok {
 		return nil, false
 	}
@@ -224,7 +224,7 @@ func (s *railSet) watchGDR(ctx context.Context) {
 
 // takeGDR applies the current rails of gdr and notifies executor and peers.
 func (s *railSet) takeGDR() {
-	b, ok := s.backends.Get(config.TransGDR)
+	b, ok := s.live.Get(config.TransGDR)
 	g, dynamic := b.(*gdr.Backend)
 	if !ok || !dynamic {
 		return

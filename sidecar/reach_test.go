@@ -75,23 +75,23 @@ func TestReach(t *testing.T) {
 }
 
 // What is remembered of lanes that do not open is bounded, and goes with its peer.
-func TestTroublesAreBounded(t *testing.T) {
-	var all troubles
+func TestLaneErrorsAreBounded(t *testing.T) {
+	var all laneErrors
 	why := errors.New("no")
-	for i := range maxTroubles + 10 {
+	for i := range maxLaneErrors + 10 {
 		all.set(pairName{transfer.Boot{byte(i & 1)}, "gdr", fmt.Sprint(i), "x"}, why)
 	}
 	all.set(pairName{transfer.Boot{0}, "gdr", "0", "x"}, errors.New("changed"))
-	if len(all.m) != maxTroubles || !strings.Contains(all.of(pairName{transfer.Boot{0}, "gdr", "0",
+	if len(all.m) != maxLaneErrors || !strings.Contains(all.of(pairName{transfer.Boot{0}, "gdr", "0",
 		"x"}), "changed") {
 		t.Errorf("%d remembered", len(all.m))
 	}
 	all.forget(transfer.Boot{1})
-	if len(all.m) != maxTroubles/2 {
+	if len(all.m) != maxLaneErrors/2 {
 		t.Errorf("%d remembered of the other peer", len(all.m))
 	}
 	all.set(pairName{transfer.Boot{0}, "gdr", "0", "x"}, nil)
-	if len(all.m) != maxTroubles/2-1 {
+	if len(all.m) != maxLaneErrors/2-1 {
 		t.Error("not forgotten")
 	}
 }

@@ -44,7 +44,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		n.proc.Wait()
 	}()
 
-	n.log.Info("routines chosen to copy memory", "by_size", strings.Join(mem.CopyChoices(), "; "))
+	n.log.Info("memory copy routines", "by_size", strings.Join(mem.CopyChoices(), "; "))
 	if err := n.openTraces(&open); err != nil {
 		return err
 	}
@@ -96,7 +96,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	n.serving.Store(true)
 	announce()
 	n.log.Info("sidecar ready", "endpoint", n.Endpoint(), "socket", n.cfg.Engine.Socket, "http",
-		n.HTTPAddr(), "transports", namesOf(n.backends),
+		n.HTTPAddr(), "transports", namesOf(n.live.Registry),
 		"version", n.version)
 	select {
 	case <-ctx.Done():
@@ -115,18 +115,16 @@ func (n *Node) openTraces(open *closers) error {
 		}
 		open.add(t.close)
 	}
-	hashes, err := trace.Open("trace.block_hashes", n.cfg.Trace.BlockHashes, n.log)
-	if err != nil {
-		return err
+	for _, f := range []struct {
+		key, path string
+		lines     *trace.Lines
+	}{{"trace.block_hashes", n.cfg.Trace.BlockHashes, n.observer.hashes.Lines},
+		{"trace.transfers", n.cfg.Trace.Transfers, n.observer.transfers}} {
+		if err := f.lines.Open(f.key, f.path, n.log); err != nil {
+			return err
+		}
+		open.add(f.lines.Close)
 	}
-	open.add(hashes.Close)
-	transfers, err := trace.Open("trace.transfers", n.cfg.Trace.Transfers, n.log)
-	if err != nil {
-		return err
-	}
-	open.add(transfers.Close)
-	n.observer.hashes, n.observer.transfers = trace.Hashes{Lines: hashes}, transfers
-	n.copies.transfers, n.pages.transfers = transfers, transfers
 	return nil
 }
 
@@ -159,7 +157,8 @@ func (n *Node) openBackends(open *closers) error {
 		return fmt.Errorf("sidecar: none of the transports %v works here: see 'kvspray doctor'",
 			n.cfg.Transports.Order)
 	}
-	n.use(live)
+	n.live.Registry = live
+	n.driver.Use(live)
 	return nil
 }
 
@@ -196,7 +195,6 @@ func (n *Node) listenEngines() (err error) {
 	if err != nil {
 		return err
 	}
-	n.results.server, n.copies.server, n.pages.server = n.engine, n.engine, n.engine
 	n.life.unreachable = n.engine.Unreachable
 	return n.engine.Listen()
 }
@@ -222,7 +220,7 @@ func (n *Node) serve(listener, admin net.Listener, failed chan<- error, open *cl
 		answer("http", listener, n.web.Port())
 	}
 	answer("admin socket", admin, n.web.Admin())
-	n.proc.Run(n.results.publish)
+	n.proc.Run(func(ctx context.Context) { n.pages.publishWorkers(ctx, n.workers) })
 	n.proc.Run(n.rails.watch)
 	if n.pages.exchange != nil {
 		n.proc.Run(n.pages.exchange.Run)

@@ -13,7 +13,7 @@ const (
 	solicitMost = 256 // addresses that one rail solicits
 )
 
-// solicit sends an empty datagram to the peers on the link of a rail that came up (neighbor
+// solicit sends an empty datagram to the peers on the link of a rail that is up again (neighbor
 // solicitation).
 //
 // Linux asks for a neighbour's hardware address once a second, starting with the first packet that

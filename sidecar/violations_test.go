@@ -19,7 +19,7 @@ func TestViolationsAreLoggedOnce(t *testing.T) {
 	n := startLog(t, cfg, slog.New(slog.NewTextHandler(l, nil)))
 	other := start(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
 	n.conv.Connect(other.Endpoint())
-	until(t, func() bool { return n.dial.knows(other.Boot()) })
+	until(t, func() bool { return n.dial.has(other.Boot()) })
 	for range times {
 		n.conv.frame(other.Boot(), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{
 			Grant: &peerv1.Grant{}}})

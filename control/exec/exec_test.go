@@ -486,7 +486,7 @@ func TestOwnSidecarIsNoPartner(t *testing.T) {
 	}
 	ask(1, "d:1")
 	if got := d.answer[1]; got.State != "refused" || !strings.Contains(got.Message, "own sidecar") ||
-		!strings.Contains(got.Message, "--prefill-peer") {
+		!strings.Contains(got.Message, "peer of an engine") {
 		t.Errorf("asked itself: %+v", got)
 	}
 	ask(2, "p:1")

@@ -102,7 +102,7 @@ const (
 	MaxLanes       = 1024    // lanes of one peer
 	maxSliceChunks = 1024    // of one slice
 	MaxHedgeBytes  = 4 << 20 // hedges in flight to one peer
-	hedgeShare     = 8       // of a flow's chunks, one in so many may be hedged, and hedgeLeast
+	hedgeShare     = 8       // one of this number of chunks of a flow may be hedged, and hedgeLeast
 	hedgeLeast     = 16      // chunks
 	hedgeScan      = 4       // newest slices of a lane that are looked at for a hedge
 	// flows at the head of a queue that are tried when the first cannot use the open pairs.
@@ -200,7 +200,7 @@ type Path struct {
 
 func (p Path) String() string { return p.Transport + ":" + p.Local + ">" + p.Remote }
 
-// LaneInfo describes a lane that came up.
+// LaneInfo describes a lane that has opened.
 type LaneInfo struct {
 	ID   uint64 // unique in this process
 	Path Path

@@ -28,7 +28,7 @@ const (
 	fullRail  = 0.9   // part of its rate from which a rail counts as full
 	outSlices = 16    // slices of one rate sample, at least
 	outWeight = 0.5   // of the newest sample
-	probeGain = 1.125 // a probe sends so many times the rate
+	probeGain = 1.125 // a probe sends this multiple of the rate
 	// Part of the rate that must be posted for a probe to count. A larger part would be better
 	// evidence, but on paths longer than probeSpan too few probes would raise a rate that is too low.
 	probeLeast = 0.5

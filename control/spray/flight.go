@@ -272,7 +272,7 @@ func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
 	switch v {
 	case Confirmed, Superseded:
 		q.delivered += fl.bytes
-		rate := q.left(now, fl)
+		rate := q.railRate(now, fl)
 		if v == Confirmed {
 			q.learn(now, fl, rate)
 		}

@@ -143,7 +143,7 @@ type laneState struct {
 
 func (l *laneState) usable() bool { return !l.suspect && !l.broken }
 
-// nominal is the neutral rate of a link with so many nominal Gbit/s, within bounds. A wrong value
+// nominal is the neutral rate of a link of nominal Gbit/s, within bounds. A wrong value
 // costs no more than a window until the first sample.
 func nominal(gbps float64) float64 {
 	if !(gbps > 0) || math.IsInf(gbps, 1) {
@@ -309,7 +309,7 @@ func (q *pair) resize() {
 	q.lowPiece = min(q.lowPiece, q.piece)
 }
 
-// whole is the slice of so many bytes in whole chunks. It is longer if the lanes have too few slots
+// whole is a slice in whole chunks. It is longer if the lanes have too few slots
 // to fill a window with such slices, and never longer than the lanes accept.
 func (q *pair) whole(bytes, window float64) uint64 {
 	chunks := uint64(math.Ceil(max(bytes, window/float64(max(q.shared, 1))) / transfer.ChunkBytes))

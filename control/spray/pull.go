@@ -126,14 +126,48 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 // false if the reason is that no pair has room.
 func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, avoid uint16,
 	urgent bool) (_ *pair, limit uint32, open bool) {
+	c := s.rank(now, p, f, run, avoid, urgent)
+	switch {
+	case c.usable == 0 && c.resting:
+		f.park()
+		return nil, 0, true
+	case c.usable == 0:
+		return s.lastResort(p), 1, true
+	case c.usable > 1 && c.best != nil && p.othersFinish(now, f, c, avoid):
+		return nil, 0, true
+	case c.best != nil:
+		return c.best, uint32(c.best.cut(f.prio) / transfer.ChunkBytes), true
+	// A pair that failed these chunks gets them again only if it is the only one.
+	case c.avoided != nil && c.usable == 1:
+		return c.avoided, uint32(c.avoided.cut(f.prio) / transfer.ChunkBytes), true
+	// The window is full of late slices: one chunk tests whether the pair still moves.
+	case c.full != nil && s.allLate(c.full):
+		return c.full, 1, true
+	}
+	return nil, 0, c.avoided != nil
+}
+
+// ranking is what the usable pairs of the best class offer for a slice.
+type ranking struct {
+	class   int
+	usable  int     // pairs of this class
+	resting bool    // a pair that refused the flow is left out while it rests
+	best    *pair   // with room, it would finish first
+	score   float64 // of best
+	avoided *pair   // with room, it failed these chunks
+	full    *pair   // without room
+}
+
+// rank finds the best pair with room. Usually there is none, because the call after each slice that
+// was given ends here.
+func (s *Scheduler) rank(now Instant, p *Peer, f *Flow, run transfer.Range, avoid uint16,
+	urgent bool) ranking {
 	avail := uint64(run.Count) * transfer.ChunkBytes
 	if run.Count == 1 {
 		avail = f.space.ChunkBytes(run.First)
 	}
-	// Of the best class with usable pairs: the pair with room that would finish first. Usually there
-	// is none, because the call after each slice that was given ends here.
 	class, usable, resting, owed := 1<<30, 0, false, urgent && f.prio != DecodeWaits
-	var best, shunned, full *pair
+	var best, avoided, full *pair
 	var score float64
 	for _, q := range p.pairs {
 		if !q.usable() {
@@ -148,7 +182,7 @@ func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, av
 			continue
 		}
 		if c < class {
-			class, usable, best, shunned, full = c, 0, nil, nil, nil
+			class, usable, best, avoided, full = c, 0, nil, nil, nil
 		}
 		usable++
 		n := min(avail, q.cut(f.prio))
@@ -161,57 +195,36 @@ func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, av
 			continue
 		}
 		if int(avoid) == q.index+1 {
-			shunned = q
+			avoided = q
 			continue
 		}
 		if v := q.score(now, n, f.at); best == nil || v < score {
 			best, score = q, v
 		}
 	}
-	if usable == 0 {
-		if resting {
-			f.park()
-			return nil, 0, true
-		}
-		return s.lastResort(p), 1, true
-	}
-	if best == nil {
-		// A pair that failed these chunks gets them again only if it is the only one.
-		if shunned != nil && usable == 1 {
-			return shunned, uint32(shunned.cut(f.prio) / transfer.ChunkBytes), true
-		}
-		// The window is full of late slices: one chunk tests whether the pair still moves.
-		if full != nil && s.allLate(full) {
-			return full, 1, true
-		}
-		return nil, 0, shunned != nil
-	}
-	// Near the end: leave the piece to the other pairs if they finish all waiting work before best
-	// finishes this piece. One of them has a slice in flight, whose end leads to the next call. The
-	// pair to avoid does not count.
+	return ranking{class, usable, resting, best, score, avoided, full}
+}
+
+// othersFinish reports, near the end, whether the other pairs finish all waiting work before the
+// best one finishes this piece: it is then left to them. One of them has a slice in flight, whose
+// end leads to the next call. The pair to avoid does not count.
+func (p *Peer) othersFinish(now Instant, f *Flow, c ranking, avoid uint16) bool {
 	var rate float64
 	load, fixed, near, flying := uint64(0), maxB0, uint8(len(tierPenalty)-1), false
 	for _, q := range p.pairs {
-		if !q.usable() || f.class(q) != class || int(avoid) == q.index+1 {
+		if !q.usable() || f.class(q) != c.class || int(avoid) == q.index+1 {
 			continue
 		}
-		near = min(near, q.tierAt(f.at))
-		if q != best {
+		near, fixed = min(near, q.tierAt(f.at)), min(fixed, q.b0)
+		if q != c.best {
 			rate += q.bw
 			flying = flying || q.load() > 0
 			load += q.ahead(now)
 		}
-		if q.b0 < fixed {
-			fixed = q.b0
-		}
 	}
-	if flying {
-		others := fixed + (float64(load)+float64(p.waits(f.prio))*transfer.ChunkBytes)/rate
-		if score/tierPenalty[near] > tailSlack*others { // being far costs only where something is nearer
-			return nil, 0, true
-		}
-	}
-	return best, uint32(best.cut(f.prio) / transfer.ChunkBytes), true
+	others := fixed + (float64(load)+float64(p.waits(f.prio))*transfer.ChunkBytes)/rate
+	// Being far costs only where something is nearer.
+	return flying && c.score/tierPenalty[near] > tailSlack*others
 }
 
 // Quickest is the rail pair of a transport over which a short message reaches p soonest. It serves

@@ -2,9 +2,9 @@ package spray
 
 // The rate of a shared local rail, and the corrections of its queue.
 
-// left counts a confirmed slice. It returns the rate of the local rail if the slice waited for the
-// rail, and 0 if it was late, found the rail idle, or was alone there.
-func (q *pair) left(now Instant, fl *flight) (rate float64) {
+// railRate counts a confirmed slice. It returns the rate of the local rail if the slice waited for
+// the rail, and 0 if it was late, found the rail idle, or was alone there.
+func (q *pair) railRate(now Instant, fl *flight) (rate float64) {
 	o := q.out
 	if o == nil || fl.rail.mark == 0 {
 		return 0
@@ -133,7 +133,7 @@ func (q *pair) trip(rate float64) Instant {
 	}
 }
 
-// leastTrip is the RTT of when the lanes came up, or the least delay that was seen without the time
+// leastTrip is the RTT of when the lanes opened, or the least delay that was seen without the time
 // of its slice on the wire, whichever is longer; 0: unknown.
 func (q *pair) leastTrip(rate float64) Instant {
 	d, bytes := q.lat[0], q.latBytes[0]

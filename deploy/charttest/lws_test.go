@@ -78,7 +78,7 @@ func TestWorkersOfAGroup(t *testing.T) {
 			t.Fatalf("%s: %d kinds of decode pods", name, len(decodes))
 		}
 		// A LeaderWorkerSet names its pods below a service of its own name.
-		if want := "--decode=http://kv-decode-0.kv-decode:8000"; !strings.Contains(router, want) {
+		if want := "--engine=url=http://kv-decode-0.kv-decode:8000,role=decode"; !strings.Contains(router, want) {
 			t.Errorf("%s: the router's arguments %s lack %s", name, router, want)
 		}
 		for i, pod := range decodes {

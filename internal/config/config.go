@@ -369,13 +369,13 @@ func (c *Config) CopyThreads(cores int) int {
 // Secured reports whether peers can be authenticated, as addresses off loopback require.
 func (c *Config) Secured() bool { return c.Peer.ClusterKeyFile != "" || c.Peer.TLS.Set() }
 
-// LogLevel returns the level for slog.
-func (c *Config) LogLevel() slog.Level {
-	var l slog.Level
-	if err := l.UnmarshalText([]byte(c.Log.Level)); err != nil {
+// Severity returns the level for slog.
+func (l Log) Severity() slog.Level {
+	var level slog.Level
+	if err := level.UnmarshalText([]byte(l.Level)); err != nil {
 		return slog.LevelInfo // Validate refused every other text
 	}
-	return l
+	return level
 }
 
 // TablePath returns the path of the table of GPUs, empty for none, and whether the configuration

@@ -380,6 +380,7 @@ func TestEveryFieldIsDocumented(t *testing.T) {
 		}
 	}
 	walk(reflect.TypeFor[Config](), "")
+	walk(reflect.TypeFor[Router](), "")
 
 	var want bytes.Buffer
 	if err := WriteMarkdown(&want); err != nil {
@@ -392,7 +393,7 @@ func TestEveryFieldIsDocumented(t *testing.T) {
 	if !bytes.Equal(got, want.Bytes()) {
 		t.Error("docs/config.md differs from the code; run 'make generate'")
 	}
-	for _, f := range Fields() {
+	for _, f := range append(Fields(), RouterFields()...) {
 		if !bytes.Contains(got, []byte("`"+f.Key+"`")) {
 			t.Errorf("docs/config.md misses %s", f.Key)
 		}

@@ -17,10 +17,15 @@ type Field struct {
 	Section bool
 }
 
-// Fields lists every key in order, each section before its keys.
-func Fields() []Field {
+// Fields lists every key of a sidecar in order, each section before its keys.
+func Fields() []Field { return fields(*defaults()) }
+
+// RouterFields lists every key of a router.
+func RouterFields() []Field { return fields(*DefaultRouter()) }
+
+func fields(of any) []Field {
 	var out []Field
-	collect(&out, reflect.ValueOf(*defaults()), "")
+	collect(&out, reflect.ValueOf(of), "")
 	return out
 }
 
@@ -185,9 +190,21 @@ func WriteMarkdown(w io.Writer) error {
 		"`peer.listen`.\n" +
 		"`kvspray config print` shows the result with comments, `kvspray config check` also checks the " +
 		"named files.\n\n" +
-		"Addresses off loopback need `peer.cluster_key_file` or `peer.tls`.\n\n" +
-		"| key | unit | default | meaning |\n|---|---|---|---|\n")
-	for _, f := range Fields() {
+		"Addresses off loopback need `peer.cluster_key_file` or `peer.tls`.\n\n")
+	table(&b, Fields())
+	b.WriteString("\n## Router\n\n" +
+		"`kvspray proxy --config FILE` reads strict YAML, too. Each key is also a flag, which " +
+		"overrides the file:\n" +
+		"`--first-byte-timeout` sets `first_byte_timeout`. `--engine` adds one of `engines`.\n\n")
+	table(&b, RouterFields())
+	_, err := io.WriteString(w, b.String())
+	return err
+}
+
+// table writes one row for each key.
+func table(b *strings.Builder, list []Field) {
+	b.WriteString("| key | unit | default | meaning |\n|---|---|---|---|\n")
+	for _, f := range list {
 		def := "`" + f.Default + "`"
 		if f.Section || strings.Contains(f.Default, " ") && !strings.HasPrefix(f.Default, "[") {
 			def = f.Default
@@ -196,8 +213,6 @@ func WriteMarkdown(w io.Writer) error {
 		if f.Section {
 			key = "**" + key + "**"
 		}
-		fmt.Fprintf(&b, "| %s | %s | %s | %s |\n", key, f.Unit, def, strings.ReplaceAll(f.Doc, "|", `\|`))
+		fmt.Fprintf(b, "| %s | %s | %s | %s |\n", key, f.Unit, def, strings.ReplaceAll(f.Doc, "|", `\|`))
 	}
-	_, err := io.WriteString(w, b.String())
-	return err
 }

@@ -61,7 +61,8 @@ func shorten(s string) string {
 	return s[:maxShown] + "..."
 }
 
-// origin records the positions of values, so that Validate can name the line.
+// origin reads a configuration, and records the positions of its values, so that Validate can name
+// the line.
 type origin struct {
 	file  string
 	lines map[string]int
@@ -72,36 +73,38 @@ type origin struct {
 // the result.
 func Load(path string, sets ...string) (*Config, error) {
 	c := Default()
+	if err := c.origin.load(c, path, sets); err != nil {
+		return nil, err
+	}
+	return c, c.Validate()
+}
+
+// load applies a file and settings to a configuration.
+func (o *origin) load(into any, path string, sets []string) error {
 	if path != "" {
 		data, err := readBounded(path)
 		if err != nil {
-			return nil, fmt.Errorf("config: %w; give --config the path of a readable YAML file", err)
+			return fmt.Errorf("config: %w; give --config the path of a readable YAML file", err)
 		}
-		if err := c.parse(path, data); err != nil {
-			return nil, err
+		if err := o.parse(into, path, data); err != nil {
+			return err
 		}
 	}
 	for _, s := range sets {
-		if err := c.Set(s); err != nil {
-			return nil, err
+		if err := o.set(into, s); err != nil {
+			return err
 		}
 	}
-	if err := c.Validate(); err != nil {
-		return nil, err
-	}
-	return c, nil
+	return nil
 }
 
 // Parse is Load for bytes; name replaces the file name in errors.
 func Parse(name string, data []byte) (*Config, error) {
 	c := Default()
-	if err := c.parse(name, data); err != nil {
+	if err := c.origin.parse(c, name, data); err != nil {
 		return nil, err
 	}
-	if err := c.Validate(); err != nil {
-		return nil, err
-	}
-	return c, nil
+	return c, c.Validate()
 }
 
 func readBounded(path string) ([]byte, error) {
@@ -117,8 +120,8 @@ func readBounded(path string) ([]byte, error) {
 	return data, err
 }
 
-func (c *Config) parse(name string, data []byte) error {
-	c.origin.file = name
+func (o *origin) parse(into any, name string, data []byte) error {
+	o.file = name
 	if len(data) > maxFileBytes {
 		return &Error{File: name, Key: "file", Wrong: fmt.Sprintf("larger than %d bytes", maxFileBytes)}
 	}
@@ -142,8 +145,8 @@ func (c *Config) parse(name string, data []byte) error {
 		return nil
 	}
 	w := walker{file: name, lines: map[string]int{}}
-	w.value(doc.Content[0], reflect.ValueOf(c).Elem(), "", tags{})
-	c.origin.lines = w.lines
+	w.value(doc.Content[0], reflect.ValueOf(into).Elem(), "", tags{})
+	o.lines = w.lines
 	return w.err()
 }
 
@@ -181,13 +184,15 @@ func excerpt(data []byte, line int) string {
 
 // Set applies one "key=value" of a flag: the dotted key of a scalar or a comma-separated list, or
 // "transports.tcp.rails=name@host:port,..." or "store.disk=path=size,...".
-func (c *Config) Set(setting string) error {
+func (c *Config) Set(setting string) error { return c.origin.set(c, setting) }
+
+func (o *origin) set(into any, setting string) error {
 	key, text, ok := strings.Cut(setting, "=")
 	if !ok {
 		return &Error{Key: setting, Wrong: "not of the form key=value", Remedy: "write for instance " +
 			"transports.tcp.integrity=off"}
 	}
-	v := reflect.ValueOf(c).Elem()
+	v := reflect.ValueOf(into).Elem()
 	var tg tags
 	for part := range strings.SplitSeq(key, ".") {
 		if v.Kind() != reflect.Struct {
@@ -233,11 +238,16 @@ func (c *Config) Set(setting string) error {
 	default:
 		w.value(node, v, key, tg)
 	}
-	if c.origin.flags == nil {
-		c.origin.flags = map[string]bool{}
-	}
-	c.origin.flags[key] = true
+	o.mark(key)
 	return w.err()
+}
+
+// mark notes that a flag has set a key.
+func (o *origin) mark(key string) {
+	if o.flags == nil {
+		o.flags = map[string]bool{}
+	}
+	o.flags[key] = true
 }
 
 func parseDisks(text string) ([]StoreDisk, error) {
@@ -349,9 +359,12 @@ func (w *walker) mapping(n *yaml.Node, v reflect.Value, key string) {
 			if f < 0 {
 				text = unrepeated(k.Value, text)
 			}
+			wrong := "written twice"
+			if first > 0 {
+				wrong += fmt.Sprintf(", first in line %d", first)
+			}
 			w.errs = append(w.errs, &Error{File: w.file, Line: k.Line, Key: path, Value: text,
-				Wrong:  fmt.Sprintf("written twice, first in line %d", first),
-				Remedy: "keep one of them"})
+				Wrong: wrong, Remedy: "keep one of them"})
 			continue
 		}
 		seen[k.Value] = k.Line
@@ -426,7 +439,7 @@ func unknownKey(e *Error, key string, known []string) error {
 func Nearest(key string, known []string) string {
 	best, dist := "", min(len(key)/3, 2)+1
 	if len(key) <= 3 {
-		dist = 1 // in a short word any letter makes another word
+		dist = 1 // in a short one any letter makes another word
 	}
 	sorted := append([]string(nil), known...)
 	sort.Strings(sorted)
@@ -498,6 +511,12 @@ func setScalar(v reflect.Value, text string) error {
 			return errors.New("a whole number")
 		}
 		v.SetInt(int64(n))
+	case reflect.Float64:
+		f, err := strconv.ParseFloat(text, 64)
+		if err != nil {
+			return errors.New("a number")
+		}
+		v.SetFloat(f)
 	default:
 		panic("config: field of kind " + v.Kind().String()) // a test covers every field
 	}

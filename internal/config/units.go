@@ -25,7 +25,7 @@ func (s Size) String() string { return formatUnits(uint64(s), sizeUnits) }
 // Portion is a part of a tier: a Size, or a percentage such as "50%". Nothing is no limit.
 type Portion string
 
-// Of is the portion of total; 0: no limit. The portion was checked when it was read.
+// Of is the portion of a total; 0: no limit. The portion was checked when it was read.
 func (p Portion) Of(total Size) uint64 {
 	if digits, ok := strings.CutSuffix(string(p), "%"); ok {
 		n, _ := strconv.ParseUint(strings.TrimSpace(digits), 10, 8)

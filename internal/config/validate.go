@@ -56,7 +56,7 @@ const (
 
 // Validate checks values and their combinations. It opens no file; CheckFiles does.
 func (c *Config) Validate() error {
-	v := checker{c: c}
+	v := checker{origin: &c.origin, c: c}
 	v.name("node", c.Node, maxNameBytes)
 
 	v.check(c.Engine.Socket != "", "engine.socket", c.Engine.Socket, "empty", "name a path")
@@ -123,11 +123,15 @@ func (c *Config) Validate() error {
 			"write a name without a port, or *.example.com for all names below example.com")
 	}
 	v.distinct()
-	v.oneOf("log.level", c.Log.Level, "debug", LevelInfo, "warn", "error")
-	v.oneOf("log.format", c.Log.Format, FormText, FormJSON)
+	v.log(c.Log)
 	v.otlp("trace.otlp", c.Trace.OTLP)
 	v.duration("drain.timeout", c.Drain.Timeout, 0)
 	return errors.Join(v.errs...)
+}
+
+func (v *checker) log(l Log) {
+	v.oneOf("log.level", l.Level, "debug", LevelInfo, "warn", "error")
+	v.oneOf("log.format", l.Format, FormText, FormJSON)
 }
 
 // distinct refuses two listeners on one port, which would end the start halfway.
@@ -375,7 +379,8 @@ var gpuName = regexp.MustCompile(
 
 // checker collects errors with the line of each value.
 type checker struct {
-	c    *Config
+	*origin
+	c    *Config // nil: a router's
 	errs []error
 }
 
@@ -384,9 +389,8 @@ func (v *checker) check(ok bool, key, value, wrong, remedy string) {
 		return
 	}
 	e := &Error{Key: key, Value: value, Wrong: wrong, Remedy: remedy}
-	if !v.c.origin.flags[key] {
-		e.File = v.c.origin.file
-		e.Line = v.c.origin.line(key)
+	if !v.flags[key] {
+		e.File, e.Line = v.file, v.line(key)
 	}
 	v.errs = append(v.errs, e)
 }
@@ -520,7 +524,7 @@ const minKeyBytes = 32
 // CheckFiles checks every file that the configuration names, for 'kvspray config check' and at
 // start.
 func (c *Config) CheckFiles() error {
-	v := checker{c: c}
+	v := checker{origin: &c.origin, c: c}
 	if p := c.Peer.ClusterKeyFile; p != "" {
 		v.secret("peer.cluster_key_file", p, "make one with 'kvspray keygen cluster'")
 	}

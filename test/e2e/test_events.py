@@ -31,13 +31,10 @@ class Router(Process):
     """kvspray proxy with the events of its engines, and what it predicted for each request."""
 
     def start(self, engines: list[Engine], policy: str = "auto", replay: bool = True) -> Router:
-        join = ",".join
         cmd = [str(rig.BINARY), "proxy", "--mode", "prefill-first", "--policy", policy, "--listen", f"127.0.0.1:{self.port}",
-               "--log-format", "json", "--decode", join(e.url for e in engines),
-               "--decode-kv-events", join(e.events for e in engines)]  # fmt: skip
-        if replay:
-            cmd += ["--decode-kv-replay", join(e.replay for e in engines)]
-        self.spawn(cmd, cwd=rig.ROOT)
+               "--log-format", "json"]  # fmt: skip
+        more = [{"events": e.events, **({"replay": e.replay} if replay else {})} for e in engines]
+        self.spawn(cmd + [rig.routed(e.url, "decode", **m) for e, m in zip(engines, more, strict=True)], cwd=rig.ROOT)
         return self
 
     def lines(self, msg: str) -> list[dict[str, Any]]:

@@ -46,11 +46,10 @@ class Engine(test_events.Engine):
 
 class Router(test_events.Router):
     def start_both(self, engines: list[Engine], policy: str, *more: str) -> Router:
-        urls, sidecars = ",".join(e.url for e in engines), ",".join(e.sidecar.url for e in engines)
+        routed = [rig.routed(e.url, "both", sidecar=e.sidecar.url, events=e.events, replay=e.replay) for e in engines]
         self.spawn(
             [str(rig.BINARY), "proxy", "--policy", policy, "--listen", f"127.0.0.1:{self.port}", "--log-format", "json",
-             "--prefill", urls, "--prefill-sidecar", sidecars, "--decode", urls, "--decode-sidecar", sidecars, "--token-bytes", "2048",
-             "--decode-kv-events", ",".join(e.events for e in engines), "--decode-kv-replay", ",".join(e.replay for e in engines), *more],
+             "--token-bytes", "2KiB", *routed, *more],
             cwd=rig.ROOT,
         )  # fmt: skip
         return self

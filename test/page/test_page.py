@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from cluster import BINARY, wait_for
+from cluster import BINARY, routed, wait_for
 from conftest import CHROMIUM
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from pyroute2 import IPRoute
@@ -200,7 +200,7 @@ def test_router(browser: Browser, links: Links, tmp_path: pathlib.Path, theme: s
     url = f"http://127.0.0.1:{engine.server_port}"
     router = Process("router", tmp_path)
     command = [str(BINARY), "proxy", "--listen", f"127.0.0.1:{router.port}", "--mode", "prefill-first"]
-    router.spawn([*command, "--prefill", url, "--prefill", "http://127.0.0.1:9", "--decode", url])
+    router.spawn([*command, routed(url, "both"), routed("http://127.0.0.1:9", "prefill")])
     try:
         wait_for("the router", router.up, 30)
         with opened(browser, theme, router.url) as page:

@@ -31,13 +31,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from cluster import BINARY, ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
+from cluster import BINARY, ROOT, Failed, Sidecar, free_port, routed, total, wait_for  # noqa: E402
 from hosts import cpu  # noqa: E402
 from servers import Answer, Process, Server, ask, complete, cpu_seconds, end_on_signals, kvspray_config, wait_up  # noqa: E402
 
@@ -189,18 +189,12 @@ ENGINE_ARGS = ["--max-model-len", "8192", "--max-num-seqs", "64", "--max-num-bat
 
 class Router(Process):
     def start(self, engines: list[Engine], policy: str, calibration: pathlib.Path, more: list[str]) -> Router:
-        def of(f: Callable[[Engine], str]) -> str:
-            return ",".join(f(e) for e in engines)
-
-        urls = of(lambda e: e.url)
-        cmd = [str(BINARY), "proxy", "--listen", f"127.0.0.1:{self.port}", "--log-format", "json", "--policy", policy, "--decode", urls]
+        cmd = [str(BINARY), "proxy", "--listen", f"127.0.0.1:{self.port}", "--log-format", "json", "--policy", policy]
         if policy == "least-loaded":
-            cmd += ["--mode", "prefill-first"]  # each engine serves alone
+            cmd += ["--mode", "prefill-first", *(routed(e.url, "decode") for e in engines)]  # each engine serves alone
         else:
-            sidecars = of(lambda e: e.sidecar.url)
-            cmd += ["--prefill", urls, "--prefill-sidecar", sidecars, "--decode-sidecar", sidecars, "--token-bytes", str(TOKEN_BYTES),
-                    "--calibration", str(calibration), "--decode-kv-events", of(lambda e: e.events),
-                    "--decode-kv-replay", of(lambda e: e.replay), *more]  # fmt: skip
+            cmd += [routed(e.url, "both", sidecar=e.sidecar.url, events=e.events, replay=e.replay) for e in engines]
+            cmd += ["--token-bytes", f"{TOKEN_BYTES}B", "--calibration", str(calibration), *more]
         self.log.unlink(missing_ok=True)
         self.spawn(cmd, cwd=ROOT)
         wait_for("the router", self.up, 20)

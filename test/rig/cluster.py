@@ -32,6 +32,11 @@ _ports = iter(random.sample(_PORTS, len(_PORTS)))
 _held: list[socket.socket] = []
 
 
+def routed(url: str, role: str, **keys: str) -> str:
+    """A flag of kvspray proxy for one engine."""
+    return "--engine=" + ",".join(f"{k}={v}" for k, v in {"url": url, "role": role, **keys}.items())
+
+
 def free_port() -> int:
     """A port for a server that we start, and start again: held until this process ends. A process that looks as we do finds it taken; a server,
     which sets SO_REUSEADDR, may listen on it, because we do not."""

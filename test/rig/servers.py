@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cluster import BINARY, ROOT, Failed, free_port, get, parse_metrics
+from cluster import BINARY, ROOT, Failed, free_port, get, parse_metrics, routed
 from hosts import Host
 
 MODEL_NAME = "tiny"
@@ -187,11 +187,8 @@ def kvspray_config(socket: str, role: str, memory: str = "memfd", connector: tup
 
 class Proxy(Process):
     def start(self, mode: str, prefill: str, peer: str, decode: str) -> Proxy:
-        self.spawn(
-            [str(BINARY), "proxy", "--mode", mode, "--prefill", prefill, "--prefill-peer", peer, "--decode", decode,
-             "--listen", f"127.0.0.1:{self.port}"],
-            cwd=ROOT,
-        )  # fmt: skip
+        engines = [routed(prefill, "prefill", peer=peer), routed(decode, "decode")]
+        self.spawn([str(BINARY), "proxy", "--mode", mode, "--listen", f"127.0.0.1:{self.port}", *engines], cwd=ROOT)
         return self
 
 

@@ -134,7 +134,8 @@ func definitions() ([]metric, error) {
 	r := &recorder{Registerer: prometheus.NewRegistry()}
 	set := metrics.New(r)
 	routers := prometheus.NewRegistry()
-	_, perr := proxy.New(proxy.Config{Decode: []string{"http://decode:8000"}, Registry: routers})
+	_, perr := proxy.New(proxy.Config{Decode: []proxy.Engine{{URL: "http://decode:8000"}},
+		Registry: routers})
 	_, serr := metrics.NewStore(r, nil)
 	for _, err := range []error{perr, serr, set.Rails(r, nil), set.Memory(r, nil),
 		set.Links(r, nil, nil), set.Violations(r, nil), set.Refusals(r, nil)} {

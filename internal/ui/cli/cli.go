@@ -37,7 +37,7 @@ func newRoot() *cobra.Command {
 		Long: `kvspray is a sidecar that moves KV cache between LLM serving engines.
 
 Start one next to each engine:        kvspray serve
-Route requests to prefill and decode: kvspray proxy --prefill URL --decode URL
+Route requests to prefill and decode: kvspray proxy --config FILE
 Check what works on this host:        kvspray doctor
 See what a sidecar does:              kvspray status`,
 	}

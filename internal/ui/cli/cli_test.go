@@ -37,6 +37,12 @@ func TestExitCodes(t *testing.T) {
 	if err := os.WriteFile(bad, []byte("peer:\n  lisen: x\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
+	router := filepath.Join(filepath.Dir(bad), "router.yaml")
+	if err := os.WriteFile(router, []byte("engines: [{url: http://b:1, role: x}]\n"),
+		0o600); err != nil {
+		t.Fatal(err)
+	}
+	const decode = "url=http://a:1,role=decode"
 	for name, c := range map[string]struct {
 		args []string
 		code int
@@ -89,22 +95,20 @@ func TestExitCodes(t *testing.T) {
 			"no sidecar answers at http://127.0.0.1:1"},
 		"print":         {[]string{"config", "print", "--set", "node=n1"}, command.ExitOK, "node: n1"},
 		"docs":          {[]string{"config", "print", "--docs"}, command.ExitOK, "| `peer.listen` |"},
-		"proxy nothing": {[]string{"proxy"}, command.ExitUsage, "--decode"},
-		"proxy peers": {[]string{"proxy", "--decode", "http://a:1", "--prefill", "http://b:1",
-			"--prefill-peer", "x:1,y:1"}, command.ExitUsage, "2 sidecars for 1"},
-		"proxy events": {[]string{"proxy", "--decode", "http://a:1", "--policy", "auto",
-			"--decode-kv-events", "tcp://*:5557"}, command.ExitUsage, "the host is missing"},
-		"proxy replay": {[]string{"proxy", "--decode", "http://a:1", "--policy", "auto",
-			"--decode-kv-events", "tcp://a:5557", "--decode-kv-replay", "tcp://a:1,tcp://b:1"},
-			command.ExitUsage, "--decode-kv-replay names 2 endpoints"},
-		"proxy events without a policy": {[]string{"proxy", "--decode", "http://a:1",
-			"--decode-kv-events", "tcp://a:5557"}, command.ExitUsage, "--policy auto"},
-		"proxy copies": {[]string{"proxy", "--decode", "http://a:1", "--policy", "auto",
-			"--replicate-after", "-1"}, command.ExitUsage, "0 for never"},
-		"proxy format": {[]string{"proxy", "--decode", "http://a:1", "--log-format", "xml"},
-			command.ExitUsage, "text or json"},
-		"proxy level": {[]string{"proxy", "--decode", "http://a:1", "--log-level", "loud"},
-			command.ExitUsage, "loud"},
+		"proxy nothing": {[]string{"proxy"}, command.ExitUsage, "no engine decodes"},
+		"proxy events": {[]string{"proxy", "--policy", "auto", "--engine", decode +
+			",events=tcp://*:5557"}, command.ExitUsage, "the host is missing"},
+		"proxy events without a policy": {[]string{"proxy", "--engine", decode +
+			",events=tcp://a:5557"}, command.ExitUsage, "set it for instance to auto"},
+		"proxy no sidecar": {[]string{"proxy", "--engine", "url=http://a:1,role=both"},
+			command.ExitUsage, "set peer to host:port or sidecar"},
+		"proxy no file": {[]string{"proxy", "--config", ""}, command.ExitUsage, "unset variable"},
+		"proxy flag": {[]string{"proxy", "--engine", decode, "--max-body", "5", "--config", router},
+			command.ExitUsage, `max_body: "5": not a number with its unit`},
+		"proxy file": {[]string{"proxy", "--engine", decode, "--config", router}, command.ExitUsage,
+			router + `:1: engines[0].role: "x": not one of prefill, decode, both`},
+		"proxy calibration": {[]string{"proxy", "--engine", decode, "--calibration", bad + "x"},
+			command.ExitUsage, "no such file"},
 		"empty config": {[]string{"config", "check", "--config", ""}, command.ExitUsage,
 			`--config "": empty, maybe an unset variable`},
 		"empty socket": {[]string{"serve", "--socket", ""}, command.ExitUsage,
@@ -119,12 +123,8 @@ func TestExitCodes(t *testing.T) {
 			`--set "node": not of the form`},
 		"ready folder": {[]string{"serve", "--ready-file", filepath.Join(bad, "x")}, command.ExitUsage,
 			"name a file in an existing directory"},
-		"ready file": {[]string{"proxy", "--decode", "http://a:1", "--ready-file", filepath.Dir(bad)},
+		"ready file": {[]string{"proxy", "--engine", decode, "--ready-file", filepath.Dir(bad)},
 			command.ExitUsage, "is a directory"},
-		"proxy body": {[]string{"proxy", "--decode", "http://a:1", "--max-body", "0"},
-			command.ExitUsage, "--max-body 0: want a number of bytes"},
-		"proxy address": {[]string{"proxy", "--decode", "http://a:1", "--listen", "here"},
-			command.ExitUsage, "write host:port, for instance"},
 		"no python": {[]string{"doctor", "--python", ""}, command.ExitUsage, `--python ""`},
 		"odd python": {[]string{"doctor", "--python", "/does/not/exist"}, command.ExitOK,
 			"no such file or directory\n"},
@@ -142,7 +142,7 @@ func TestExitCodes(t *testing.T) {
 			command.ExitFailure, "name a file in an existing directory"},
 		"no authority": {[]string{"keygen", "node", "--name", "n", "--host", "h", "--ca",
 			"/does/not/exist"}, command.ExitFailure, "keygen ca', or name it with --ca"},
-		"proxy listen": {[]string{"proxy", "--decode", "http://a:1", "--listen", "256.0.0.1:1"},
+		"proxy listen": {[]string{"proxy", "--engine", decode, "--listen", "256.0.0.1:1"},
 			command.ExitFailure, "--listen"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -282,8 +282,18 @@ func TestChartArguments(t *testing.T) {
 			if err != nil {
 				t.Fatalf("%v: %v", c.Args, err)
 			}
+			var flags routerFlags
+			if c.Name == "router" {
+				cmd = &cobra.Command{}
+				flags.add(cmd)
+			}
 			if err := cmd.ParseFlags(rest); err != nil {
 				t.Errorf("%v: %v", c.Args, err)
+			}
+			if c.Name == "router" {
+				if _, err := config.LoadRouter("", flags.sets, flags.engines); err != nil {
+					t.Errorf("%v: %v", c.Args, err)
+				}
 			}
 		}
 	}

@@ -17,9 +17,9 @@ func drainCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "drain",
 		Short: "Take an engine out of service: no new requests, and wait until it is idle",
-		Long: `Makes routers that know this sidecar (--prefill-sidecar, --decode-sidecar) send no new
-requests to its engine, and waits until the engine has answered those that it has, and until their
-blocks are fetched. Transfers go on. Run it before the engine gets SIGTERM, for instance as the
+		Long: `Makes routers whose engines name this sidecar send no new requests to its engine, and
+waits until the engine has answered those that it has, and until their blocks are fetched. Transfers
+go on. Run it before the engine gets SIGTERM, for instance as the
 preStop hook of a pod, on the sidecar's host or in its pod, as root, as the sidecar's user or as one
 of engine.admin_uids. The exit status is 1 if the engine is not known to be idle after --timeout.
 

@@ -52,7 +52,7 @@ the process at once.`,
 			reg := prometheus.NewRegistry()
 			reg.MustRegister(collectors.NewGoCollector(),
 				collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
-			log, flush := openLog(cmd.ErrOrStderr(), cfg.LogLevel(), cfg.Log.Format)
+			log, flush := openLog(cmd.ErrOrStderr(), cfg.Log.Severity(), cfg.Log.Format)
 			defer flush()
 			node, err := sidecar.New(sidecar.Options{Config: cfg, Log: log, Registry: reg,
 				Version: version.String()})

@@ -25,7 +25,7 @@ func TestUsageErrors(t *testing.T) {
 		"status 127.0.0.1:7661":       {"type: kvspray status --http 127.0.0.1:7661"},
 		"layout explain llama-3.1-8b": {"type: kvspray layout explain --model llama-3.1-8b"},
 		"doctor x":                    {`got "x"`, "type: kvspray doctor [flags]"},
-		"proxy http://a:1":            {"for instance: kvspray proxy --prefill http://"},
+		"proxy http://a:1":            {"for instance: kvspray proxy --engine url=http://"},
 		"help keygen nope":            {`unknown command "nope" for "kvspray keygen"`},
 		"bench rails --receivers 2":   {"type: kvspray-bench rails --receivers 2", "'make build'"},
 		"keygen me":                   {"There are ca, cluster, node"},

@@ -110,6 +110,7 @@ func unknownCommand(c *cobra.Command, typed string) error {
 func meant(c *cobra.Command, arg string) string {
 	has := func(flag string) bool { return c.Flags().Lookup(flag) != nil }
 	_, _, address := net.SplitHostPort(strings.TrimPrefix(arg, "http://"))
+	isURL := strings.Contains(arg, "://")
 	ext := filepath.Ext(arg)
 	switch {
 	case has("config") && (ext == ".yaml" || ext == ".yml"):
@@ -122,7 +123,7 @@ func meant(c *cobra.Command, arg string) string {
 		return "http"
 	case has("out"):
 		return "out"
-	case has("config") && strings.ContainsRune(arg, filepath.Separator):
+	case has("config") && !isURL && strings.ContainsRune(arg, filepath.Separator):
 		return "config"
 	}
 	return ""

@@ -3,10 +3,10 @@
 //
 // What a sink has is at any time a part of what the engine published last, without a gap. Then a
 // block of the sink is a block of the engine. If the feed cannot mend a gap, or the engine
-// restarted, the sink loses everything and begins anew with later batches: it then knows fewer
-// blocks than the engine has, never others.
+// restarted, the sink loses everything and begins anew with later batches: it then has fewer
+// blocks than the engine, never others.
 //
-// A batch has a number, and a replay begins with the last batch that the feed knows. If the engine
+// A batch has a number, and a replay begins with the last batch that the feed has. If the engine
 // answers with another batch of that number, it restarted. In the same way a batch of the
 // subscription must be the one that a replay had under its number: the two endpoints may be those
 // of two engines.
@@ -246,7 +246,7 @@ func (f *Feed) taken(ctx context.Context, n int64, payload []byte) error {
 		}
 	}
 	sum := f.sum(payload)
-	if f.next >= 0 && n < f.next { // it came with a replay
+	if f.next >= 0 && n < f.next { // a replay had it
 		if have, ok := f.sumOf(n); ok && have == sum {
 			return nil
 		}
@@ -270,7 +270,7 @@ func (f *Feed) sumOf(n int64) (uint64, bool) {
 func (f *Feed) take(ctx context.Context, n int64, payload []byte, sum uint64) {
 	b, err := kvevents.Decode(payload)
 	if err != nil {
-		if !f.spoiled { // otherwise nothing came since
+		if !f.spoiled { // otherwise nothing has arrived since
 			f.spoiled = true
 			f.void(Garbage, "err", err)
 		}
@@ -418,7 +418,7 @@ func earlier(a, b time.Time) time.Time {
 	return b
 }
 
-// ended takes the end of a replay. none: nothing came before it.
+// ended takes the end of a replay. none: nothing arrived before it.
 func (f *Feed) ended(none bool) (done bool, err error) {
 	if none && f.next > 0 { // it must have the last known batch
 		f.void(Restart)

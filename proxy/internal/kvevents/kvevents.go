@@ -2,8 +2,8 @@
 // stored, removed, or that it removed all.
 //
 // The bytes are another process's. Every length is checked against a bound and against the bytes
-// that are there before anything is allocated for it. The package knows both forms that vLLM has
-// used, arrays and maps, and passes over fields and events that it does not know. It keeps no
+// that are there before anything is allocated for it. The package reads both forms that vLLM has
+// used, arrays and maps, and passes over unknown fields and events. It keeps no
 // state and starts no goroutine.
 package kvevents
 

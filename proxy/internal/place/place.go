@@ -432,7 +432,8 @@ func shared(keys []uint64, d *Decision) int {
 	return sort.Search(n, func(i int) bool { return keys[i] != d.keys[i] })
 }
 
-// askers returns how many requests in flight at an engine have at least so many chunks of a prompt.
+// askers counts the requests in flight at an engine that have at least a number of chunks of a
+// prompt.
 func (p *Placer) askers(keys []uint64, engine, chunks int) int {
 	n := 0
 	for _, d := range p.flying[engine] {
@@ -517,7 +518,7 @@ func (p *Placer) replicate(d *Decision, a *placement.Ask, c placement.Choice,
 	return x, true
 }
 
-// coming reports whether blocks of so many chunks of a prompt are on their way to an engine.
+// coming reports whether blocks of a number of chunks of a prompt are on their way to an engine.
 func (p *Placer) coming(keys []uint64, engine, chunks int) bool {
 	return slices.ContainsFunc(p.flying[engine], func(d *Decision) bool {
 		return d.moves(engine) && len(d.keys) >= chunks && d.keys[chunks-1] == keys[chunks-1]

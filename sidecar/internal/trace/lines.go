@@ -26,20 +26,19 @@ type Lines struct {
 	stalled atomic.Bool
 }
 
-// Open opens the file of a configuration key; an empty path writes nothing.
-func Open(key, path string, log *slog.Logger) (*Lines, error) {
+// Open opens the file of a configuration key, before the first line; an empty path writes nothing.
+func (l *Lines) Open(key, path string, log *slog.Logger) (err error) {
 	if path == "" {
-		return &Lines{}, nil
+		return nil
 	}
-	f, err := os.OpenFile(path, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
-	if err != nil {
-		return nil, fmt.Errorf("sidecar: %s: %w: let this user write there, or name another path", key,
-			err)
+	if l.f, err = os.OpenFile(path, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600); err != nil {
+		return fmt.Errorf("sidecar: %s: %w: let this user write there, or name another path", key, err)
 	}
 	log = log.With("path", path)
-	return &Lines{f: f, w: lines.New(f,
+	l.w = lines.New(l.f,
 		func(n int) { log.Error("lines are missing in a trace file: the disk stalled", "lines", n) },
-		func(err error) { log.Error("trace file", "err", err) })}, nil
+		func(err error) { log.Error("trace file", "err", err) })
+	return nil
 }
 
 func (l *Lines) on() bool { return l != nil && l.f != nil }

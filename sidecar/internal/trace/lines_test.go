@@ -23,8 +23,8 @@ func TestFileThatStalls(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = reader.Close() }()
-	l, err := Open("trace.transfers", path, slog.New(slog.DiscardHandler))
-	if err != nil {
+	var l Lines
+	if err := l.Open("trace.transfers", path, slog.New(slog.DiscardHandler)); err != nil {
 		t.Fatal(err)
 	}
 	const sent = 2000 // more than a pipe holds

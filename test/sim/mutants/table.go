@@ -180,8 +180,8 @@ var mutants = []mutant{
 		"s.cfg.MaxStrikes)\n", "", []string{"TestTrapRetriesAreCharged"}},
 	{"a retry holds up the rest", "control/spray/pull.go", "if q == nil && avoid != 0 && " +
 		"f.chunks.Fresh() > 0 && !f.parked {", "if false {", []string{"TestTrapRetriesHoldUpTheirFlow"}},
-	{"a retry is left to what it avoids", "control/spray/pull.go", "f.class(q) != class || " +
-		"int(avoid) == q.index+1 {", "f.class(q) != class {",
+	{"a retry is left to what it avoids", "control/spray/pull.go", "f.class(q) != c.class || " +
+		"int(avoid) == q.index+1 {", "f.class(q) != c.class {",
 		[]string{"TestTrapRetryLeftToThePairItAvoids"}},
 	{"an exclusion that nobody heeds", "control/spray/pair.go", "return q.live > 0 && q.state <= " +
 		"Readmitted", "return q.live > 0", []string{"TestTrapHealthIsShared"}},
@@ -197,8 +197,8 @@ var mutants = []mutant{
 		"		if q.path.rail() == in.Path.rail() {", []string{"TestTrapRemoteIgnored"}},
 	{"a lane's refusal costs its chunks", "control/spray/flight.go", "			if (v == Failed || v == " +
 		"Refused) && !fl.charged {", "			if !fl.charged {", []string{"TestTrapRefusedAtSubmit"}},
-	{"flows that rest stay in their queue", "control/spray/pull.go", "			f.park()\n			return nil, " +
-		"0, true\n", "			return nil, 0, true\n", []string{"TestRefusedFlowsDoNotBlockOthers"}},
+	{"flows that rest stay in their queue", "control/spray/pull.go", "		f.park()\n		return nil, " +
+		"0, true\n", "		return nil, 0, true\n", []string{"TestRefusedFlowsDoNotBlockOthers"}},
 	{"other peers' bytes are not seen", "control/spray/pair.go", "	if q.crowded() {\n		v = max",
 		"	if false {\n		v = max", []string{"TestPredictionSeesOtherPeers"}},
 	{"peers do not take turns", "control/spray/egress.go", "o.queue(now) < leaveWithin[prio] && " +

@@ -100,7 +100,7 @@ func (qs *Queries) ask(now Instant, w *query) {
 	if qs.alone(w.ep.Peer(), w.a.Engine, w.a.Key) {
 		qs.answer(w, engines.Admission{State: "refused", Message: "it is this engine's own sidecar, " +
 			"and no other engine is registered there: name " +
-			"the prefill engine's (--prefill-peer of kvspray proxy, which arrives as " +
+			"the prefill engine's (peer of an engine of kvspray proxy, which arrives as " +
 			"kv_transfer_params.kvspray.peer)"})
 		return
 	}

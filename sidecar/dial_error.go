@@ -21,8 +21,8 @@ func (s unexpectedEndpoint) Error() string        { return s.what + ": " + s.err
 func (s unexpectedEndpoint) Unwrap() error        { return s.err }
 func (s unexpectedEndpoint) Is(target error) bool { return target == exec.ErrNotListening }
 
-// judged classifies the error of an attempt, for the requests that wait.
-func judged(err error) error {
+// classifyDialError classifies the error of an attempt, for the requests that wait.
+func classifyDialError(err error) error {
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED):
 		return fmt.Errorf("%w: %w", exec.ErrNotListening, err)

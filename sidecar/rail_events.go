@@ -20,7 +20,7 @@ func (c *conversation) railsChanged(backend string, before, after []rail) {
 	if backend == config.TransTCP {
 		c.linksChanged(before, after)
 	}
-	c.tellRails()
+	c.sendRails()
 	c.dial.reconcileAll()
 }
 
@@ -46,12 +46,12 @@ func (c *conversation) linksChanged(before, after []rail) {
 	}
 	if err := c.mesh.SetControl(c.proc.Context(), c.controlAddresses()); err != nil && !errors.Is(err,
 		net.ErrClosed) {
-		c.log.Warn("a rail carries no control lanes yet", "err", err)
+		c.log.Warn("control address not bound, retrying", "err", err)
 	}
 }
 
-// tellRails sends the list to every peer, including this node, which is its own peer.
-func (c *conversation) tellRails() {
+// sendRails sends the list to every peer, including this node, which is its own peer.
+func (c *conversation) sendRails() {
 	for _, boot := range c.dial.boots() {
 		if boot == c.boot {
 			c.peerRails(boot, c.rails.list())
@@ -70,18 +70,11 @@ func (c *conversation) railsFrame() *peerv1.ControlFrame {
 // peerRails applies a peer's list of rails.
 func (c *conversation) peerRails(boot transfer.Boot, list []*peerv1.Rail) {
 	good, refused := peer.CheckRails(list)
-	d := c.dial
-	d.mu.Lock()
-	r := d.peers[boot]
-	if r == nil {
-		d.mu.Unlock()
+	known, first := c.dial.setRails(boot, good, len(refused) > 0)
+	if !known {
 		return
 	}
-	complain := len(refused) > 0 && !r.complained
-	r.complained = r.complained || complain
-	r.rails = good
-	d.mu.Unlock()
-	if complain {
+	if first {
 		c.log.Warn("a peer announced invalid rails; logged once", "peer", boot.String(),
 			"refused", refused)
 	}
@@ -93,5 +86,5 @@ func (c *conversation) peerRails(boot transfer.Boot, list []*peerv1.Rail) {
 			})
 		}
 	}
-	d.reconcile(boot)
+	c.dial.reconcile(boot)
 }
