@@ -3,11 +3,13 @@
 
     dist.py --version V wheels     wheels for this machine, into dist/
     dist.py --version V image      an OCI layout, into dist/
-    dist.py --version V all        everything for x86-64 and arm64, with SBOMs and checksums, into dist/V/
+    dist.py --version V all        everything for x86-64 and arm64, with SBOMs and checksums, into
+                                   dist/V/
 
-`make wheels`, `make image` and `make dist` call it; they make its tools first. Binaries in wheels, packages and the image have cgo,
-for GPUs and RDMA; those in archives are static, without both. `all` also needs the C compiler of the other architecture
-(gcc-aarch64-linux-gnu, or gcc-x86-64-linux-gnu), and apt-get and dpkg-deb for the image's root file system.
+`make wheels`, `make image` and `make dist` call it; they make its tools first. Binaries in wheels,
+packages and the image have cgo, for GPUs and RDMA; those in archives are static, without both.
+`all` also needs the C compiler of the other architecture (gcc-aarch64-linux-gnu, or
+gcc-x86-64-linux-gnu), and apt-get and dpkg-deb for the image's root file system.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / ".build"
 WORK = BUILD / "dist"
 TOOLS = BUILD / "bin"
-GLIBC = (2, 34)  # the oldest C library that binaries and the shim run with: Debian 12, RHEL 9, Ubuntu 22.04
+# The oldest C library that binaries and the shim run with: Debian 12, RHEL 9, Ubuntu 22.04.
+GLIBC = (2, 34)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +64,18 @@ class Failed(Exception):
 
 def run(*command: object, cwd: pathlib.Path = ROOT, **env: str) -> str:
     words = [str(c) for c in command]
-    done = subprocess.run(words, cwd=cwd, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if done.returncode != 0:
-        raise Failed(f"{shlex.join(words)} failed with status {done.returncode}:\n{done.stdout[-4000:]}")
+        raise Failed(
+            f"{shlex.join(words)} failed with status {done.returncode}:\n{done.stdout[-4000:]}"
+        )
     return done.stdout
 
 
@@ -72,7 +84,8 @@ def step(what: str) -> None:
 
 
 def python_version(version: str) -> str:
-    """`git describe` as a version of Python packages: commits after a tag are development versions of the next release."""
+    """`git describe` as a version of Python packages: commits after a tag are development versions
+    of the next release."""
     described = re.fullmatch(
         r"(?:v(?P<a>\d+)\.(?P<b>\d+)\.(?P<c>\d+)(?:-(?P<pre>a|alpha|b|beta|rc)\.?(?P<n>\d+))?(?:-(?P<commits>\d+)-g(?P<hash>[0-9a-f]+))?"
         r"|(?P<only>[0-9a-f]{6,40}))(?P<dirty>-dirty)?",
@@ -88,7 +101,7 @@ def python_version(version: str) -> str:
     if not d["commits"]:
         return release + pre + ("+dirty" if d["dirty"] else "")
     if pre:
-        release += pre[:-len(d["n"])] + str(int(d["n"]) + 1)
+        release += pre[: -len(d["n"])] + str(int(d["n"]) + 1)
     else:
         release = f"{d['a']}.{d['b']}.{int(d['c']) + 1}"
     return f"{release}.dev{d['commits']}+g{d['hash']}" + (".dirty" if d["dirty"] else "")
@@ -112,27 +125,52 @@ class Dist:
         if cgo:
             env |= {"CGO_ENABLED": "1", "CC": arch.cc}
         ldflags = f"-X github.com/kvspray/kvspray/internal/version.version={self.version} -s -w"
-        run("go", "build", "-trimpath", "-ldflags", ldflags, "-o", target, f"./cmd/{command}", cwd=ROOT if command == "kvspray" else ROOT / "lab", **env)
+        run(
+            "go",
+            "build",
+            "-trimpath",
+            "-ldflags",
+            ldflags,
+            "-o",
+            target,
+            f"./cmd/{command}",
+            cwd=ROOT if command == "kvspray" else ROOT / "lab",
+            **env,
+        )
         return target
 
     def source(self, part: str) -> pathlib.Path:
         """A copy of a Python package's sources, with the version in it."""
         copy = WORK / "src" / pathlib.Path(part).name
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(ROOT / part, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__", "*.so", "tests"))
+        shutil.copytree(
+            ROOT / part,
+            copy,
+            ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__", "*.so", "tests"),
+        )
         shutil.copy(ROOT / "LICENSE", copy)
         version = python_version(self.version)
         for init in copy.rglob("__init__.py"):
             text = init.read_text()
-            init.write_text(re.sub(r'^__version__ = .*$', f'__version__ = "{version}"', text, flags=re.M))
+            init.write_text(
+                re.sub(r"^__version__ = .*$", f'__version__ = "{version}"', text, flags=re.M)
+            )
         # The parts of one release belong together.
         project = copy / "pyproject.toml"
-        project.write_text(re.sub(r'^((?:dependencies|vllm|sglang) = \["kvspray[-a-z]*)"', rf'\1=={version}"', project.read_text(), flags=re.M))
+        project.write_text(
+            re.sub(
+                r'^((?:dependencies|vllm|sglang) = \["kvspray[-a-z]*)"',
+                rf'\1=={version}"',
+                project.read_text(),
+                flags=re.M,
+            )
+        )
         return copy
 
     def wheel(self, source: pathlib.Path, **env: str) -> None:
-        run(BUILD / "dist-venv" / "bin" / "python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
-            "--disable-pip-version-check", "-w", self.out, source, SOURCE_DATE_EPOCH=self.epoch, **env)  # fmt: skip
+        run(BUILD / "dist-venv" / "bin" / "python", "-m", "pip", "wheel", "-q", "--no-deps",
+            "--no-build-isolation", "--disable-pip-version-check", "-w", self.out, source,
+            SOURCE_DATE_EPOCH=self.epoch, **env)  # fmt: skip
 
     def wheels(self, arches: tuple[Arch, ...]) -> None:
         for old in self.out.glob("*.whl"):
@@ -140,12 +178,15 @@ class Dist:
         for arch in arches:
             binary = self.build(arch, True, "kvspray")
             step(f"the wheel of kvspray for {arch.machine}")
-            self.wheel(self.source("pybind"), CC=arch.cc, CFLAGS="-g0", KVSPRAY_WHEEL_BINARY=str(binary),
-                       KVSPRAY_WHEEL_PLATFORM=arch.platform)  # fmt: skip
+            self.wheel(self.source("pybind"), CC=arch.cc, CFLAGS="-g0",
+                KVSPRAY_WHEEL_BINARY=str(binary),
+                KVSPRAY_WHEEL_PLATFORM=arch.platform)  # fmt: skip
             (made,) = self.out.glob(f"kvspray-*{arch.machine}.whl")
             seen = run(BUILD / "dist-venv" / "bin" / "auditwheel", "show", made)
             if f'"{arch.platform}"' not in seen.replace("\n", " "):
-                raise Failed(f"auditwheel does not find {made} consistent with {arch.platform}:\n{seen}")
+                raise Failed(
+                    f"auditwheel does not find {made} consistent with {arch.platform}:\n{seen}"
+                )
         for plugin in sorted((ROOT / "integration").glob("*/pyproject.toml")):
             step(f"the wheel of kvspray-{plugin.parent.name}")
             self.wheel(self.source(f"integration/{plugin.parent.name}"))
@@ -166,14 +207,24 @@ class Dist:
         # What the maintainer scripts of ca-certificates would make.
         bundle = root / "etc/ssl/certs/ca-certificates.crt"
         bundle.parent.mkdir(parents=True, exist_ok=True)
-        bundle.write_bytes(b"".join(p.read_bytes() for p in sorted((root / "usr/share/ca-certificates").rglob("*.crt"))))
-        for unneeded in ("usr/share/doc-base", "usr/share/lintian", "usr/share/man", "usr/share/locale"):
+        bundle.write_bytes(
+            b"".join(
+                p.read_bytes() for p in sorted((root / "usr/share/ca-certificates").rglob("*.crt"))
+            )
+        )
+        for unneeded in (
+            "usr/share/doc-base",
+            "usr/share/lintian",
+            "usr/share/man",
+            "usr/share/locale",
+        ):
             shutil.rmtree(root / unneeded, ignore_errors=True)
         layout = self.out / f"kvspray-{self.version}-image-{arch.go}"
         shutil.rmtree(layout, ignore_errors=True)
         revision = run("git", "rev-parse", "HEAD").strip()
-        run(TOOLS / "ociimage", "--root", root, "--binary", binary, "--arch", arch.go, "--version", self.version, "--revision", revision,
-            "--epoch", self.epoch, "--out", layout)  # fmt: skip
+        run(TOOLS / "ociimage", "--root", root, "--binary", binary, "--arch", arch.go, "--version",
+            self.version, "--revision", revision, "--epoch", self.epoch, "--out",
+            layout)  # fmt: skip
 
     def archive(self, arch: Arch) -> None:
         name = f"kvspray-{self.version}-linux-{arch.go}"
@@ -192,7 +243,8 @@ class Dist:
         for command in ("kvspray", "kvspray-bench"):
             step(f"the SBOM of {command} for {arch.go}")
             run(TOOLS / "cyclonedx-gomod", "bin", "-json", "-version", self.version, "-output",
-                self.out / f"{command}-{self.version}-linux-{arch.go}.cdx.json", files[command])  # fmt: skip
+                self.out / f"{command}-{self.version}-linux-{arch.go}.cdx.json",
+                files[command])  # fmt: skip
 
     def packages(self, arch: Arch) -> None:
         binaries = {c: self.build(arch, True, c) for c in ("kvspray", "kvspray-bench")}
@@ -203,9 +255,11 @@ class Dist:
             (completions / shell).write_text(run(native, "completion", shell))
         for packager in ("deb", "rpm"):
             step(f"the {packager} package for {arch.go}")
-            run(TOOLS / "nfpm", "package", "--config", ROOT / "deploy/package/nfpm.yaml", "--packager", packager, "--target", self.out,
-                KVSPRAY_VERSION=package_version(self.version), KVSPRAY_ARCH=arch.go, KVSPRAY_BIN=str(binaries["kvspray"]),
-                KVSPRAY_BENCH=str(binaries["kvspray-bench"]), KVSPRAY_COMPLETIONS=str(completions), SOURCE_DATE_EPOCH=self.epoch)  # fmt: skip
+            run(TOOLS / "nfpm", "package", "--config", ROOT / "deploy/package/nfpm.yaml",
+                "--packager", packager, "--target", self.out, KVSPRAY_VERSION=package_version(
+                self.version), KVSPRAY_ARCH=arch.go, KVSPRAY_BIN=str(binaries["kvspray"]),
+                KVSPRAY_BENCH=str(binaries["kvspray-bench"]), KVSPRAY_COMPLETIONS=str(completions),
+                SOURCE_DATE_EPOCH=self.epoch)  # fmt: skip
 
     def checksums(self) -> None:
         lines = []
@@ -228,11 +282,15 @@ def host() -> Arch:
     for arch in ARCHES:
         if arch.machine == platform.machine():
             return arch
-    raise Failed(f"this machine is {platform.machine()}: want {' or '.join(a.machine for a in ARCHES)}")
+    raise Failed(
+        f"this machine is {platform.machine()}: want {' or '.join(a.machine for a in ARCHES)}"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", required=True, help="what git describe prints")
     parser.add_argument("what", choices=("wheels", "image", "all"))
     args = parser.parse_args()

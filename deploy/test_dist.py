@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Installs each thing that `make dist` made into an empty root, and uses it there: the version, doctor, and two sidecars that move
-blocks between two engines' regions, compared byte by byte (`python -m kvspray.latency`).
+"""Installs each thing that `make dist` made into an empty root, and uses it there: the version,
+doctor, and two sidecars that move blocks between two engines' regions, compared byte by byte
+(`python -m kvspray.latency`).
 
-    unshare --mount test_dist.py --version V dist/V        (root: it enters each root file system by chroot)
+    unshare --mount test_dist.py --version V dist/V        (root: it enters each root file system by
+                                                           chroot)
 
-The engine's side of each test is the wheel in a virtual environment without a compiler on its path. What is for another
-architecture is read, and not run.
+The engine's side of each test is the wheel in a virtual environment without a compiler on its path.
+What is for another architecture is read, and not run.
 """
 
 from __future__ import annotations
@@ -39,11 +41,25 @@ class Tests:
 
     def run(self, *command: object) -> str:
         """Without the path of this machine: no Go and no compiler."""
-        env = {k: v for k, v in os.environ.items() if k in ("HOME", "PIP_INDEX_URL", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")}
+        env = {
+            k: v
+            for k, v in os.environ.items()
+            if k in ("HOME", "PIP_INDEX_URL", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+        }
         env["PATH"] = f"{self.venv / 'bin'}:/nonexistent"
-        done = subprocess.run([str(c) for c in command], cwd=self.work, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(
+            [str(c) for c in command],
+            cwd=self.work,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         if done.returncode != 0:
-            raise Failed(f"{shlex.join(map(str, command))} failed with status {done.returncode}:\n{done.stdout[-3000:]}")
+            raise Failed(
+                f"{shlex.join(map(str, command))} failed with status "
+                f"{done.returncode}:\n{done.stdout[-3000:]}"
+            )
         return done.stdout
 
     def passed(self, what: str, detail: str) -> None:
@@ -59,10 +75,14 @@ class Tests:
         command = self.work / "kvspray-under-test"
         command.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, kvspray))} "$@"\n')
         command.chmod(0o755)
-        moved = json.loads(self.run(self.venv / "bin/python", "-m", "kvspray.latency", "--kvspray", command, "--count", BLOCKS,
-                                    "--runs", 1, "--json"))  # fmt: skip
-        self.passed(what, f"{self.version}; doctor: {len(checks)} checks, none failed; {3 * BLOCKS} blocks moved, "
-                    f"p50 {moved['best']['both']['p50_us']:.0f} us; {time.monotonic() - start:.1f} s")  # fmt: skip
+        moved = json.loads(self.run(self.venv / "bin/python", "-m", "kvspray.latency", "--kvspray",
+            command, "--count", BLOCKS, "--runs", 1, "--json"))  # fmt: skip
+        self.passed(
+            what,
+            f"{self.version}; doctor: {len(checks)} checks, none failed; {3 * BLOCKS} blocks "
+            f"moved, p50 {moved['best']['both']['p50_us']:.0f} us; {time.monotonic() - start:.1f} "
+            "s",
+        )
 
     def smoke_in(self, what: str, root: pathlib.Path, binary: str, start: float) -> None:
         with contextlib.ExitStack() as mounted:
@@ -76,14 +96,23 @@ class Tests:
     def wheel(self) -> None:
         start = time.monotonic()
         subprocess.run([sys.executable, "-m", "venv", self.venv], check=True)
-        self.run(self.venv / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check", "--find-links", self.made,
-                 f"kvspray[vllm,sglang]=={python_version(self.version)}")  # fmt: skip
+        self.run(self.venv / "bin/python", "-m", "pip", "install", "-q",
+            "--disable-pip-version-check", "--find-links", self.made,
+            f"kvspray[vllm,sglang]=={python_version(self.version)}")  # fmt: skip
         for module in ("kvspray", "kvspray_vllm", "kvspray_sglang"):
-            there = self.run(self.venv / "bin/python", "-c", f"import {module}; print({module}.__version__)").strip()
+            there = self.run(
+                self.venv / "bin/python", "-c", f"import {module}; print({module}.__version__)"
+            ).strip()
             if there != python_version(self.version):
-                raise Failed(f"{module}.__version__ is {there}, want {python_version(self.version)}")
+                raise Failed(
+                    f"{module}.__version__ is {there}, want {python_version(self.version)}"
+                )
         for command in ((self.venv / "bin/kvspray",), (self.venv / "bin/python", "-m", "kvspray")):
-            self.smoke("wheel, " + ("kvspray" if len(command) == 1 else "python -m kvspray"), start, *command)
+            self.smoke(
+                "wheel, " + ("kvspray" if len(command) == 1 else "python -m kvspray"),
+                start,
+                *command,
+            )
 
     def archive(self) -> None:
         start = time.monotonic()
@@ -97,7 +126,11 @@ class Tests:
         libc = self.made.parent.parent / ".build/dist/debs"
         for what, pattern, extract in (
             ("deb", f"*_{host().go}.deb", "dpkg-deb -x {package} {root}"),
-            ("rpm", f"*.{host().machine}.rpm", "rpm2cpio {package} | (cd {root} && cpio --quiet --no-absolute-filenames -id)"),
+            (
+                "rpm",
+                f"*.{host().machine}.rpm",
+                "rpm2cpio {package} | (cd {root} && cpio --quiet --no-absolute-filenames -id)",
+            ),
         ):
             start = time.monotonic()
             tool = extract.split()[0]
@@ -109,15 +142,24 @@ class Tests:
             root.mkdir()
             for deb in libc.glob("libc6_*.deb"):
                 subprocess.run(["dpkg-deb", "-x", deb, root], check=True)
-            subprocess.run(["bash", "-o", "pipefail", "-c", extract.format(package=package, root=root)], check=True)
+            subprocess.run(
+                ["bash", "-o", "pipefail", "-c", extract.format(package=package, root=root)],
+                check=True,
+            )
             self.smoke_in(f"{what} with libc6", root, "/usr/bin/kvspray", start)
             config = root / "etc/kvspray/kvspray.yaml"
-            self.run(shutil.which("chroot"), root, "/usr/bin/kvspray", "config", "check", "--config", "/" + str(config.relative_to(root)),
-                     "--set", "engine.socket=/tmp/kvspray.sock")  # fmt: skip
+            self.run(shutil.which("chroot"), root, "/usr/bin/kvspray", "config", "check",
+                "--config", "/" + str(config.relative_to(root)), "--set",
+                "engine.socket=/tmp/kvspray.sock")  # fmt: skip
             unit = root / "usr/lib/systemd/system/kvspray.service"
             self.unit(what, unit)
         version = package_version(self.version)
-        fields = subprocess.run(["dpkg-deb", "-f", next(self.made.glob(f"*_{host().go}.deb")), "Version"], check=True, capture_output=True, text=True)
+        fields = subprocess.run(
+            ["dpkg-deb", "-f", next(self.made.glob(f"*_{host().go}.deb")), "Version"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         if fields.stdout.strip() != version:
             raise Failed(f"the deb's Version is {fields.stdout.strip()}, want {version}")
 
@@ -126,10 +168,17 @@ class Tests:
         if analyze is None:
             self.passed(f"{what}: its unit", "skipped: no systemd-analyze here")
             return
-        # Its exposure from 0 to 10, times ten. --offline reads the file and asks no service manager.
-        said = subprocess.run([analyze, "security", "--offline=true", "--threshold=30", "--no-pager", unit], capture_output=True, text=True)
+        # Its exposure from 0 to 10, times ten. --offline reads the file and asks no service
+        # manager.
+        said = subprocess.run(
+            [analyze, "security", "--offline=true", "--threshold=30", "--no-pager", unit],
+            capture_output=True,
+            text=True,
+        )
         if said.returncode != 0:
-            raise Failed(f"{unit}: more exposed than 3.0 of 10:\n{said.stdout[-3000:]}{said.stderr}")
+            raise Failed(
+                f"{unit}: more exposed than 3.0 of 10:\n{said.stdout[-3000:]}{said.stderr}"
+            )
         self.passed(f"{what}: its unit", said.stdout.strip().splitlines()[-1].lstrip("→ "))
 
     def image(self) -> None:
@@ -151,7 +200,12 @@ class Tests:
         for part in parts["layers"]:
             with tarfile.open(blob(part["digest"])) as tar:
                 tar.extractall(root, filter="tar")
-        self.smoke_in(f"image, {sum(p['size'] for p in parts['layers']) / 1e6:.0f} MB", root, config["config"]["Entrypoint"][0], start)
+        self.smoke_in(
+            f"image, {sum(p['size'] for p in parts['layers']) / 1e6:.0f} MB",
+            root,
+            config["config"]["Entrypoint"][0],
+            start,
+        )
 
     def others(self) -> None:
         """Checksums, SBOMs, and the machine type of what is for the other architecture."""
@@ -161,7 +215,9 @@ class Tests:
                 raise Failed(f"{name}: another checksum than in SHA256SUMS")
         for sbom in self.made.glob("*.cdx.json"):
             content = json.loads(sbom.read_text())
-            if content["bomFormat"] != "CycloneDX" or not any("google.golang.org/grpc" in c["name"] for c in content["components"]):
+            if content["bomFormat"] != "CycloneDX" or not any(
+                "google.golang.org/grpc" in c["name"] for c in content["components"]
+            ):
                 raise Failed(f"{sbom}: not a list of the modules of kvspray")
         for arch in ARCHES:
             if arch.machine == platform.machine():
@@ -172,11 +228,15 @@ class Tests:
                 assert binary is not None
                 if int.from_bytes(binary.read(20)[18:], "little") != machine:
                     raise Failed(f"the binary for {arch.machine} is for another machine")
-            self.passed(f"{arch.machine}", "wheel, archive, deb, rpm: built; not run on this machine")
+            self.passed(
+                f"{arch.machine}", "wheel, archive, deb, rpm: built; not run on this machine"
+            )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--version", required=True)
     parser.add_argument("made", type=pathlib.Path)
     args = parser.parse_args()
@@ -192,8 +252,12 @@ def main() -> int:
         print(f"test_dist: {err}", file=sys.stderr)
         return 1
     finally:
-        if str(work) in pathlib.Path("/proc/self/mounts").read_text():  # never remove what is mounted there
-            raise SystemExit(f"test_dist: something is still mounted below {work}: umount it, and remove the directory")
+        # Never remove what is mounted there.
+        if str(work) in pathlib.Path("/proc/self/mounts").read_text():
+            raise SystemExit(
+                f"test_dist: something is still mounted below {work}: umount it, and remove the "
+                "directory"
+            )
         shutil.rmtree(work)
     print(f"{len(tests.report)} passed, 0 failed")
     return 0

@@ -1,4 +1,5 @@
-"""Headers of safetensors files that are wrong are refused by name, and pieces cover each byte of each tensor once."""
+"""Headers of safetensors files that are wrong are refused by name, and pieces cover each byte of
+each tensor once."""
 
 from __future__ import annotations
 
@@ -36,12 +37,18 @@ def good(rng: random.Random, tensors: int) -> tuple[Header, bytes]:
         n = DTYPES[dtype] // 8
         for d in shape:
             n *= d
-        header[f"t{i}"] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + n]}
+        header[f"t{i}"] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + n],
+        }
         data += rng.randbytes(n)
     return header, data
 
 
-def folder(dir: pathlib.Path, rng: random.Random, files: int = 2, tensors: int = 12) -> pathlib.Path:
+def folder(
+    dir: pathlib.Path, rng: random.Random, files: int = 2, tensors: int = 12
+) -> pathlib.Path:
     dir.mkdir()
     (dir / "config.json").write_text('{"hidden_size": 4}')
     for i in range(files):
@@ -52,7 +59,10 @@ def folder(dir: pathlib.Path, rng: random.Random, files: int = 2, tensors: int =
 
 
 def one(**over: Any) -> Header:
-    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **over}, "b": {"dtype": "U8", "shape": [3], "data_offsets": [8, 11]}}
+    return {
+        "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **over},
+        "b": {"dtype": "U8", "shape": [3], "data_offsets": [8, 11]},
+    }
 
 
 @pytest.mark.parametrize(
@@ -88,13 +98,20 @@ def test_wrong_headers(header: object, data: int, why: str) -> None:
 
 
 def test_headers_of_wrong_length() -> None:
-    for content in (b"", b"1234567", struct.pack("<Q", 1 << 63) + b"{}", struct.pack("<Q", 3) + b"{}", struct.pack("<Q", 0) + b"{}"):
+    for content in (
+        b"",
+        b"1234567",
+        struct.pack("<Q", 1 << 63) + b"{}",
+        struct.pack("<Q", 3) + b"{}",
+        struct.pack("<Q", 0) + b"{}",
+    ):
         with pytest.raises(CheckpointError, match="header of"):
             parsed(content)
 
 
 def test_random_damage_is_refused_or_harmless() -> None:
-    """Whatever is changed: a CheckpointError, or tensors that lie one after another within the file."""
+    """Whatever is changed: a CheckpointError, or tensors that lie one after another within the
+    file."""
     rng = random.Random(5)
     refused = 0
     for _ in range(3000):
@@ -126,7 +143,11 @@ def test_pieces_have_each_byte_once(tmp_path: pathlib.Path) -> None:
             assert 1 <= p.nbytes <= most and p.start + p.nbytes <= m.files[p.file].size
             for part in p.parts:
                 e = m.entries[part.entry]
-                assert e.file == p.file and e.start + part.offset == p.start + part.at and part.at + part.nbytes <= p.nbytes
+                assert (
+                    e.file == p.file
+                    and e.start + part.offset == p.start + part.at
+                    and part.at + part.nbytes <= p.nbytes
+                )
                 assert part.offset == seen[part.entry]
                 seen[part.entry] += part.nbytes
         assert {i: e.nbytes for i, e in enumerate(m.entries)} == seen
@@ -136,7 +157,9 @@ def test_what_was_read_has_the_digest_of_the_folder(tmp_path: pathlib.Path) -> N
     rng = random.Random(7)
     dir = folder(tmp_path / "m", rng)
     data = rng.randbytes(300_000)
-    (dir / "model-9.safetensors").write_bytes(raw({"big": {"dtype": "U8", "shape": [300_000], "data_offsets": [0, 300_000]}}, data))
+    (dir / "model-9.safetensors").write_bytes(
+        raw({"big": {"dtype": "U8", "shape": [300_000], "data_offsets": [0, 300_000]}}, data)
+    )
     for piece in (1000, 4096, 1 << 20):
         source = Files(str(dir), 9 * (piece + 4096))
         samples = Samples(source.manifest.entries)
@@ -144,7 +167,10 @@ def test_what_was_read_has_the_digest_of_the_folder(tmp_path: pathlib.Path) -> N
         content = {p.name: p.read_bytes() for p in dir.glob("*.safetensors")}
         for block in stream:
             p = block.piece
-            assert bytes(block.view) == content[source.manifest.files[p.file].name][p.start : p.start + p.nbytes]
+            assert (
+                bytes(block.view)
+                == content[source.manifest.files[p.file].name][p.start : p.start + p.nbytes]
+            )
             for part in p.parts:
                 samples.take(part.entry, part.offset, block.view[part.at : part.at + part.nbytes])
             block.give_back()
@@ -168,7 +194,15 @@ def test_manifests_travel(tmp_path: pathlib.Path) -> None:
             assert str(err).startswith("x: ")
             continue
         assert all(e.start + e.nbytes <= other.files[e.file].size for e in other.entries)
-    for bad in (None, 1, {}, {**sent, "files": 3}, {**sent, "configs": ["?"]}, {**sent, "digest": 1}, {**sent, "tensors": [[1]]}):
+    for bad in (
+        None,
+        1,
+        {},
+        {**sent, "files": 3},
+        {**sent, "configs": ["?"]},
+        {**sent, "digest": 1},
+        {**sent, "tensors": [[1]]},
+    ):
         with pytest.raises(CheckpointError, match="no manifest"):
             Manifest.from_json(bad, "x")
 
@@ -188,7 +222,9 @@ def test_an_index_that_differs_from_the_files(tmp_path: pathlib.Path) -> None:
 def test_names_that_occur_in_two_files(tmp_path: pathlib.Path) -> None:
     dir = folder(tmp_path / "m", random.Random(11))
     (dir / "model-1.safetensors").write_bytes((dir / "model-0.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match="'f0.t0' is in 'model-0.safetensors' and in 'model-1.safetensors'"):
+    with pytest.raises(
+        CheckpointError, match="'f0.t0' is in 'model-0.safetensors' and in 'model-1.safetensors'"
+    ):
         Folder(dir)
 
 
@@ -232,7 +268,10 @@ def test_the_arena_gives_what_is_free() -> None:
             n = rng.randrange(1, 200_000)
             at_ = arena.take(n)
             if at_ is not None:
-                assert all(at_ + n <= a or a + b <= at_ for a, b in taken.items()) and at_ + n <= arena.nbytes
+                assert (
+                    all(at_ + n <= a or a + b <= at_ for a, b in taken.items())
+                    and at_ + n <= arena.nbytes
+                )
                 taken[at_] = n
     for at, n in taken.items():
         arena.give(at, n)
@@ -277,10 +316,15 @@ def test_a_host_without_memory_fails_the_load(monkeypatch: pytest.MonkeyPatch) -
     arena.close()
 
 
-def test_the_first_piece_does_not_wait_for_memory_of_others(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_piece_does_not_wait_for_memory_of_others(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dir, most = tmp_path / "m", 4 << 20
     dir.mkdir()
-    header = {f"t{i}": {"dtype": "U8", "shape": [most], "data_offsets": [i * most, (i + 1) * most]} for i in range(12)}
+    header = {
+        f"t{i}": {"dtype": "U8", "shape": [most], "data_offsets": [i * most, (i + 1) * most]}
+        for i in range(12)
+    }
     (dir / "model.safetensors").write_bytes(raw(header, bytes(12 * most)))
     had: list[int] = []
     start = Files.start

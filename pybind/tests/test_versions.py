@@ -1,4 +1,5 @@
-"""The C client hears sidecars of an invented older and a newer version: the very bytes of the shared vectors.
+"""The C client hears sidecars of an invented older and a newer version: the very bytes of the
+shared vectors.
 
 What is missing has its default, what is new is passed over, and the session works.
 """
@@ -35,7 +36,13 @@ def test_older_welcome(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar(**replay("older", "WELCOME", "REGISTERED"))
     w = worker()
     st = w.status()
-    assert st.connected and st.version == (1, 0) and st.node == "" and st.endpoint == "" and not st.error
+    assert (
+        st.connected
+        and st.version == (1, 0)
+        and st.node == ""
+        and st.endpoint == ""
+        and not st.error
+    )
     assert (st.deadline_ms, st.match_timeout_ms, st.grace_ms) == (30000, 10000, 5000)
     leases = [w.intent(XFER, HASH, 40, [[1, 2, 3]]) for _ in range(20)]  # no limit was named
     assert all(leases)
@@ -47,7 +54,13 @@ def test_newer_welcome(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar(**replay("newer", "WELCOME", "REGISTERED"))
     w = worker()
     st = w.status()
-    assert st.connected and st.version == (1, 0) and st.node == "n" and st.endpoint == "h:1" and not st.error
+    assert (
+        st.connected
+        and st.version == (1, 0)
+        and st.node == "n"
+        and st.endpoint == "h:1"
+        and not st.error
+    )
     assert (st.deadline_ms, st.match_timeout_ms, st.grace_ms) == (1, 2, 3)
     leases = [w.intent(XFER, HASH, 40, [[1, 2, 3]], deadline_s=30) for _ in range(10)]
     assert all(leases[:9]) and not leases[9]  # limits.leases is 9
@@ -64,7 +77,10 @@ def test_registered(sidecar: Make, worker: Make, version: str) -> None:
     s.expect("record", name="INTENT")
 
 
-@pytest.mark.parametrize(("version", "reported"), [("older", "sidecar reports protocol: no"), ("newer", "sidecar reports from-the-future: ?")])
+@pytest.mark.parametrize(
+    ("version", "reported"),
+    [("older", "sidecar reports protocol: no"), ("newer", "sidecar reports from-the-future: ?")],
+)
 def test_error(sidecar: Make, worker: Make, version: str, reported: str) -> None:
     """Neither says that it is fatal: the session stays."""
     s: Sidecar = sidecar()
@@ -74,7 +90,11 @@ def test_error(sidecar: Make, worker: Make, version: str, reported: str) -> None
     assert w.status().error == reported
     s.tell("ping")
     s.expect("pong")
-    assert w.connected and w.status().counters["protocol_errors"] == 0 and w.intent(XFER, HASH, 40, [[1]])
+    assert (
+        w.connected
+        and w.status().counters["protocol_errors"] == 0
+        and w.intent(XFER, HASH, 40, [[1]])
+    )
 
 
 @pytest.mark.parametrize("version", ["older", "newer"])
@@ -94,7 +114,14 @@ def test_admitted(sidecar: Make, socket_path: pathlib.Path, version: str) -> Non
         assert c.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30)
         a = s.expect("await")
         s.tell("replay", name="ADMITTED", id=a["id"], hex=VECTORS[f"admitted-{version}"])
-        got = until(lambda: (x := c.admission(XFER, HASH)) is not None and x.state != AdmissionState.PENDING and x, "an answer")
+        got = until(
+            lambda: (
+                (x := c.admission(XFER, HASH)) is not None
+                and x.state != AdmissionState.PENDING
+                and x
+            ),
+            "an answer",
+        )
         assert (got.state, got.tokens, got.message) == (AdmissionState.GONE, 0, "")
         assert c.connected and c.status().counters["protocol_errors"] == 0
 
@@ -112,7 +139,11 @@ def test_completions(sidecar: Make, worker: Make, name: str, want: dict[str, Any
     s: Sidecar = sidecar()
     w = worker()
     received = name.startswith("received")
-    lease = w.expect(XFER, HASH, "127.0.0.1:7001", 40, 16, [[4, 5, 6]]) if received else w.intent(XFER, HASH, 40, [[1, 2, 3]])
+    lease = (
+        w.expect(XFER, HASH, "127.0.0.1:7001", 40, 16, [[4, 5, 6]])
+        if received
+        else w.intent(XFER, HASH, 40, [[1, 2, 3]])
+    )
     s.expect("record", lease=lease)
     s.tell("complete", lease=lease, name=name.split("-")[0].upper(), status=3, hex=VECTORS[name])
     assert w.wait(TIMEOUT_S)

@@ -21,8 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "rig"))
 
-import cluster as rig  # noqa: E402
-import pytest  # noqa: E402
+import cluster as rig
+import pytest
 
 MUST = "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
 if not MUST and importlib.util.find_spec("sglang") is None:
@@ -223,9 +223,7 @@ def ended(sides: list[Side], room: int) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("make", [windows, recurrent, kimi, sparse])
-def test_equal_ranks(
-    sidecars: tuple[rig.Sidecar, rig.Sidecar], make: Any, tp: int
-) -> None:
+def test_equal_ranks(sidecars: tuple[rig.Sidecar, rig.Sidecar], make: Any, tp: int) -> None:
     pools = [[make(tp) for _ in range(tp)] for _ in range(2)]
     p, d = engines(sidecars, *pools)
     try:

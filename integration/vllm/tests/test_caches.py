@@ -242,7 +242,9 @@ def described(
     kernel: int | None = None,
 ) -> list[dict[str, Any]]:
     """The groups of layers that share one block table, in memory as vLLM's own code divides it."""
-    groups = planning._get_kv_cache_groups_uniform_type(UniformTypeKVCacheSpecs.from_specs(dict(specs)))
+    groups = planning._get_kv_cache_groups_uniform_type(
+        UniformTypeKVCacheSpecs.from_specs(dict(specs))
+    )
     tensors, offset = {}, 0
     memory = torch.zeros(sum(s.page_size_bytes for s in specs.values()) * BLOCKS, dtype=torch.int8)
     for name, spec in specs.items():
@@ -286,7 +288,8 @@ def test_kernel_pages() -> None:
     )  # with tokens outside, pieces in a row are one block
     with pytest.raises(
         Unsupported,
-        match="layer a: a block of vllm_cpu_attn holds 2 kernel blocks; set block_size to the kernel's, 64",
+        match="layer a: a block of vllm_cpu_attn holds 2 kernel blocks; set block_size to the "
+        "kernel's, 64",
     ):
         caches.place_params(
             "a", caches.place_of("a", torch.zeros(12, 2, 64, 64), 6), Kind("vllm_cpu_attn", {}), 128

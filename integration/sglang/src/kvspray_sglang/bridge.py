@@ -481,8 +481,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--prefill-bootstrap", type=_address,
                    help="host:port of SGLang's bootstrap server")  # fmt: skip
     p.add_argument("--ranks-port", type=_port, default=0,
-                   help="port for SGLang's ranks. SGLang's decode keeps it: with any other one it "
-                   "would not find a bridge that has restarted, for minutes. Default: a free one")  # fmt: skip
+        help="port for SGLang's ranks. SGLang's decode keeps it: with any other one it "
+        "would not find a bridge that has restarted, for minutes. Default: a free one")  # fmt: skip
     p.add_argument("--model", default="", help="vLLM's name for the model; default: its first")
     decode = p.add_mutually_exclusive_group(required=True)
     decode.add_argument("--decode-vllm", type=_url)

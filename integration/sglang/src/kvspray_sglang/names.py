@@ -187,7 +187,9 @@ def portable_identity(
     same = ("auto", dtype, f"torch.{dtype}")
     load, impl, parser = (
         str(getattr(x, "value", x))
-        for x in (getattr(args, n, "auto") for n in ("load_format", "model_impl", "model_config_parser"))
+        for x in (
+            getattr(args, n, "auto") for n in ("load_format", "model_impl", "model_config_parser")
+        )
     )
     settings = {
         # The second one: of the checkpoint, or of what a platform does on its own.

@@ -24,8 +24,8 @@ have ended, whatever prefill reports.
 
 Threads: the scheduler's; one that takes messages; one that takes the ends of leases; at prefill one
 that reports chunks. ``_lock`` guards ``_rooms``; it is held for a few assignments, and for calls to
-the session, which do not wait. ``_status_lock`` makes changes of a status atomic, as several threads
-make them. It is taken after ``_lock``, never before.
+the session, which do not wait. ``_status_lock`` makes changes of a status atomic, as several
+threads make them. It is taken after ``_lock``, never before.
 """
 
 from __future__ import annotations
@@ -526,9 +526,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 self._chunk(chunk)
             except Exception as err:
                 _log.exception("kvspray: room %s", chunk.room)
-                self.conclude_failure(
-                    bootstrap_room=chunk.room, failure_reason=f"kvspray: {err}"
-                )
+                self.conclude_failure(bootstrap_room=chunk.room, failure_reason=f"kvspray: {err}")
 
     def _chunk(self, chunk: _Chunk) -> None:
         problem = self._stale()  # new weights may have computed the chunk
@@ -548,9 +546,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 return
             problem = problem or self._report_blocks(s, blocks, chunk.last)
         if problem:
-            self.conclude_failure(
-                bootstrap_room=chunk.room, failure_reason=f"kvspray: {problem}"
-            )
+            self.conclude_failure(bootstrap_room=chunk.room, failure_reason=f"kvspray: {problem}")
             self.close_source(chunk.room, None, problem)
         elif rows is not None:
             for to in s.targets:
@@ -573,7 +569,10 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             if own and not o.ended:
                 done = min(len(o.table) * o.part.block_tokens, o.tokens)
                 if not o.part.session.progress(o.lease, done, o.table):
-                    return f"the sidecar does not accept the prompt's pages: {self._no_sidecar(o.part)}"
+                    return (
+                        "the sidecar does not accept the prompt's pages: "
+                        f"{self._no_sidecar(o.part)}"
+                    )
         return ""
 
     def _state_blocks(self, lists: Sequence[Any]) -> dict[str, list[int]]:
@@ -793,9 +792,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 return
             problem = self._prompt(a).problem
             if not problem:
-                a.rows, problem = pd_prompt.rows(
-                    self.kv_args, a.buffers, a.room, m.token, m.cached
-                )
+                a.rows, problem = pd_prompt.rows(self.kv_args, a.buffers, a.room, m.token, m.cached)
         if problem:
             self._fail(a, problem)
         else:
@@ -917,9 +914,7 @@ class KVSpraySender(CommonKVSender):  # type: ignore[misc]
         reason = "kvspray: prefill has given the request up"
         if not sent:  # SGLang's own part does not tell decode
             self.kv_mgr.record_failure(self.bootstrap_room, reason)
-            self.kv_mgr.conclude_failure(
-                bootstrap_room=self.bootstrap_room, failure_reason=reason
-            )
+            self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=reason)
         # SGLang does not clear each sender that it aborts.
         self.clear()
         self.kv_mgr.failure_records.pop(self.bootstrap_room, None)

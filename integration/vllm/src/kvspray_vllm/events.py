@@ -1,10 +1,12 @@
 """KV events about the node's store: what this engine has put into it, and what it found gone.
 
-vLLM's publisher sends them along with its own (`--kv-events-config`), so that an index of prefixes, such as llm-d's or
-Dynamo's, has one stream for each engine. A page is announced in the form of vLLM's own BlockStored, with medium CPU and
-ownership kvspray, once every rank has put it or loaded it: the node's store has it then. The store gives pages up without
-telling its engines: that a page is gone is reported when a later prompt asks for it. Such a hint costs a miss, and never a
-wrong page. Each page that was announced is taken back once, at the latest when MAX_ANNOUNCED later ones are.
+vLLM's publisher sends them along with its own (`--kv-events-config`), so that an index of prefixes,
+such as llm-d's or Dynamo's, has one stream for each engine. A page is announced in the form of
+vLLM's own BlockStored, with medium CPU and ownership kvspray, once every rank has put it or loaded
+it: the node's store has it then. The store gives pages up without telling its engines: that a page
+is gone is reported when a later prompt asks for it. Such a hint costs a miss, and never a wrong
+page. Each page that was announced is taken back once, at the latest when MAX_ANNOUNCED later ones
+are.
 """
 
 from __future__ import annotations
@@ -47,15 +49,18 @@ class StoreEvents:
         self._announced: OrderedDict[bytes, None] = OrderedDict()
 
     def describe(self, request: Request, first: int, end: int, size: int) -> KVCacheEvent | None:
-        """Blocks first to end of a request, each of size tokens, as an event to be passed to `stored`.
+        """Blocks first to end of a request, each of size tokens, as an event to be passed to
+        `stored`.
 
-        None: the blocks are those of a salt, an image or an adapter, and this vLLM's events cannot tell: a listener would take
-        them for the blocks of any request with these tokens.
+        None: the blocks are those of a salt, an image or an adapter, and this vLLM's events cannot
+        tell: a listener would take them for the blocks of any request with these tokens.
         """
         told = "extra_keys" in kv_events.BlockStored.__struct_fields__
         convert, keys, at = kv_cache_utils.maybe_convert_block_hash, [], 0
         for i in range(first if told else 0, end):
-            key, at = kv_cache_utils.generate_block_hash_extra_keys(request, i * size, (i + 1) * size, at)
+            key, at = kv_cache_utils.generate_block_hash_extra_keys(
+                request, i * size, (i + 1) * size, at
+            )
             keys.append(key)
         if not told and any(keys):
             return None
@@ -90,7 +95,8 @@ class StoreEvents:
             self.gone(list(itertools.islice(self._announced, more)))
 
     def gone(self, hashes: Iterable[bytes]) -> None:
-        """The store does not have these pages. Of those only that were announced the index has to be told."""
+        """The store does not have these pages. Of those only that were announced the index has to
+        be told."""
         known = [h for h in hashes if h in self._announced]
         if not known:
             return

@@ -31,7 +31,8 @@ def newer_than_known(version: str | None = None) -> str:
 
 
 def cache_hit_source(*names: str) -> Any:
-    """How vLLM's statistics name where tokens come from: the first of the names that they have; None: they have no such names."""
+    """How vLLM's statistics name where tokens come from: the first of the names that they have;
+    None: they have no such names."""
     try:
         sources = importlib.import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource
     except (ImportError, AttributeError):
