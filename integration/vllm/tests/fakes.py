@@ -20,6 +20,14 @@ LOG = logging.getLogger("test")
 BLOCK = 16
 
 
+class Request(SimpleNamespace):
+    """What vLLM's requests have besides what a test is about."""
+
+    lora_request = cache_salt = trace_headers = session_id = None
+    abort_immediately = resumable = skip_reading_prefix_cache = False
+    mm_features = ()
+
+
 @dataclass
 class FakeWorker:
     calls: list[tuple[Any, ...]] = field(default_factory=list)
@@ -148,9 +156,9 @@ class Engine:
 
     def add(self, req: str, n: int, kv: dict[str, Any] | None) -> Any:
         tokens = list(range(n))
-        r = SimpleNamespace(
+        r = Request(
             request_id=req, prompt_token_ids=tokens, num_prompt_tokens=n, num_computed_tokens=0,
-            kv_transfer_params=kv, lora_request=None, cache_salt=None, mm_features=[],
+            kv_transfer_params=kv,
             status=SimpleNamespace(name="RUNNING"), num_output_tokens=0,
         )  # fmt: skip
         self.requests[req] = r

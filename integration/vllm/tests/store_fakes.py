@@ -9,7 +9,7 @@ from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
 
-from fakes import LOG, FakeScheduler, FakeWorker, fake_hash
+from fakes import LOG, FakeScheduler, FakeWorker, Request, fake_hash
 
 from kvspray_vllm import shim
 from kvspray_vllm.meta import Landed
@@ -266,12 +266,11 @@ class Vllm:
 
     def add(self, name: str, tokens: list[int], answer: int = 3, **more: Any) -> Any:
         every = list(tokens)
-        r = SimpleNamespace(
+        r = Request(
             request_id=name, prompt_token_ids=tokens, all_tokens=every, all_token_ids=every,
             num_prompt_tokens=len(tokens), num_computed_tokens=0, num_tokens=len(tokens),
-            block_hashes=[], kv_transfer_params=None, lora_request=None, cache_salt=None,
-            mm_features=[], status=SimpleNamespace(name="WAITING"), table=[], answer=answer,
-            in_flight=0, samples=0, stale=0, **more,
+            block_hashes=[], kv_transfer_params=None, status=SimpleNamespace(name="WAITING"),
+            table=[], answer=answer, in_flight=0, samples=0, stale=0, **more,
         )  # fmt: skip
         self.hash(r)
         self.requests[name] = r

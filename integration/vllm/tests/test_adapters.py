@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DECODE, Engine, e, fake_hash, prefill_first
+from fakes import DECODE, Engine, Request, e, fake_hash, prefill_first
 from safetensors.torch import save_file
 
 from kvspray.weights import CheckpointError, digest
@@ -121,9 +121,9 @@ def add(e: Engine, req: str, n: int, kv: dict[str, Any], adapter: Any) -> Any:
         hashed.append(lora),
         fake_hash(tokens, lora, salt, items),
     )[1]
-    r = SimpleNamespace(
+    r = Request(
         request_id=req, prompt_token_ids=list(range(n)), num_prompt_tokens=n, num_computed_tokens=0,
-        kv_transfer_params=kv, lora_request=adapter, cache_salt=None, mm_features=[],
+        kv_transfer_params=kv, lora_request=adapter,
         status=SimpleNamespace(name="RUNNING"),
     )  # fmt: skip
     if adapter is not None:  # as an earlier request that named it would have it read
@@ -141,10 +141,10 @@ def new(e: Engine, r: Any) -> None:
 
 
 def request(kv: dict[str, Any], adapter: Any, req: str = "r") -> Any:
-    return SimpleNamespace(
+    return Request(
         request_id=req, prompt_token_ids=list(range(40)), num_prompt_tokens=40,
-        num_computed_tokens=0, kv_transfer_params=kv, lora_request=adapter, cache_salt=None,
-        mm_features=[], status=SimpleNamespace(name="RUNNING"),
+        num_computed_tokens=0, kv_transfer_params=kv, lora_request=adapter,
+        status=SimpleNamespace(name="RUNNING"),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import BLOCK, LOG, XFER, Engine, concurrent, e, fake_hash, prefill_first
+from fakes import BLOCK, LOG, XFER, Engine, Request, concurrent, e, fake_hash, prefill_first
 
 from kvspray_vllm import shim
 from kvspray_vllm.scheduler import EVERY_PROMPT, SchedulerSide
@@ -92,9 +92,9 @@ def test_a_request_that_the_front_end_refused(e: Engine) -> None:
             ({"do_remote_prefill": True}, 0),
         )
     ):
-        r = SimpleNamespace(
+        r = Request(
             request_id=f"r{i}", prompt_token_ids=[0], num_prompt_tokens=1, kv_transfer_params=kv,
-            abort_immediately=True, lora_request=None, cache_salt=None, mm_features=[],
+            abort_immediately=True,
             status=SimpleNamespace(name="FINISHED_ABORTED"),
         )  # fmt: skip
         e.scheduler_shim.declined.clear()

@@ -17,6 +17,7 @@ from fakes import (
     Engine,
     FakeScheduler,
     FakeWorker,
+    Request,
     concurrent,
     e,
     fake_hash,
@@ -55,10 +56,10 @@ def test_prefill_first_loads_what_is_missing(e: Engine) -> None:
 
 
 def test_nothing_is_asked_for_a_request_that_was_refused_before_the_engine(e: Engine) -> None:
-    r = SimpleNamespace(
+    r = Request(
         request_id="r", prompt_token_ids=[0], num_prompt_tokens=1, num_computed_tokens=0,
-        kv_transfer_params=concurrent(), abort_immediately=True, lora_request=None,
-        cache_salt=None, mm_features=[], status=SimpleNamespace(name="FINISHED_ABORTED"),
+        kv_transfer_params=concurrent(), abort_immediately=True,
+        status=SimpleNamespace(name="FINISHED_ABORTED"),
     )  # fmt: skip
     # A model whose last token moves, too: the one token that vLLM puts there would be a prompt.
     e.scheduler._backoff = 0
@@ -96,9 +97,9 @@ def test_a_prompt_that_cannot_be_hashed_is_prefilled_locally(
 ) -> None:
     e = Engine()
     monkeypatch.setattr(e.scheduler, "_hash", shim.prefix_hash)
-    r = SimpleNamespace(
+    r = Request(
         request_id="r", prompt_token_ids=[-1, 2], num_prompt_tokens=2, num_computed_tokens=0,
-        kv_transfer_params=kv, lora_request=None, cache_salt=None, mm_features=[],
+        kv_transfer_params=kv,
         status=SimpleNamespace(name="RUNNING"),
     )  # fmt: skip
     e.scheduler.on_new_request(r)  # type: ignore[arg-type]

@@ -52,10 +52,12 @@ def of(model: str, groups: list[KVCacheGroupSpec] | None = None, **more: Any) ->
         "pp": 1,
     }
     values |= {"own": {}, "load": "auto", **more}
+    own = dict.fromkeys(("quantization_config", "hf_config_path"))
+    own |= {"config_format": "auto", "model_impl": "auto", **values["own"]}
     config = SimpleNamespace(
         model_config=SimpleNamespace(model=model, revision=None, dtype=torch.float32,
         quantization=values["quantization"], hf_overrides=values["hf_overrides"], use_mla=False,
-        get_head_size=lambda: 32, **values["own"]), cache_config=SimpleNamespace(
+        get_head_size=lambda: 32, **own), cache_config=SimpleNamespace(
         cache_dtype=values["cache_dtype"], block_size=32), parallel_config=SimpleNamespace(
         pipeline_parallel_size=values["pp"]), load_config=SimpleNamespace(download_dir=None,
         load_format=values["load"]), speculative_config=values["spec"], lora_config=values["lora"],

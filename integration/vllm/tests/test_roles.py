@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import BLOCK, DECODE, FakeScheduler, concurrent, fake_hash, prefill_first
+from fakes import BLOCK, DECODE, FakeScheduler, Request, concurrent, fake_hash, prefill_first
 
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings
@@ -26,10 +26,10 @@ def asked(role: str, kv: dict[str, Any]) -> tuple[bool, FakeScheduler, Scheduler
     s = SchedulerSide(
         Settings(), client, [BLOCK], "engine", fake_hash, logging.getLogger("test"), role=role
     )
-    r = SimpleNamespace(
+    r = Request(
         request_id="r", prompt_token_ids=list(range(40)), num_prompt_tokens=40,
-        num_computed_tokens=0, kv_transfer_params=dict(kv), lora_request=None, cache_salt=None,
-        mm_features=[], status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+        num_computed_tokens=0, kv_transfer_params=dict(kv),
+        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
     )  # fmt: skip
     s.on_new_request(r)  # type: ignore[arg-type]
     external, later = s.matched(r, 0)  # type: ignore[arg-type]

@@ -170,31 +170,6 @@ def test_other_weights_and_another_sidecar_take_all_back(index: Index) -> None:
     assert not index.read().pages
 
 
-def test_pages_of_a_salt_are_left_out_if_events_cannot_tell(
-    index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    salted = False
-    monkeypatch.setattr(
-        events.kv_cache_utils,
-        "generate_block_hash_extra_keys",
-        lambda r, a, b, at: (("salt",) if salted and a == 0 else None, at),
-    )
-    v = Vllm(blocks=60, events=index.source)
-    request = v.add("a", PROMPT)
-    fields = tuple(f for f in BlockStored.__struct_fields__ if f != "extra_keys")
-    older = SimpleNamespace(__struct_fields__=fields)
-    salted = True
-    assert index.source.describe(request, 2, 4, PAGE) is not None, "its events tell"
-    with monkeypatch.context() as m:
-        m.setattr(events.kv_events, "BlockStored", older)
-        assert index.source.describe(request, 2, 4, PAGE) is None, (
-            "the salt is that of the first page"
-        )
-        m.setattr(events, "_make", lambda kind, **all: all)
-        salted = False
-        assert index.source.describe(request, 2, 4, PAGE) is not None
-
-
 def test_events_that_nobody_takes_are_bounded() -> None:
     source = StoreEvents()
     for i in range(MAX_EVENTS + 5):
@@ -205,7 +180,6 @@ def test_events_that_nobody_takes_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("config", "want"),
     [
-        (SimpleNamespace(), False),
         (SimpleNamespace(kv_events_config=None), False),
         (SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=False)), False),
         (SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True)), True),

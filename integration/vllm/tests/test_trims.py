@@ -12,7 +12,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-from fakes import BLOCK, FakeScheduler, FakeWorker, fake_hash, prefill_first
+from fakes import BLOCK, FakeScheduler, FakeWorker, Request, fake_hash, prefill_first
 
 from kvspray_vllm import shim
 from kvspray_vllm.scheduler import SchedulerSide
@@ -79,10 +79,10 @@ def one(seed: int) -> str:
     worker_shim = Landing()
     scheduler = SchedulerSide(Settings(), FakeScheduler(), [BLOCK], "engine", fake_hash, LOG)
     worker = WorkerSide(worker_shim, LOG, resume_block=BLOCK, load_wait_s=0)
-    request = SimpleNamespace(
+    request = Request(
         request_id="d", prompt_token_ids=list(range(prompt)), num_prompt_tokens=prompt,
-        num_computed_tokens=0, kv_transfer_params=prefill_first(), lora_request=None,
-        cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
+        num_computed_tokens=0, kv_transfer_params=prefill_first(),
+        status=SimpleNamespace(name="RUNNING"),
     )  # fmt: skip
     scheduler.on_new_request(request)  # type: ignore[arg-type]
     # vLLM asks again after it found no room, and may have had another prefix then.
@@ -148,9 +148,9 @@ def test_what_the_engine_believes_loaded_was_loaded() -> None:
 
 def test_a_trim_that_leaves_the_end_without_a_block_is_named() -> None:
     s = SchedulerSide(Settings(), FakeScheduler(), [BLOCK], "engine", fake_hash, LOG)
-    request = SimpleNamespace(
+    request = Request(
         request_id="d", prompt_token_ids=list(range(100)), num_prompt_tokens=100,
-        kv_transfer_params=prefill_first(), lora_request=None, cache_salt=None, mm_features=[],
+        kv_transfer_params=prefill_first(),
     )  # fmt: skip
     s.on_new_request(request)  # type: ignore[arg-type]
     assert s.matched(request, 0) == (100, True)  # type: ignore[arg-type]

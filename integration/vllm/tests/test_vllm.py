@@ -161,11 +161,16 @@ def config(**over: object) -> SimpleNamespace:
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
         decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
         enable_dbo=False,
+        ubatch_size=0,
+        use_ubatching=False,
     )
     out = SimpleNamespace(
         parallel_config=parallel, speculative_config=None, device_config=SimpleNamespace(
-        device_type="cpu"), model_config=SimpleNamespace(is_encoder_decoder=False),
+        device_type="cpu"), model_config=SimpleNamespace(
+        is_encoder_decoder=False, enable_sleep_mode=False),
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=False),
     )  # fmt: skip
     for path, value in over.items():
         target, _, name = path.rpartition("__")
@@ -182,7 +187,6 @@ def test_a_plain_cpu_engine_is_accepted() -> None:
     [
         ("parallel_config__prefill_context_parallel_size", 2),
         ("parallel_config__decode_context_parallel_size", 2),
-        ("parallel_config__enable_dbo", True),
         ("parallel_config__use_ubatching", True),
         ("device_config__device_type", "xpu"),
         ("model_config__is_encoder_decoder", True),

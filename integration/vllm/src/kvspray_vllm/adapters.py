@@ -188,7 +188,7 @@ class Adapters:
         # In between its files may change, which does not change what the engine computes with.
         known = self._loaded.get(lora.lora_int_id)
         if known is not None and known != now:
-            if not getattr(lora, "load_inplace", False):
+            if not lora.load_inplace:
                 raise ParamsError(
                     "lora_changed",
                     f"the files of adapter {lora.lora_name!r} at {lora.lora_path!r} are not those "
@@ -217,9 +217,9 @@ class LoadWatch:
         """Wraps the method of vLLM's worker that reads adapters, if this engine has one."""
         module = sys.modules.get("vllm.lora.worker_manager")
         cls = getattr(module, "WorkerLoRAManager", None)
-        inner = getattr(cls, "_load_adapter", None)
-        if cls is None or inner is None:
+        if cls is None:
             return
+        inner = cls._load_adapter
 
         @functools.wraps(inner)
         def load(manager: Any, request: LoRARequest) -> Any:

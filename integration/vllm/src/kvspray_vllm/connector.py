@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvspray")
 
-UNSPECIFIED = "EXTERNAL_UNSPECIFIED"
-
 
 class _SharedZeros(TorchFunctionMode):
     """Replaces the torch.zeros call that allocates vLLM's KV cache by memory that the sidecar can
@@ -107,7 +105,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._generation: Generation | None = None  # a worker's, once its memory is registered
         self._adapters: LoadWatch | None = None
         self._layout: dict[str, Any] = {}
-        self._clears_blocks = getattr(kv_cache_config, "needs_kv_cache_zeroing", True)
+        self._clears_blocks = kv_cache_config.needs_kv_cache_zeroing
         layout.check_clearing(vllm_config, kv_cache_config)
         windows = layout.windows_of(kv_cache_config)
         # Where an engine may go on behind the last block of a load that came; elsewhere what came
@@ -147,9 +145,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 parallel.tensor_parallel_size,
                 windows,
                 role=str(self._kv_transfer_config.kv_role),
-                store_lag=max(1, int(getattr(vllm_config, "max_concurrent_batches", 2)))
-                if self._settings.store
-                else 0,
+                store_lag=vllm_config.max_concurrent_batches if self._settings.store else 0,
                 events=self._events,
                 fails=self._kv_transfer_config.kv_load_failure_policy == "fail",
             )
@@ -168,7 +164,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if resumes else 0
             # vLLM's second model runner keeps on the device how far a request is computed, and does
             # not take that back.
-            rewinds = not getattr(vllm_config, "use_v2_model_runner", True)
+            rewinds = not vllm_config.use_v2_model_runner
             self._worker = WorkerSide(
                 self._worker_client, logger, LOAD_WAIT_S if alone else 0, block, rewinds
             )
@@ -449,7 +445,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         if self._scheduler.from_store(request.request_id):
             # The tier is known once it is loaded.
-            return {versions.cache_hit_source(UNSPECIFIED): num_external_tokens}
+            return {versions.CAPABILITIES.store_source: num_external_tokens}
         return super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -539,10 +535,10 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 def register(name: str, module: str) -> None:
     """Makes a class known by its name, too. vLLM's MultiConnector rebuilds the statistics of each
     connector by the name of its class alone, and ends the server where no class has that name."""
-    if name not in getattr(KVConnectorFactory, "_registry", {}):
+    if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, module, name)
 
 
 register("KVSprayConnector", "kvspray_vllm")
-if (source := versions.cache_hit_source("P2P", UNSPECIFIED)) is not None:
-    KVSprayConnector._cache_hit_source = source
+if versions.CAPABILITIES.peer_source is not None:
+    KVSprayConnector._cache_hit_source = versions.CAPABILITIES.peer_source

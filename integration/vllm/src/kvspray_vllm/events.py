@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed import kv_events
 from vllm.v1.core import kv_cache_utils
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
 
-MEDIUM = getattr(kv_events, "MEDIUM_CPU", "CPU")
 OWNERSHIP = "kvspray"
 MAX_EVENTS = 4096  # that wait for vLLM to take them; the oldest go first
 MAX_ANNOUNCED = 1 << 17  # pages
@@ -32,13 +31,8 @@ MAX_ANNOUNCED = 1 << 17  # pages
 
 def wanted(config: VllmConfig) -> bool:
     """Whether this engine publishes KV events."""
-    events = getattr(config, "kv_events_config", None)
+    events = config.kv_events_config
     return events is not None and events.enable_kv_cache_events
-
-
-def _make(kind: type[KVCacheEvent], **fields: Any) -> KVCacheEvent:
-    """An event with those of the fields that this vLLM's has."""
-    return kind(**{k: v for k, v in fields.items() if k in kind.__struct_fields__})
 
 
 class StoreEvents:
@@ -48,37 +42,28 @@ class StoreEvents:
         self._events: deque[KVCacheEvent] = deque(maxlen=MAX_EVENTS)
         self._announced: OrderedDict[bytes, None] = OrderedDict()
 
-    def describe(self, request: Request, first: int, end: int, size: int) -> KVCacheEvent | None:
+    def describe(self, request: Request, first: int, end: int, size: int) -> KVCacheEvent:
         """Blocks first to end of a request, each of size tokens, as an event to be passed to
-        `stored`.
-
-        None: the blocks are those of a salt, an image or an adapter, and this vLLM's events cannot
-        tell: a listener would take them for the blocks of any request with these tokens.
-        """
-        told = "extra_keys" in kv_events.BlockStored.__struct_fields__
+        `stored`."""
         convert, keys, at = kv_cache_utils.maybe_convert_block_hash, [], 0
-        for i in range(first if told else 0, end):
+        for i in range(first, end):
             key, at = kv_cache_utils.generate_block_hash_extra_keys(
                 request, i * size, (i + 1) * size, at
             )
             keys.append(key)
-        if not told and any(keys):
-            return None
-        untag = getattr(kv_cache_utils, "to_event_extra_keys", list)
-        return _make(
-            kv_events.BlockStored,
+        return kv_events.BlockStored(
             block_hashes=[convert(h) for h in request.block_hashes[first:end]],
             parent_block_hash=convert(request.block_hashes[first - 1]) if first else None,
             token_ids=list(request.all_token_ids[first * size : end * size]),
             block_size=size,
             lora_id=None,
             lora_name=None,
-            medium=MEDIUM,
-            extra_keys=untag(keys),
+            medium=kv_events.MEDIUM_CPU,
+            extra_keys=kv_cache_utils.to_event_extra_keys(keys),
             group_idx=0,
             locality="LOCAL",
             ownership=OWNERSHIP,
-            session_id=getattr(request, "session_id", None),
+            session_id=request.session_id,
         )
 
     def stored(self, hashes: Sequence[bytes], event: KVCacheEvent) -> None:
@@ -104,10 +89,9 @@ class StoreEvents:
             del self._announced[h]
         convert = kv_cache_utils.maybe_convert_block_hash
         self._events.append(
-            _make(
-                kv_events.BlockRemoved,
+            kv_events.BlockRemoved(
                 block_hashes=[convert(kv_cache_utils.BlockHash(h)) for h in known],
-                medium=MEDIUM,
+                medium=kv_events.MEDIUM_CPU,
                 group_idx=0,
                 locality="LOCAL",
                 ownership=OWNERSHIP,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ def check_config(config: VllmConfig) -> None:
     """Refuses at start what would fail in a request."""
     p = config.parallel_config
     for name, value in (
-        ("decode_context_parallel_size", getattr(p, "decode_context_parallel_size", 1)),
-        ("prefill_context_parallel_size", getattr(p, "prefill_context_parallel_size", 1)),
+        ("decode_context_parallel_size", p.decode_context_parallel_size),
+        ("prefill_context_parallel_size", p.prefill_context_parallel_size),
     ):
         if value != 1:
             raise Unsupported(
@@ -37,10 +36,10 @@ def check_config(config: VllmConfig) -> None:
             )
     # Two micro-batches take turns in the layers, and a layer's flag would come with only half of
     # the step computed. ubatch_size turns them on, too, and vLLM's own property has both.
-    if getattr(p, "use_ubatching", getattr(p, "enable_dbo", False)):
+    if p.use_ubatching:
         raise Unsupported(
-            f"kvspray: use_ubatching is on (enable_dbo {getattr(p, 'enable_dbo', False)}, "
-            f"ubatch_size {getattr(p, 'ubatch_size', 0)}); a layer's flag would cover half a step, "
+            f"kvspray: use_ubatching is on (enable_dbo {p.enable_dbo}, "
+            f"ubatch_size {p.ubatch_size}); a layer's flag would cover half a step, "
             "turn dual batch overlap and microbatches off"
         )
     if config.speculative_config is not None:
@@ -49,13 +48,13 @@ def check_config(config: VllmConfig) -> None:
     if device not in ("cpu", "cuda"):
         raise Unsupported(f"kvspray: device is {device}; engines on cpu and cuda are served")
     # After a sleep the addresses map other pages, while the sidecar still holds the first ones.
-    if device == "cuda" and getattr(config.model_config, "enable_sleep_mode", False):
+    if device == "cuda" and config.model_config.enable_sleep_mode:
         raise Unsupported(
             "kvspray: enable_sleep_mode is on, and a KV cache that sleeps cannot be followed; "
             "start without --enable-sleep-mode"
         )
     # vLLM 0.33 then drops nearly all tokens that a connector offers, and reports nothing.
-    if getattr(getattr(config, "aux_output_config", None), "enable_return_routed_experts", False):
+    if config.aux_output_config.enable_return_routed_experts:
         raise Unsupported(
             "kvspray: enable_return_routed_experts is on, and vLLM loads nothing for which it has "
             "no routed experts; start without --enable-return-routed-experts, or without this "
@@ -69,11 +68,8 @@ def check_clearing(config: VllmConfig, kv: KVCacheConfig) -> None:
     """The second model runner clears a step's new blocks before it calls its connector, so before
     the source epoch moves: blocks that are being sent could be sent as zeros. The first one calls
     the connector before it clears."""
-    clears, second = (
-        getattr(kv, "needs_kv_cache_zeroing", False),
-        getattr(config, "use_v2_model_runner", False),
-    )
-    if clears and second and config.kv_transfer_config.is_kv_producer:
+    clears = kv.needs_kv_cache_zeroing and config.use_v2_model_runner
+    if clears and config.kv_transfer_config.is_kv_producer:
         raise Unsupported(
             f"kvspray: kv_role is {config.kv_transfer_config.kv_role}, and this cache is cleared "
             "by the second model runner before a connector is called; set "
@@ -144,30 +140,14 @@ def cpu_packing(config: VllmConfig) -> str:
     """The CPU backend packs pages for the vector units of its host: another packing cannot read its
     pages. MLA's are not packed, and those of other devices are not for their hosts. Derived from
     the model, because a pipeline stage may lack the layers that show it."""
-    import torch
 
     m, cache = config.model_config, config.cache_config
     if config.device_config.device_type != "cpu" or m.use_mla:
         return ""
-    try:
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        isa = str(
-            _get_attn_isa(m.dtype, cache.block_size, m.get_head_size(), str(cache.cache_dtype))
-        )
-        return TRANSPOSED if isa in ("vec", "vec16") else isa
-    except (ImportError, TypeError):
-        # Another vLLM: what the host can do stands for what the backend chose.
-        probes = (
-            "_is_amx_tile_supported",
-            "_is_avx512_bf16_supported",
-            "_is_avx512_supported",
-            "_is_avx2_supported",
-        )
-        return (
-            "+".join(name.strip("_") for name in probes if getattr(torch.cpu, name, bool)())
-            or platform.machine()
-        )
+    isa = str(_get_attn_isa(m.dtype, cache.block_size, m.get_head_size(), str(cache.cache_dtype)))
+    return TRANSPOSED if isa in ("vec", "vec16") else isa
 
 
 def _short(text: str) -> str:
@@ -234,13 +214,13 @@ def portable_identity(config: VllmConfig, kv: KVCacheConfig, weights: str) -> di
     load = config.load_config.load_format
     settings = {
         "quantization": m.quantization,
-        "quantization_config": getattr(m, "quantization_config", None),
+        "quantization_config": m.quantization_config,
         "kv_cache_dtype": "" if cache in ("auto", dtype) else cache,
         "hf_overrides": m.hf_overrides,
         # The configuration of the checkpoint is what is compared, and this one may be another.
-        "hf_config_path": getattr(m, "hf_config_path", None),
-        "config_format": _unless(getattr(m, "config_format", "auto"), "auto", "hf"),
-        "model_impl": _unless(getattr(m, "model_impl", "auto"), "auto", "vllm"),
+        "hf_config_path": m.hf_config_path,
+        "config_format": _unless(m.config_format, "auto", "hf"),
+        "model_impl": _unless(m.model_impl, "auto", "vllm"),
         "load_format": _unless(load, *portable.LOAD_FORMATS),
         "speculative_config": config.speculative_config and config.speculative_config.method,
         "enable_lora": config.lora_config is not None,

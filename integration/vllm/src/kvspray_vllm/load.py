@@ -323,8 +323,7 @@ def _can_sleep(worker: Any) -> None:
         and not worker.vllm_config.model_config.enable_sleep_mode
     ):
         raise LoadError("this engine cannot sleep: start vllm serve with --enable-sleep-mode")
-    get = getattr(worker, "get_draft_model", None)
-    draft = get() if get is not None else None
+    draft = worker.get_draft_model()
     if draft is not None:
         raise LoadError(
             f"this engine has a draft model, {type(draft).__name__}, whose weights a sleep "

@@ -84,15 +84,14 @@ def hash_seed(algorithm: str) -> str:
             if len(text) <= MAX_SEED_BYTES
             else "sha256:" + hashlib.sha256(text.encode()).hexdigest()
         )
-    default = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
-    if default is None or algorithm not in SEEDED:
+    if algorithm not in SEEDED:
         raise Unsupported(
             f"kvspray: store is on with prefix_caching_hash_algo {algorithm}, and PYTHONHASHSEED "
             "is not set: block hashes begin with random bytes in each process, so no engine would "
             "find another's pages; set PYTHONHASHSEED to one value for all engines, or "
             "prefix_caching_hash_algo to sha256_cbor"
         )
-    return f"default={default}"
+    return f"default={kv_cache_utils.DEFAULT_NONE_HASH_SEED}"
 
 
 def namespace_of(

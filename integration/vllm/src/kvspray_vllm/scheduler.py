@@ -55,7 +55,7 @@ def _traceparent(asked: spray.Spray | None, request: Request) -> str:
     """Of the router's span, or of vLLM's own where vLLM traces and no router does."""
     if asked is not None and asked.traceparent:
         return asked.traceparent
-    return spray.traceparent_of(getattr(request, "trace_headers", None))
+    return spray.traceparent_of(request.trace_headers)
 
 
 class SchedulerSide:
@@ -140,7 +140,7 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         self._cache.look()
         self._on_new_request(request)
-        if self._store is not None and not getattr(request, "abort_immediately", False):
+        if self._store is not None and not request.abort_immediately:
             req = request.request_id
             self._store.arrived(
                 request, asks=req not in self._destinations and req not in self._reading
@@ -169,7 +169,7 @@ class SchedulerSide:
             # Of a request that its front end has refused vLLM makes one that it aborts at once, for
             # connectors that hold something. Ours holds nothing for it, but the prefill's engine
             # may.
-            if getattr(request, "abort_immediately", False):
+            if request.abort_immediately:
                 self._decline_all(given, "refused by the engine's front end")
                 return
             asked = spray.parse(given)

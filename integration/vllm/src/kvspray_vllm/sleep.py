@@ -23,7 +23,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ from vllm.device_allocator import AllocationData, cumem
 import kvspray
 from kvspray import limits
 from kvspray.gpu import map_memory
+from kvspray_vllm.versions import CAPABILITIES
 
 VARIABLE = "KVSPRAY_SLEEP"
 DEADLINE_S = 60.0  # of a copy
@@ -65,8 +66,7 @@ def install() -> None:
     elif cumem.CuMemAllocator.instance is None:
         cumem.CuMemAllocator.instance = Allocator(Copies(Gpu(), None if value == "1" else value))
         # As vLLM does for its own.
-        if hasattr(cumem.CuMemAllocator, "_shutdown_singleton"):
-            atexit.register(cumem.CuMemAllocator._shutdown_singleton)
+        atexit.register(cumem.CuMemAllocator._shutdown_singleton)
     elif not isinstance(cumem.CuMemAllocator.instance, Allocator):
         _log.warning("kvspray: %s has no effect: vLLM has made its allocator already", VARIABLE)
 
@@ -159,7 +159,7 @@ class Allocator(cumem.CuMemAllocator):
         back = [
             (d, self._pieces[p]) for p, d in self.pointer_to_data.items() if d.is_asleep
             and p in self._pieces and (tags is None or d.tag in tags
-            or d.tag not in DEFERRABLE_TAGS)
+            or d.tag not in CAPABILITIES.deferrable_tags)
         ]  # fmt: skip
         if back:
             gc.collect()
@@ -190,12 +190,6 @@ class Allocator(cumem.CuMemAllocator):
         """Tensors may be freed while they sleep, and another one may get their address."""
         self._pieces.pop(ptr, None)
         return super()._python_free_callback(ptr)
-
-
-# Older versions of vLLM wake every tag by its name alone.
-DEFERRABLE_TAGS: Iterable[str] = getattr(
-    vllm.device_allocator, "DEFERRABLE_TAGS", ("weights", "kv_cache")
-)
 
 
 def _tensor(piece: Piece) -> torch.Tensor:

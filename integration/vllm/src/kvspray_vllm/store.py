@@ -184,9 +184,9 @@ class StoreSide:
         """asks: its prompt is expected from nowhere else."""
         # An adapter's content is no part of a hash, and the tokens of a resumable request may be
         # replaced.
-        if request.lora_request or getattr(request, "resumable", False):
+        if request.lora_request or request.resumable:
             return
-        reads = not getattr(request, "skip_reading_prefix_cache", False)
+        reads = not request.skip_reading_prefix_cache
         r = self._requests[request.request_id] = _Request(
             request, reads, deque(maxlen=self._lag), asks=reads
         )

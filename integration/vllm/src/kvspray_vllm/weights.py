@@ -54,7 +54,7 @@ def name_of(config: VllmConfig, log: logging.Logger, path: str | None = None) ->
         # Random numbers with a fixed seed, by the shapes of this rank's parameters.
         p = config.parallel_config
         device = config.device_config.device_type
-    return f"dummy:tp{p.tensor_parallel_size}:pp{p.pipeline_parallel_size}:{device}"
+        return f"dummy:tp{p.tensor_parallel_size}:pp{p.pipeline_parallel_size}:{device}"
     m = config.model_config
     return with_draft(
         config,
