@@ -32,11 +32,11 @@ PRELOAD_FLAGS = (
 )
 
 
-def compile_library(target: pathlib.Path, *folders: str, more: tuple[str, ...] = ()) -> None:
+def compile_library(target: pathlib.Path, *directories: str, more: tuple[str, ...] = ()) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     cc = shlex.split(os.environ.get("CC", "gcc"))
     flags = shlex.split(CFLAGS + " " + os.environ.get("CFLAGS", ""))
-    sources = [str(p) for folder in folders for p in sorted((ROOT / folder).glob("*.c"))]
+    sources = [str(p) for directory in directories for p in sorted((ROOT / directory).glob("*.c"))]
     command = [
         *cc,
         *flags,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvspray.checkpoint import DTYPES, Folder, Manifest, Samples, differences, parse
+from kvspray.checkpoint import DTYPES, Directory, Manifest, Samples, differences, parse
 from kvspray.region import KvsprayError, Region
 from kvspray.weights import CheckpointError, digest
 from kvspray.weightstream import AHEAD, PIECES, Arena, Block, Files, LoadError, Stream
@@ -136,7 +136,7 @@ def test_random_damage_is_refused_or_harmless() -> None:
 
 def test_pieces_have_each_byte_once(tmp_path: pathlib.Path) -> None:
     rng = random.Random(6)
-    m = Folder(folder(tmp_path / "m", rng, tensors=40)).manifest
+    m = Directory(folder(tmp_path / "m", rng, tensors=40)).manifest
     for most in (1, 3, 7, 64, 1000, 1 << 20):
         seen: dict[int, int] = {i: 0 for i in range(len(m.entries))}
         for p in m.pieces(most):
@@ -180,7 +180,7 @@ def test_what_was_read_has_the_digest_of_the_folder(tmp_path: pathlib.Path) -> N
 
 
 def test_manifests_travel(tmp_path: pathlib.Path) -> None:
-    m = Folder(folder(tmp_path / "m", random.Random(8))).manifest
+    m = Directory(folder(tmp_path / "m", random.Random(8))).manifest
     sent = json.loads(json.dumps(m.to_json()))
     assert Manifest.from_json(sent, "x") == m
     rng = random.Random(9)
@@ -209,14 +209,16 @@ def test_manifests_travel(tmp_path: pathlib.Path) -> None:
 
 def test_an_index_that_differs_from_the_files(tmp_path: pathlib.Path) -> None:
     dir = folder(tmp_path / "m", random.Random(10))
-    names = {e.name: Folder(dir).manifest.files[e.file].name for e in Folder(dir).manifest.entries}
+    names = {
+        e.name: Directory(dir).manifest.files[e.file].name for e in Directory(dir).manifest.entries
+    }
     index = dir / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}))
-    Folder(dir).close()
+    Directory(dir).close()
     for change in ({"f0.t1": "model-1.safetensors"}, {"more": "model-1.safetensors"}):
         index.write_text(json.dumps({"weight_map": names | change}))
         with pytest.raises(CheckpointError, match=next(iter(change))):
-            Folder(dir)
+            Directory(dir)
 
 
 def test_names_that_occur_in_two_files(tmp_path: pathlib.Path) -> None:
@@ -225,7 +227,7 @@ def test_names_that_occur_in_two_files(tmp_path: pathlib.Path) -> None:
     with pytest.raises(
         CheckpointError, match="'f0.t0' is in 'model-0.safetensors' and in 'model-1.safetensors'"
     ):
-        Folder(dir)
+        Directory(dir)
 
 
 def test_a_file_that_is_written_to_or_cut(tmp_path: pathlib.Path) -> None:
@@ -246,12 +248,12 @@ def test_a_file_that_is_written_to_or_cut(tmp_path: pathlib.Path) -> None:
 def test_differences_are_named(tmp_path: pathlib.Path) -> None:
     rng = random.Random(13)
     dir = folder(tmp_path / "m", rng)
-    have = Folder(dir).manifest
+    have = Directory(dir).manifest
     assert differences(have, have) == []
     (dir / "config.json").write_text('{"hidden_size": 5, "_name_or_path": "x", "use_cache": true}')
     header, data = good(rng, 3)
     (dir / "model-1.safetensors").write_bytes(raw(header, data))
-    said = differences(have, Folder(dir).manifest)
+    said = differences(have, Directory(dir).manifest)
     assert said[0] == "config.json: hidden_size is 5, and 4 in the engine's checkpoint"
     assert "is missing" in said[1] and said[-1].endswith("more")
 

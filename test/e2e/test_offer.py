@@ -23,7 +23,7 @@ import pytest
 
 from kvspray import offer as offering
 from kvspray import weightstream
-from kvspray.checkpoint import Folder, Manifest
+from kvspray.checkpoint import Directory, Manifest
 from kvspray.weights import CheckpointError
 from kvspray.weightstream import Files, LoadError, Peer, Stream
 
@@ -241,7 +241,7 @@ def test_a_failed_read_leaves_nothing_that_still_writes(
 
 
 def test_a_file_whose_time_is_set_back(folder: pathlib.Path) -> None:
-    opened = Folder(folder)
+    opened = Directory(folder)
     file = folder / "model-0.safetensors"
     s = file.stat()
     with open(file, "r+b") as f:
@@ -256,7 +256,7 @@ def test_a_file_whose_time_is_set_back(folder: pathlib.Path) -> None:
 def test_an_index_without_a_map(folder: pathlib.Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": ["f0.t0"]}')
     with pytest.raises(CheckpointError, match="no map weight_map"):
-        Folder(folder)
+        Directory(folder)
 
 
 def test_an_answer_in_drops(monkeypatch: pytest.MonkeyPatch) -> None:

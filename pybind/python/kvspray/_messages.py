@@ -23,8 +23,7 @@ MAX_PENDING_STEPS = 64  # steps of an INTENT
 MAX_STEP_REQS = 4096
 MAX_RECOMPUTE = 1024
 MAX_FANOUT = 16
-# Blocks of a COPY, pages of a LOAD: fits a record, and takes less than a second.
-MAX_COPY_BLOCKS = 32768
+MAX_COPY_BLOCKS = 32768  # blocks of a COPY, pages of a LOAD: fits a record, takes under a second
 MAX_LOAD_PARTS = 1024  # of a LOAD
 MAX_LOAD_BLOCKS = 131072  # of a LOAD: parts times pages
 MAX_HANDLE_BYTES = 256  # of a region's handle

@@ -94,22 +94,22 @@ class Manifest:
                 return value if isinstance(value, dict) else {}
         return {}
 
-    def pieces(self, most: int) -> Iterator[Piece]:
-        """Each at most ``most`` bytes, and at least one: tensors without elements are in none.
+    def pieces(self, limit: int) -> Iterator[Piece]:
+        """Each at most ``limit`` bytes, and at least one: tensors without elements are in none.
         Equal manifests have equal pieces, on all hosts."""
-        if most < 1:
-            raise ValueError(f"kvspray: pieces of {most} bytes, want at least 1")
+        if limit < 1:
+            raise ValueError(f"kvspray: pieces of {limit} bytes, want at least 1")
         parts: list[Part] = []
         file = start = end = 0
         for i, e in enumerate(self.entries):
             if e.nbytes == 0:
                 continue
-            if parts and (e.file != file or e.start != end or end - start + e.nbytes > most):
+            if parts and (e.file != file or e.start != end or end - start + e.nbytes > limit):
                 yield Piece(file, start, end - start, tuple(parts))
                 parts = []
-            if e.nbytes > most:
-                for offset in range(0, e.nbytes, most):
-                    n = min(most, e.nbytes - offset)
+            if e.nbytes > limit:
+                for offset in range(0, e.nbytes, limit):
+                    n = min(limit, e.nbytes - offset)
                     yield Piece(e.file, e.start + offset, n, (Part(i, 0, offset, n),))
                 continue
             if not parts:
@@ -158,7 +158,7 @@ class Manifest:
         return out
 
 
-class Folder:
+class Directory:
     """A directory of safetensors files that are open: what is read is of these files, whatever
     happens to their names."""
 
@@ -388,9 +388,9 @@ def _unique(where: str, entries: Sequence[Entry], files: Sequence[File]) -> None
         raise CheckpointError(f"{where}: no tensors")
 
 
-def _list(value: object, most: int) -> list[Any]:
-    if not isinstance(value, list) or len(value) > most:
-        raise ValueError(f"{str(value)[:80]}: want a list of at most {most}")
+def _list(value: object, limit: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) > limit:
+        raise ValueError(f"{str(value)[:80]}: want a list of at most {limit}")
     return value
 
 
@@ -400,9 +400,9 @@ def _number(value: object) -> int:
     return value
 
 
-def _text(value: object, most: int) -> str:
-    if not isinstance(value, str) or len(value) > most:
-        raise ValueError(f"{str(value)[:80]!r}: want at most {most} characters")
+def _text(value: object, limit: int) -> str:
+    if not isinstance(value, str) or len(value) > limit:
+        raise ValueError(f"{str(value)[:80]!r}: want at most {limit} characters")
     return value
 
 
@@ -449,7 +449,7 @@ HARMLESS = frozenset(
 )
 
 
-def differences(have: Manifest, new: Manifest, most: int = 5) -> list[str]:
+def differences(have: Manifest, new: Manifest, limit: int = 5) -> list[str]:
     """Why weights of one checkpoint cannot take the place of another's: names, types, shapes and
     configuration must be equal. Empty: they can."""
     out = []
@@ -472,7 +472,7 @@ def differences(have: Manifest, new: Manifest, most: int = 5) -> list[str]:
                 f"tensor {name[:80]!r} is {y.dtype} {list(y.shape)}, and {x.dtype} {list(x.shape)} "
                 "in the engine's checkpoint"
             )
-    return out[:most] + ([f"and {len(out) - most} more"] if len(out) > most else [])
+    return out[:limit] + ([f"and {len(out) - limit} more"] if len(out) > limit else [])
 
 
 def _short(config: Mapping[str, Any], key: str) -> str:

@@ -13,7 +13,7 @@ end of each:
     expect   the source waits already; time from expect() to the completion
 
 It also times the calls that an engine makes in its step: signal_layer(), intent(), step(). Where
-the time goes is what a second pair of sidecars says in its trace about another run of "both": queue
+the time goes is what a second pair of sidecars records in its trace of another run of "both": queue
 (until the other side's message is there), wire (until the last chunk has landed), commit (the
 fence), and the rest, which is the rings on both sides and the wake-ups of sidecar and engine.
 """

@@ -202,7 +202,7 @@ class Offer:
         if self._ends.ident is not None:
             self._ends.join()
         self._files.stop()
-        self._files.folder.close()
+        self._files.directory.close()
 
 
 def server(offer: Offer, host: str, port: int) -> http.server.ThreadingHTTPServer:
@@ -232,14 +232,14 @@ def server(offer: Offer, host: str, port: int) -> http.server.ThreadingHTTPServe
 
         def _answer(self, what: Any) -> None:
             try:
-                said = what()
+                answer = what()
             except (LoadError, CheckpointError, KvsprayError, ValueError, RecursionError) as err:
                 self._send(409, {"error": str(err)})
             else:
-                self._send(200, said if said is not None else {})
+                self._send(200, answer if answer is not None else {})
 
-        def _send(self, status: int, said: object) -> None:
-            data = json.dumps(said).encode()
+        def _send(self, status: int, answer: object) -> None:
+            data = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
@@ -273,7 +273,7 @@ def server(offer: Offer, host: str, port: int) -> http.server.ThreadingHTTPServe
                     self._open.total() >= MAX_CONNECTIONS
                     or self._open[client_address[0]] >= MAX_PER_ADDRESS
                 ):
-                    return False  # it is closed: what asked says that the offer does not answer
+                    return False  # it is closed: the client reports that the offer does not answer
                 self._open[client_address[0]] += 1
                 self._sockets.add(request)
                 return True

@@ -3,7 +3,7 @@
 
 Canonical encoding: keys in the order of docs/protocol.md, absent optional keys left out, the
 smallest integer form, `bin` for byte strings and `str` for text. ``encode`` gives that order
-whatever the order of the given map; keys that it does not know follow at the end (a newer version
+whatever the order of the given map; keys that it does not have follow at the end (a newer version
 may have them). Readers never depend on the order.
 """
 

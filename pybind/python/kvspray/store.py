@@ -150,7 +150,8 @@ class Exists:
     def __init__(self, request: _Request | None, pages: int) -> None:
         self._request = request
         self._pages = pages
-        self.refused = False  # by the sidecar: it may know of pages, and cannot pin so many
+        # By the sidecar: the pages may be there, and it cannot pin all of them.
+        self.refused = False
 
     def result(self, timeout_s: float | None = 0) -> Found | None:
         """None: there is no answer yet. Without a sidecar, a store or the namespace, no page is
@@ -309,7 +310,7 @@ class Space:
 
     def remove(self, timeout_s: float | None = 10) -> Removed | None:
         """Forgets all pages of the namespace on all nodes, durably. None: that is not certain on
-        this node. Otherwise the result tells which other nodes have confirmed: the others remove
+        this node. Otherwise the result has the other nodes that have confirmed: the others remove
         the pages when they are reached again."""
         space = self._open(timeout_s)
         if space is None:

@@ -207,11 +207,11 @@ def _indexed(index: pathlib.Path) -> list[str]:
     return sorted(shards)
 
 
-def _read(path: pathlib.Path, most: int) -> bytes:
+def _read(path: pathlib.Path, limit: int) -> bytes:
     with open(path, "rb") as f:
-        data = f.read(most + 1)
-    if len(data) > most:
-        raise CheckpointError(f"{path}: more than {most} bytes")
+        data = f.read(limit + 1)
+    if len(data) > limit:
+        raise CheckpointError(f"{path}: more than {limit} bytes")
     return data
 
 

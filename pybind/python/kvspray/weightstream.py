@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .checkpoint import Folder, Manifest, Piece, offer_name
+from .checkpoint import Directory, Manifest, Piece, offer_name
 from .client import Completion, EngineInfo, identity
 from .region import KvsprayError, Region
 from .weights import CheckpointError
@@ -203,8 +203,8 @@ class Files:
     def __init__(
         self, root: str, arena_bytes: int = ARENA_BYTES, digest: str | None = None
     ) -> None:
-        self.folder = Folder(root, digest)
-        self.manifest = self.folder.manifest
+        self.directory = Directory(root, digest)
+        self.manifest = self.directory.manifest
         self._arena_bytes = arena_bytes
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._jobs: dict[int, list[concurrent.futures.Future[None]]] = {}
@@ -228,7 +228,7 @@ class Files:
     def _read(self, file: int, at: int, into: memoryview) -> None:
         if self._stop:
             raise LoadError("the load was stopped")
-        fd, path = self.folder.fds[file], self.folder.paths[file]
+        fd, path = self.directory.fds[file], self.directory.paths[file]
         done = 0
         while done < len(into):
             try:
@@ -252,7 +252,7 @@ class Files:
         return []
 
     def check(self) -> None:
-        self.folder.check()
+        self.directory.check()
 
     def stop(self) -> None:
         self._stop = True
@@ -262,7 +262,7 @@ class Files:
 
     def close(self) -> None:
         self.stop()
-        self.folder.close()
+        self.directory.close()
         if self._pool is not None:
             self.arena.close()
 
@@ -329,13 +329,13 @@ class Peer:
             raise
 
     def _offer(self) -> tuple[str, Manifest]:
-        said = self._ask("GET", "/v1/manifest")
-        if not isinstance(said, dict) or not isinstance(said.get("endpoint"), str):
+        answer = self._ask("GET", "/v1/manifest")
+        if not isinstance(answer, dict) or not isinstance(answer.get("endpoint"), str):
             raise LoadError(
                 f"{self.url}: no offer of weights; give the address that python -m kvspray.offer "
                 "prints"
             )
-        return said["endpoint"], Manifest.from_json(said.get("manifest"), self.url)
+        return answer["endpoint"], Manifest.from_json(answer.get("manifest"), self.url)
 
     def lead(self, piece: Piece) -> int:
         return 0
@@ -449,7 +449,7 @@ class Asker:
         self._at = (host, port)
 
     def __call__(self, method: str, path: str, body: object = None) -> Any:
-        most = MAX_MANIFEST_BYTES if method == "GET" else MAX_ANSWER_BYTES
+        limit = MAX_MANIFEST_BYTES if method == "GET" else MAX_ANSWER_BYTES
         end = time.monotonic() + HTTP_S
         conn = http.client.HTTPConnection(*self._at, timeout=HTTP_S)
         sock: socket.socket | None = None
@@ -476,10 +476,10 @@ class Asker:
                 {} if body is None else {"Content-Type": "application/json"},
             )
             answer = conn.getresponse()
-            raw = answer.read(most + 1)
-            if len(raw) > most:
-                raise ValueError(f"more than {most} bytes")
-            said = json.loads(raw)
+            raw = answer.read(limit + 1)
+            if len(raw) > limit:
+                raise ValueError(f"more than {limit} bytes")
+            content = json.loads(raw)
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as err:
             what = (
                 f"not within {HTTP_S:g} s"
@@ -495,9 +495,9 @@ class Asker:
                 timer.cancel()
             conn.close()
         if answer.status != 200:
-            reason = said.get("error") if isinstance(said, dict) else None
+            reason = content.get("error") if isinstance(content, dict) else None
             raise LoadError(f"{self.url}: {reason or answer.reason}")
-        return said
+        return content
 
 
 class Stream:
@@ -557,8 +557,8 @@ def open_source(
     arena_bytes: int = ARENA_BYTES,
     digest: str | None = None,
 ) -> Source:
-    """A directory's path, or http://HOST:PORT of an offer. digest: as of Folder; an offer has its
-    own."""
+    """A directory's path, or http://HOST:PORT of an offer. digest: as of Directory; an offer has
+    its own."""
     if where.startswith("http://"):
         return Peer(where, socket_path, arena_bytes)
     if "://" in where or not os.path.isabs(where):

@@ -240,8 +240,8 @@ class VllmToSglang(_Bridge):
             reason = f"prefill by vLLM: {err or type(err).__name__}"
             _log.warning("room %d: %s", m.room, reason)
         else:
-            # vLLM answers before its worker knows whether a sidecar takes the offer. Decode drops
-            # what follows if it has the pages.
+            # vLLM answers before its worker has learned whether a sidecar takes the offer. Decode
+            # drops what follows if it has the pages.
             await asyncio.sleep(PAGES_S)
             reason = f"the pages have not come {PAGES_S:g} s after vLLM's first token"
         text = f"kvspray: {reason}"[:2000].encode()

@@ -416,7 +416,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             self._given_up.popitem(last=False)
 
     def open_source(self, room: int, pages: int, request: Any = None) -> None:
-        """Prefill is about to compute the prompt, of which so many pages are to be moved."""
+        """Prefill is about to compute the prompt. ``pages``: how many of it move."""
         infos = [i.asked for i in self.transfer_infos.get(room, {}).values()]
         problem = self._refuse(infos, pages)
         prompt: pd_prompt.Prompt | None = None
@@ -912,7 +912,7 @@ class KVSpraySender(CommonKVSender):  # type: ignore[misc]
         sent = self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Success
         super().abort()
         reason = "kvspray: prefill has given the request up"
-        if not sent:  # SGLang's own part does not tell decode
+        if not sent:  # SGLang's own part does not inform decode
             self.kv_mgr.record_failure(self.bootstrap_room, reason)
             self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=reason)
         # SGLang does not clear each sender that it aborts.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_ADAPTERS = 4096  # remembered
 MAX_FILES = 1024  # of one adapter
 MAX_READING = 64  # adapters that are being read or wait to be
-READERS = 4  # threads: so many adapters on a slow file system delay no other
+READERS = 4  # threads: fewer adapters than that on a slow file system delay no other
 ATTEMPTS = 3  # to read files that change meanwhile
 # How long the scheduler's thread waits for an answer. Files that have not changed need a tenth of
 # it on a local disk; without a wait each request would lose one step of the engine.
@@ -124,7 +124,7 @@ class Reader:
                 self._threads += 1
             return reading
 
-    def knows(self, path: str) -> bool:
+    def has_read(self, path: str) -> bool:
         return path in self._digests
 
     def _next(self) -> Reading | None:
@@ -159,7 +159,7 @@ class Adapters:
 
     def known(self, lora: LoRARequest) -> bool:
         """Whether its files were read once: a reading only checks that they are the same."""
-        return self._reader.knows(str(lora.lora_path))
+        return self._reader.has_read(str(lora.lora_path))
 
     def prefetch(self, lora: LoRARequest) -> None:
         """Begins to read an adapter that is in use, before a transfer needs its digest."""

@@ -3,10 +3,10 @@
 vLLM's publisher sends them along with its own (`--kv-events-config`), so that an index of prefixes,
 such as llm-d's or Dynamo's, has one stream for each engine. A page is announced in the form of
 vLLM's own BlockStored, with medium CPU and ownership kvspray, once every rank has put it or loaded
-it: the node's store has it then. The store gives pages up without telling its engines: that a page
-is gone is reported when a later prompt asks for it. Such a hint costs a miss, and never a wrong
-page. Each page that was announced is taken back once, at the latest when MAX_ANNOUNCED later ones
-are.
+it: the node's store has it then. The store drops pages without a message to its engines: that a
+page is gone is reported when a later prompt asks for it. Such a hint costs a miss, and never a
+wrong page. Each page that was announced is taken back once, at the latest when MAX_ANNOUNCED later
+ones are.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class StoreEvents:
             self.gone(list(itertools.islice(self._announced, more)))
 
     def gone(self, hashes: Iterable[bytes]) -> None:
-        """The store does not have these pages. Of those only that were announced the index has to
-        be told."""
+        """The store does not have these pages. The index learns of those that were announced."""
         known = [h for h in hashes if h in self._announced]
         if not known:
             return

@@ -33,7 +33,7 @@ import torch
 import vllm
 
 import kvspray
-from kvspray.checkpoint import Folder, Manifest, Piece, Samples, differences
+from kvspray.checkpoint import Directory, Manifest, Piece, Samples, differences
 from kvspray.weights import CheckpointError, directory_of
 from kvspray.weightstream import (
     ALIGN,
@@ -54,7 +54,7 @@ METHODS = tuple(
 )
 COMPUTES = ("execute_model", "sample_tokens", "execute_dummy_batch")
 RUNNER = ("execute_model", "sample_tokens", "_dummy_run")
-QUIET_S = 15.0  # after which another load may take the place of one that nobody confirms
+QUIET_S = 15.0  # after which another load may take the place of one that is not confirmed
 NO_PROGRESS_S = 120.0  # of a load: then it fails
 MAX_TOKEN = 200  # characters
 MAX_POLL_S = 1.0  # vLLM's engine waits meanwhile
@@ -165,7 +165,7 @@ class Request:
 Answer = dict[str, Any]
 
 
-def _told(method: Callable[..., Answer]) -> Callable[..., Answer]:
+def _answered(method: Callable[..., Answer]) -> Callable[..., Answer]:
     def wrapper(worker: Any, *args: Any) -> Answer:
         try:
             return method(worker, *args)
@@ -181,7 +181,7 @@ def _told(method: Callable[..., Answer]) -> Callable[..., Answer]:
     return wrapper
 
 
-@_told
+@_answered
 def kvspray_load_check(worker: Any, request: str) -> Answer:
     """Changes nothing. Whether these weights can take the place of the engine's."""
     asked = Request.parse(request)
@@ -194,7 +194,7 @@ def kvspray_load_check(worker: Any, request: str) -> Answer:
         source.close()
 
 
-@_told
+@_answered
 def kvspray_load_arm(worker: Any, token: str) -> Answer:
     """Before the engine is put to sleep. Until then it computes as before; from then on it does
     not, until the load of this token is released."""
@@ -229,7 +229,7 @@ def kvspray_load_arm(worker: Any, token: str) -> Answer:
     return guard.status(0)
 
 
-@_told
+@_answered
 def kvspray_load_begin(worker: Any, token: str, request: str, digest: str) -> Answer:
     """digest: as the check returned it. After the weights' memory, and nothing else, woke up."""
     guard = _owned(worker, token)
@@ -262,21 +262,21 @@ def kvspray_load_begin(worker: Any, token: str, request: str, digest: str) -> An
     return {**fits, "token": token}
 
 
-@_told
+@_answered
 def kvspray_load_poll(worker: Any, token: str, wait_s: str) -> Answer:
     return _owned(worker, token).status(max(0.0, min(float(wait_s), MAX_POLL_S)))
 
 
-@_told
+@_answered
 def kvspray_load_finish(worker: Any, token: str) -> Answer:
-    """After all ranks have said "loaded": the weights have their name. Nothing wakes up yet."""
+    """After all ranks have returned "loaded": the weights have their name. Nothing wakes up yet."""
     guard = _owned(worker, token)
     if guard.load is None:
         raise LoadError(f"the load {token} is {guard.state}, and not loaded: {guard.why()}")
     return guard.load.finish()
 
 
-@_told
+@_answered
 def kvspray_load_release(worker: Any, token: str) -> Answer:
     """After all ranks have named the same weights: the engine may wake up."""
     guard = _owned(worker, token)
@@ -285,11 +285,11 @@ def kvspray_load_release(worker: Any, token: str) -> Answer:
     return guard.load.release()
 
 
-@_told
+@_answered
 def kvspray_load_cancel(worker: Any, token: str, reason: str, sleeps: str = "") -> Answer:
     """Before the engine was put to sleep this changes nothing else. Afterwards the load has failed.
-    sleeps: not empty if /sleep was sent, and nobody knows whether it comes yet: then the guard
-    remains."""
+    sleeps: not empty if /sleep was sent, and it is not certain whether it still comes: then the
+    guard remains."""
     guard = _owned(worker, token)
     guard.sleeps = guard.sleeps or bool(sleeps)
     guard.stop(reason[:1000])
@@ -312,7 +312,7 @@ def _owned(worker: Any, token: str) -> Guard:
             f"this rank belongs to the load {guard.token}, which is {guard.state}, and not to "
             f"{str(token)[:MAX_TOKEN]}"
         )
-    guard.heard = time.monotonic()
+    guard.called = time.monotonic()
     return guard
 
 
@@ -365,12 +365,12 @@ def _read_present(worker: Any) -> tuple[Manifest, list[tuple[int, ...]]] | None:
             str(m.model_weights or m.model), m.revision, worker.vllm_config.load_config.download_dir
         )
         # Nobody compares its digest, which costs reads of all tensors.
-        folder = Folder(root, "start")
+        directory = Directory(root, "start")
     except Exception as err:
         _log.debug("kvspray: the engine's checkpoint: %s", err)
         return None
-    folder.close()
-    return folder.manifest, folder.stamps
+    directory.close()
+    return directory.manifest, directory.stamps
 
 
 # ---- what a worker refuses meanwhile
@@ -385,9 +385,9 @@ class Guard:
         self.load: Load | None = None
         self.slept = False
         self.sleeps = False  # a sleep may come yet, of a command that is gone
-        # The present weights are those that their name says.
+        # The present weights are those of their name.
         self.whole: bool = before is None or before.whole
-        self.heard = time.monotonic()
+        self.called = time.monotonic()
         self.reloads = 0  # by others, since the load began
         self._error = "" if before is None or before.whole else before.why()
         self._ended = ""  # "failed", or "disarmed"
@@ -406,7 +406,7 @@ class Guard:
     def busy(self) -> bool:
         return (
             self.state in ("armed", "loading", "loaded", "named")
-            and time.monotonic() - self.heard < QUIET_S
+            and time.monotonic() - self.called < QUIET_S
         )
 
     def why(self) -> str:
@@ -548,7 +548,7 @@ class Guard:
             return
         self._asleep()
         inner(tags)
-        self.heard = time.monotonic()
+        self.called = time.monotonic()
 
     def _sleep(self, inner: Callable[..., Any], name: str, last: bool, level: int = 1) -> None:
         if self.load is not None:
@@ -556,7 +556,7 @@ class Guard:
             self.load.stop("the engine was put to sleep")
         self._asleep()
         inner(level)
-        self.heard = time.monotonic()
+        self.called = time.monotonic()
 
     def _asleep(self) -> None:
         self.whole, self.slept = False, True
@@ -645,7 +645,7 @@ class Load:
     def finish(self) -> Answer:
         with self._changed:
             if self.state in ("named", "done"):
-                return self._told()
+                return self._status()
             if self.state != "loaded":
                 raise LoadError(f"the load is {self.state}, and not loaded: {self._guard.why()}")
             if self._guard.reloads or self._mark != _mark(self._worker.get_model()):
@@ -662,7 +662,7 @@ class Load:
         self._name = name
         with self._changed:
             self._end("named", "")
-        return self._told()
+        return self._status()
 
     def release(self) -> Answer:
         with self._changed:
@@ -681,9 +681,9 @@ class Load:
                 self._end("done", "")
                 self._guard.whole = True
                 self._guard.remove()
-        return self._told()
+        return self._status()
 
-    def _told(self) -> Answer:
+    def _status(self) -> Answer:
         return {
             "token": self._guard.token, "state": self.state, "weights": self._name,
             "bytes": self._total, "by_sidecar": self._by_sidecar, "seconds": round(self._took, 3),
@@ -753,7 +753,7 @@ class Load:
                 raise CheckpointError(f"{self._request.source}: {partial}")
             return out
 
-        model.load_weights = noted  # what it loaded, reload_weights does not tell
+        model.load_weights = noted  # reload_weights does not return what it loaded
         try:
             with contextlib.closing(self._tensors(samples)) as tensors:
                 self._worker.reload_weights(weights_iterator=tensors)

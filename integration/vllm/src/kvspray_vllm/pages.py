@@ -34,7 +34,7 @@ def check_store(config: VllmConfig, kv: KVCacheConfig) -> None:
     transfer = config.kv_transfer_config
     parallel = config.parallel_config
     # vLLM defers the freeing of blocks that a step may still write for engines that receive, and
-    # the role says which do.
+    # the role shows which do.
     if transfer.kv_role != "kv_both":
         raise Unsupported(
             f"kvspray: store is on with kv_role {transfer.kv_role}; pages are sent and received, "

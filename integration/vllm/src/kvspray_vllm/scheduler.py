@@ -653,13 +653,13 @@ class SchedulerSide:
     def _yield_holds(self, meta: StepMeta) -> None:
         if self._pool is None or not self._held:
             return
-        least = LOW_POOL * self._pool.num_gpu_blocks
+        low = LOW_POOL * self._pool.num_gpu_blocks
         free = self._pool.get_num_free_blocks()
-        if free >= least:
+        if free >= low:
             return
         old = self._now() - self._client.match_timeout_s
         for req, source in self._held.items():
-            if source.held > old or free >= least:
+            if source.held > old or free >= low:
                 return
             free += source.blocks
             if not source.yielded:

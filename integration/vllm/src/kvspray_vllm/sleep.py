@@ -337,7 +337,7 @@ class Copies:
     def _wait(self, client: kvspray.WorkerClient, batches: Sequence[_Batch], any_: bool) -> None:
         """Until one batch has no open lease, or all have none. A lease ends by its deadline, once
         the sidecar can write no more."""
-        told = time.monotonic()
+        logged = time.monotonic()
         while batches and not (any if any_ else all)(b.ended for b in batches):
             client.wait(WAIT_S)
             for c in client.poll():
@@ -345,8 +345,8 @@ class Copies:
                     batch.take(c)
             for batch in batches:
                 batch.submit()
-            if time.monotonic() - told > TELL_S:
-                told = time.monotonic()
+            if time.monotonic() - logged > TELL_S:
+                logged = time.monotonic()
                 _log.warning(
                     "kvspray: %d copies are open; they end before the sidecar's memory is used "
                     "again",

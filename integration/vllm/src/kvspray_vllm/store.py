@@ -39,7 +39,7 @@ ASK_S = 0.2  # how long a request waits for an answer
 PIN_S = 30.0  # how long an answer counts; the sidecar keeps what it has found as long
 MAX_PUT = 1024  # blocks of one PUT
 MAX_PUTS = 64  # that have not ended
-HELD_SHARE = 4  # all PUTs together hold at most one block in so many of the pool
+HELD_SHARE = 4  # all PUTs together hold at most this fraction of the pool's blocks
 MAX_KNOWN = 1 << 17  # hashes of blocks that need not be saved again
 
 ENDED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
@@ -234,7 +234,7 @@ class StoreSide:
         if r.found is None and not self._answered(r):
             if not r.asks:
                 return 0
-            # Until every rank has reported its namespace there is nobody to ask.
+            # Until every rank has reported its namespace nothing can be asked.
             if self._pages is not None and r.question is None and not self._pages.opening:
                 return self._compute(r, "off")
             return None if now < r.until else self._compute(r, "late")
