@@ -102,7 +102,7 @@ class Sidecar:
         for line in self.process.stdout:
             self.events.put(json.loads(line))
 
-    def tell(self, cmd: str, **args: Any) -> None:
+    def command(self, cmd: str, **args: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"cmd": cmd, **args}) + "\n")
         self.process.stdin.flush()
@@ -129,7 +129,7 @@ class Sidecar:
         return event
 
     def complete(self, lease: int, name: str, status: int = 0, **body: Any) -> None:
-        self.tell(
+        self.command(
             "complete",
             lease=lease,
             name=name,

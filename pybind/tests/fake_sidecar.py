@@ -250,7 +250,7 @@ class Fake:
             return
         if self.o.get("fencing"):
             self.send(s, "ERROR", {"id": m["id"], "code": "fencing", "message": "not fenced yet",
-                "field": "boot", "remedy": "say HELLO again", "fatal": False})  # fmt: skip
+                "field": "boot", "remedy": "send HELLO again", "fatal": False})  # fmt: skip
             return
         version = self.o.get("version", 1 << 16)
         self.session = s

@@ -38,8 +38,8 @@ def write(file: pathlib.Path, held: Tensors) -> None:
             "data_offsets": [len(data), len(data) + len(raw)],
         }
         data += raw
-    said = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    file.write_bytes(struct.pack("<Q", len(said)) + said + data)
+    content = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    file.write_bytes(struct.pack("<Q", len(content)) + content + data)
 
 
 @pytest.fixture
@@ -198,8 +198,8 @@ def test_files_of_which_nothing_is_known(tmp_path: pathlib.Path) -> None:
     assert a == b and len({a, c, d}) == 3
 
 
-def header(said: object) -> bytes:
-    raw = json.dumps(said).encode() if not isinstance(said, bytes) else said
+def header(content: object) -> bytes:
+    raw = json.dumps(content).encode() if not isinstance(content, bytes) else content
     return struct.pack("<Q", len(raw)) + raw
 
 

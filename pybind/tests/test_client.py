@@ -69,7 +69,7 @@ def test_source_lease_in_order(sidecar: Make, worker: Make) -> None:
         w.signal_layer(layer, 7)
     w.signal_step(7)
     w.signal_layer(0, 3)  # never back
-    s.tell("flags")
+    s.command("flags")
     assert s.expect("flags")["layers"] == [7] * (LAYERS + 1)
     assert w.preempt(lease)
     r = s.record("PREEMPT", lease=lease)
@@ -140,7 +140,7 @@ def test_without_a_sidecar(worker: Make, sidecar: Make) -> None:
         and w.expect(XFER, HASH, "a:1", 16, 0, [[1]]) == 0
     )
     assert not w.wait(0.01) and w.poll() == []
-    until(lambda: "no sidecar at" in w.status().error, "the error is told")
+    until(lambda: "no sidecar at" in w.status().error, "the error is reported")
     sidecar()
     assert w.wait_connected(TIMEOUT_S)
     intent(w)
@@ -184,13 +184,13 @@ def test_killed_sidecar_and_a_new_one(sidecar: Make, worker: Make) -> None:
     )
 
 
-def test_what_was_said_before_death_counts(sidecar: Make, worker: Make) -> None:
+def test_what_was_sent_before_death_counts(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar()
     w = worker()
     dst = expect(w)
     s.record("EXPECT")
     s.complete(dst, "RECEIVED", 0, bytes=9, us=1, transport="shm", reason="", recompute=[])
-    s.tell("ping")
+    s.command("ping")
     s.expect("pong")
     s.kill()
     until(lambda: w.status().counters["sidecar_exits"] == 1, "exit")
@@ -200,18 +200,18 @@ def test_what_was_said_before_death_counts(sidecar: Make, worker: Make) -> None:
 
 
 def test_closed_socket_of_a_living_sidecar_keeps_leases(sidecar: Make, worker: Make) -> None:
-    """An end of file proves nothing: only the takeover that says `fenced` ends the destination
+    """An end of file proves nothing: only the takeover that has `fenced` ends the destination
     lease."""
     s: Sidecar = sidecar(fenced=[True, False, False])
     w = worker()
     src, dst, gone = intent(w), expect(w), expect(w)
     s.record("EXPECT", lease=gone)
-    s.tell("listen", on=False)
-    s.tell("close")
+    s.command("listen", on=False)
+    s.command("close")
     until(lambda: not w.connected, "disconnected")
-    assert w.cancel(gone)  # kept: nobody to tell
+    assert w.cancel(gone)  # kept: no sidecar is there
     assert not w.wait(0.1)
-    s.tell("listen", on=True)
+    s.command("listen", on=True)
     got: dict[int, kvspray.Completion] = {}
 
     def drain() -> bool:
@@ -282,7 +282,7 @@ def test_what_a_sidecar_holds_on_is_not_late(sidecar: Make, worker: Make) -> Non
     s.record("YIELD", lease=src)
     threading.Event().wait(1.0)  # the deadline passes
     held = time.monotonic()
-    s.tell("send", name="HELD", body={"lease": src})
+    s.command("send", name="HELD", body={"lease": src})
     s.expect("hello")
     assert time.monotonic() - held > 0.3 + 3.0, "the deadline was not counted anew"
 
@@ -306,8 +306,8 @@ def test_a_fence_that_is_stuck_costs_the_session_and_not_the_sidecar(
     w = worker()
     dst = expect(w, deadline_s=0.3)
     s.record("EXPECT")
-    s.tell("option", set={"fencing": True})
-    s.tell("ping")
+    s.command("option", set={"fencing": True})
+    s.command("ping")
     s.expect("pong")
     until(lambda: w.status().quarantined == 1, "quarantine", 20)
     threading.Event().wait(2 * grace)  # that nothing happens meanwhile is what is tested
@@ -315,13 +315,13 @@ def test_a_fence_that_is_stuck_costs_the_session_and_not_the_sidecar(
     assert (st.counters["kills"], st.leases, st.quarantined, st.connected) == (0, 1, 1, False)
     assert s.process.poll() is None and w.poll() == [] and "not fenced yet" in st.error
     assert not w.expect(XFER, HASH, "127.0.0.1:7001", 40, 16, [[4, 5, 6]]), "it serves alone"
-    s.tell("option", set={"fencing": False})
+    s.command("option", set={"fencing": False})
     c = poll_one(w)
     assert (c.lease, c.status) == (dst, CompletionStatus.FAILED) and "fenced" in c.reason
     assert w.wait_connected(TIMEOUT_S) and w.status().quarantined == 0
 
-    s.tell("option", set={"fencing": True})
-    s.tell("ping")
+    s.command("option", set={"fencing": True})
+    s.command("ping")
     s.expect("pong")
     dst = expect(w, deadline_s=0.3)
     until(lambda: w.status().quarantined == 1, "quarantine", 20)
@@ -382,7 +382,7 @@ def test_stopped_sidecar_beside_a_new_one(sidecar: Make, worker: Make) -> None:
     new: Sidecar = sidecar(deadline_ms=2000)
     src, dst = intent(w), expect(w)
     old.record("EXPECT")
-    old.tell("close")
+    old.command("close")
     until(
         lambda: not w.connected or w.status().sidecar_pid == new.process.pid,
         "the old session has ended",
@@ -395,7 +395,7 @@ def test_stopped_sidecar_beside_a_new_one(sidecar: Make, worker: Make) -> None:
     while len(got) < 2:
         assert w.wait(TIMEOUT_S), w.status()
         got.update({c.lease: c.status for c in w.poll()})
-        # Whatever was said, nothing is given back before the old one is dead: the shim kills it
+        # Whatever was sent, nothing is released before the old one is dead: the shim kills it
         # after deadline and grace.
         assert old.process.poll() == -signal.SIGKILL, got
     assert got == {src: CompletionStatus.OK, dst: CompletionStatus.LOST}
@@ -403,7 +403,7 @@ def test_stopped_sidecar_beside_a_new_one(sidecar: Make, worker: Make) -> None:
 
 
 def test_quarantine(sidecar: Make, worker: Make, tmp_path: pathlib.Path) -> None:
-    """A sidecar that may not be killed: the lease stays open, status says so, and its exit then
+    """A sidecar that may not be killed: the lease stays open, status reports it, and its exit then
     ends it."""
     if os.geteuid() != 0:
         skip("root", "needs root: a sidecar of another user, which this process may not signal")
@@ -474,14 +474,14 @@ def test_deadline_of_a_source_counts_from_its_last_step(sidecar: Make, worker: M
 
 
 def test_every_growth_of_the_epoch_is_followed_by_a_record(sidecar: Make, worker: Make) -> None:
-    """Without one the sidecar would not know whose blocks went, and disown what it reads for every
-    other lease."""
+    """Without one the sidecar could not find whose blocks went, and would invalidate what it reads
+    for every other lease."""
     s: Sidecar = sidecar()
     w = worker()
     src = intent(w)
     s.record("INTENT", lease=src)
     s.complete(src, "SENT", grants=1, bytes=1, reason="")
-    assert w.wait(TIMEOUT_S)  # complete, but not polled: the engine does not know yet
+    assert w.wait(TIMEOUT_S)  # complete, but not polled: the engine has not seen it yet
     before = w.status().source_epoch
     assert not w.preempt(src)
     assert w.status().source_epoch == before + 1
@@ -517,7 +517,7 @@ def test_leases_presented_again_leave_room_for_the_engine(sidecar: Make, worker:
     for step in range(1, 9):
         assert w.step(step, [(leases[0], 16 * step, [list(range(300))])])
     assert w.status().counters["full"] == 0
-    s.tell("reading", on=True)
+    s.command("reading", on=True)
     for lease in leases[:2]:
         s.record("INTENT", lease=lease)
     for _ in range(8):
@@ -529,7 +529,7 @@ def test_leases_presented_again_leave_room_for_the_engine(sidecar: Make, worker:
 def test_an_impossible_tail_does_not_stop_the_presenting(sidecar: Make, worker: Make) -> None:
     w = worker(submission_bytes=64 << 10, connect=False)
     s, _ = restart_with_a_slow_one(sidecar, w)
-    s.tell("word", ring="sub", word="tail", value=1 << 40)
+    s.command("word", ring="sub", word="tail", value=1 << 40)
     # And not when the deadline of the lease has passed.
     assert w.wait_connected(TIMEOUT_S), w.status()
 
@@ -537,14 +537,14 @@ def test_an_impossible_tail_does_not_stop_the_presenting(sidecar: Make, worker: 
 def test_a_lease_that_was_never_presented_again_is_cancelled_on_the_record(
     sidecar: Make, worker: Make
 ) -> None:
-    """Its blocks go, so the epoch grows; the new sidecar must learn why, or it disowns what it
+    """Its blocks go, so the epoch grows; the new sidecar must learn why, or it invalidates what it
     reads for the leases before it."""
     w = worker(submission_bytes=64 << 10, connect=False)
     s, leases = restart_with_a_slow_one(sidecar, w)
     assert w.cancel(leases[2])
     grown = w.status().source_epoch
     assert poll_one(w).status == kvspray.CompletionStatus.CANCELLED
-    s.tell("reading", on=True)
+    s.command("reading", on=True)
     for lease in leases[:2]:
         s.record("INTENT", lease=lease)
     assert s.expect("record")["epoch"] == grown
@@ -560,7 +560,7 @@ def test_a_lease_that_is_preempted_before_it_is_presented_again_leaves_a_record(
     s, leases = restart_with_a_slow_one(sidecar, w)
     assert w.preempt(leases[2])
     grown = w.status().source_epoch
-    s.tell("reading", on=True)
+    s.command("reading", on=True)
     for lease in leases[:2]:
         s.record("INTENT", lease=lease)
     r = s.expect("record")

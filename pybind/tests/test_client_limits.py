@@ -39,13 +39,13 @@ def test_full_ring_replaces_the_session(sidecar: Make, worker: Make) -> None:
     # A new session; it serves once what is open has been presented, for which its ring is too
     # small.
     s.expect("register")
-    s.tell("reading", on=True)
+    s.command("reading", on=True)
     r = s.record("INTENT", lease=src)
     while not r["body"]["steps"]:
         r = s.record("INTENT", lease=src)
     assert r["body"]["steps"][-1][1] == 40 and len(r["body"]["steps"]) == 64
-    # On a busy machine the new session is there before the last step: what came after it is told in
-    # it.
+    # On a busy machine the new session is there before the last step: what came after it is
+    # reported in it.
     last = r["body"]["steps"][-1][0]
     while last < 199:
         r = s.expect("record")
@@ -82,7 +82,7 @@ def test_broken_completion_ring(sidecar: Make, worker: Make) -> None:
     w = worker()
     dst = expect(w)
     s.record("EXPECT")
-    s.tell("word", ring="comp", word="head", value=1 << 40)
+    s.command("word", ring="comp", word="head", value=1 << 40)
     assert poll_one(w).status == CompletionStatus.FAILED  # after the takeover
     assert w.status().counters["protocol_errors"] == 1
     assert w.wait_connected(TIMEOUT_S)
@@ -93,7 +93,7 @@ def test_broken_completion_ring(sidecar: Make, worker: Make) -> None:
     assert w.wait_connected(TIMEOUT_S)
     dst = expect(w)
     s.record("EXPECT")
-    s.tell("complete", lease=dst, name="RECEIVED", status=0, hex="80", seq=77)
+    s.command("complete", lease=dst, name="RECEIVED", status=0, hex="80", seq=77)
     assert poll_one(w).status == CompletionStatus.FAILED
     assert w.wait_connected(TIMEOUT_S)
     assert w.status().counters["protocol_errors"] == 3
@@ -103,8 +103,8 @@ def test_broken_submission_tail(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar(reading=False)
     w = worker(submission_bytes=64 << 10)
     s.expect("register")
-    s.tell("word", ring="sub", word="tail", value=1 << 40)
-    s.tell("ping")
+    s.command("word", ring="sub", word="tail", value=1 << 40)
+    s.command("ping")
     s.expect("pong")
     for _ in range(40):
         w.intent(XFER, HASH, 40, [list(range(1000))])
@@ -128,7 +128,7 @@ def test_malformed_packets(sidecar: Make, worker: Make, packet: str) -> None:
     s: Sidecar = sidecar()
     w = worker()
     s.expect("register")
-    s.tell("raw", hex=packet or "0000")
+    s.command("raw", hex=packet or "0000")
     until(lambda: w.status().counters["protocol_errors"] >= 1, "noticed")
     assert w.wait_connected(TIMEOUT_S)
     assert intent(w)
@@ -138,8 +138,8 @@ def test_unknown_packets_of_a_newer_minor_version(sidecar: Make, worker: Make) -
     s: Sidecar = sidecar()
     w = worker()
     s.expect("register")
-    s.tell("raw", hex="6300000080")
-    s.tell("send", name="BYE", body={"reason": "it was read"})
+    s.command("raw", hex="6300000080")
+    s.command("send", name="BYE", body={"reason": "it was read"})
     until(lambda: w.status().degraded, "the next packet")
     assert w.status().counters["protocol_errors"] == 0
 
@@ -148,7 +148,7 @@ def test_version_refusal_heals_without_restart(sidecar: Make, worker: Make) -> N
     s: Sidecar = sidecar(refuse="version")
     lines: list[str] = []
     w = worker(connect=False, log=lambda level, text: lines.append(text))
-    until(lambda: "9.0 to 9.9" in w.status().error, "the refusal is told")
+    until(lambda: "9.0 to 9.9" in w.status().error, "the refusal is reported")
     assert "upgrade the shim" in w.status().error and not w.connected
     until(lambda: any("9.0" in x for x in lines), "and logged")
     s.kill()
@@ -180,14 +180,14 @@ def test_the_log_speaks_while_the_engine_is_idle(sidecar: Make, worker: Make) ->
     )
     absent = [(level, text) for level, text in lines if "no sidecar at" in text]
     # The dead sidecar's socket refuses. While the next one replaces it there is none, and then one
-    # that does not listen yet: each change is told.
+    # that does not listen yet: each change is logged.
     assert {text.rpartition(": ")[2] for _, text in absent} <= {
         os.strerror(errno.ECONNREFUSED),
         os.strerror(errno.ENOENT),
     }
     assert all(a != b for a, b in itertools.pairwise(absent)) and {
         level for level, _ in absent
-    } == {logging.WARNING}, "each is told once"
+    } == {logging.WARNING}, "each is logged once"
 
 
 def test_a_logger_that_fails_is_asked_again(sidecar: Make, worker: Make) -> None:
@@ -259,7 +259,7 @@ def speakers() -> list[threading.Thread]:
 def test_refused_layout(sidecar: Make, worker: Make) -> None:
     sidecar(refuse_register=True)
     w = worker(connect=False)
-    until(lambda: "field layout" in w.status().error, "the refusal is told")
+    until(lambda: "field layout" in w.status().error, "the refusal is reported")
     assert not w.connected and w.status().counters["refusals"] >= 1
 
 
@@ -267,7 +267,7 @@ def test_drain(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar()
     w = worker()
     dst = expect(w)
-    s.tell("send", name="BYE", body={"reason": "SIGTERM"})
+    s.command("send", name="BYE", body={"reason": "SIGTERM"})
     until(lambda: not w.connected, "draining")
     assert w.status().degraded and w.expect(XFER, HASH, "a:1", 40, 0, [[1]]) == 0
     s.complete(dst, "RECEIVED", 0, bytes=1, us=1, transport="tcp", reason="", recompute=[])
@@ -340,7 +340,7 @@ def test_forked_child_is_inert(sidecar: Make, worker: Make) -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    s.tell("flags")
+    s.command("flags")
     assert s.expect("flags")["layers"][0] == 0
     s.complete(lease, "RECEIVED", 0, bytes=1, us=1, transport="tcp", reason="", recompute=[])
     assert poll_one(w).ok and w.connected
@@ -427,12 +427,12 @@ def test_storm(sidecar: Make, worker: Make, seed: int) -> None:
                 else:
                     current.signal(signal.SIGCONT)
             elif what == "close":
-                current.tell("close")
+                current.command("close")
             elif what == "replace":
                 current = sidecar(**options)  # beside a living one that nobody talks to
-                current.tell("close")
+                current.command("close")
             else:
-                current.tell("garbage")
+                current.command("garbage")
     for lease in sources:
         w.hold(lease)
     try:
@@ -526,7 +526,7 @@ def test_scheduler(sidecar: Make, socket_path: pathlib.Path) -> None:
         s.kill()
         s = sidecar()
         a = s.expect("await")  # asked again
-        s.tell(
+        s.command(
             "send",
             name="ADMITTED",
             body={"id": a["id"], "state": "admitted", "tokens": 40, "message": ""},
@@ -538,7 +538,7 @@ def test_scheduler(sidecar: Make, socket_path: pathlib.Path) -> None:
         other = b"o" * 32
         assert c.await_admission(XFER, other, "127.0.0.1:9", 1, 30)
         a = s.expect("await", hash=other.hex())
-        s.tell(
+        s.command(
             "send",
             name="ADMITTED",
             body={"id": a["id"], "state": "refused", "tokens": 0, "message": "fingerprint: dtype"},

@@ -1,4 +1,4 @@
-"""Copies between regions: what the client says of them to a fake sidecar, and what a real one
+"""Copies between regions: what the client sends of them to a fake sidecar, and what a real one
 does."""
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def test_a_copy_ends_with_its_sidecar(sidecar: Make, two: Make) -> None:
     w, cache, host = two()
     lease = w.copy(cache, host, [(0, 0, 8)])
     s.record("COPY", lease=lease)
-    s.tell("close")
+    s.command("close")
     until(
         lambda: w.status().counters["connects"] == 2,
-        "another session of the same sidecar, which says that it has fenced",
+        "another session of the same sidecar, which reports that it has fenced",
     )
     assert ended(w, lease).status == CompletionStatus.FAILED
     lease = w.copy(cache, host, [(0, 0, 8)])
@@ -215,7 +215,7 @@ def test_arguments_of_a_load(sidecar: Make, two: Make) -> None:
     sidecar()
     w, cache, host = two()
     good, other = parts(cache, host), kvspray.Region.alloc(4096)
-    for bad, told in (
+    for bad, want in (
         (
             lambda: w.load([good[0]._replace(src=other)], [(0, 0)], 0, 0),
             "src: .* is not registered",
@@ -239,7 +239,7 @@ def test_arguments_of_a_load(sidecar: Make, two: Make) -> None:
         (lambda: w.load(good, [(0, 0)], 1 << 32, 0), "want a flag below"),
         (lambda: w.load(good, [(0, 0)], 0, -1), "a value below"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=want):
             bad()
     other.close()
     w.close()
@@ -250,7 +250,7 @@ def test_arguments(sidecar: Make, two: Make) -> None:
     sidecar()
     w, cache, host = two()
     other = kvspray.Region.alloc(4096)
-    for bad, told in (
+    for bad, want in (
         (lambda: w.copy(other, host, [(0, 0, 1)]), "src: .* is not registered"),
         (lambda: w.copy(cache, other, [(0, 0, 1)]), "dst: .* is not registered"),
         (lambda: w.copy(cache, host, []), "a copy of 0 blocks"),
@@ -260,7 +260,7 @@ def test_arguments(sidecar: Make, two: Make) -> None:
         (lambda: w.copy(cache, host, [(0, -1, 1)]), "integers in"),
         (lambda: w.copy(cache, host, [(0, 0, 1)], deadline_s=0), "deadline"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=want):
             bad()
     other.close()
     w.close()
@@ -404,7 +404,7 @@ def test_a_sidecar_that_ends_no_load_is_killed(
         )
         s.record("LOAD", lease=lease)
         if answers:
-            s.tell("option", set={"fencing": True})
+            s.command("option", set={"fencing": True})
         else:
             s.signal(signal.SIGSTOP)
         until(lambda: w.load_value(0) == 2, "the flag, without a call of the engine")

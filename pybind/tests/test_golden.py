@@ -59,12 +59,12 @@ def test_identity_is_what_a_sidecar_asks_for() -> None:
     assert {n for n, p in asked.items() if p.default is p.empty} == needed and set(
         asked
     ) == needed | {"packing"}
-    said: dict[str, Any] = {
+    given: dict[str, Any] = {
         n: 1 if n in ("layers", "head_size", "backoff") else "x" for n in needed
     }
-    want = {n: str(v) for n, v in said.items()}
-    assert kvspray.identity(**said) == want
-    assert kvspray.identity(**said, packing="vec", engine="mine") == {
+    want = {n: str(v) for n, v in given.items()}
+    assert kvspray.identity(**given) == want
+    assert kvspray.identity(**given, packing="vec", engine="mine") == {
         **want,
         "packing": "vec",
         "engine": "mine",

@@ -104,7 +104,7 @@ assert g.signal_layer(0, MAIN) and g.signal_layer(3, MAIN) and g.signal_step(MAI
 word = ops()
 assert [o[:2] + o[3:] for o in word] == [("write", MAIN, 7, 0)] * 4, word
 assert [o[2] for o in word][1:] == [flag(0), flag(3), flag(LAYERS)]
-assert g.step(7, MAIN) and g.step(8, MAIN)  # a step may be said again, and never falls
+assert g.step(7, MAIN) and g.step(8, MAIN)  # a step may be reported again, and never falls
 assert not g.step(7, MAIN) and not g.ok and not g.signal_layer(0, MAIN)
 """,
     )
@@ -199,12 +199,12 @@ assert not g.wait_layer(0, limit, MAIN)
 
 
 @pytest.mark.parametrize(
-    ("fail", "said"), [("cuMemHostRegister", "cuMemHostRegister: CUDA_ERROR_UNKNOWN (999)"),
+    ("fail", "reason"), [("cuMemHostRegister", "cuMemHostRegister: CUDA_ERROR_UNKNOWN (999)"),
     ("cuModuleLoadData", "cuModuleLoadData"), ("cuMemAlloc", "cuMemAlloc"),
     ("memops", "64-bit stream memory operations")],
 )  # fmt: skip
-def test_what_cannot_be_had_is_said_and_nothing_is_left(
-    driver: pathlib.Path, fail: str, said: str
+def test_what_cannot_be_had_is_reported_and_nothing_is_left(
+    driver: pathlib.Path, fail: str, reason: str
 ) -> None:
     out = run(
         driver,
@@ -220,7 +220,7 @@ GpuSignals(client).close()
 assert fake.fake_live() == 0, fake.fake_live()
 """,
     )
-    assert said in out
+    assert reason in out
 
 
 def test_without_context_or_driver(driver: pathlib.Path) -> None:
@@ -247,8 +247,8 @@ except kvspray.KvsprayError as err:
 def test_a_call_that_the_driver_keeps_waiting_does_not_hold_the_interpreter(
     driver: pathlib.Path,
 ) -> None:
-    """A stream's queue can be full of what waits for a load, say; other threads of the engine must
-    run meanwhile: one of them lets the call go on, once it is there."""
+    """A stream's queue can be full of what waits for a load, for example; other threads of the
+    engine must run meanwhile: one of them lets the call go on, once it is there."""
     run(
         driver,
         """

@@ -1,4 +1,4 @@
-"""What benchmark results say of where they come from."""
+"""What benchmark results have of where they come from."""
 
 import os
 import pathlib

@@ -21,8 +21,8 @@ Header = dict[str, Any]
 
 
 def raw(header: object, data: bytes) -> bytes:
-    said = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(said)) + said + data
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + data
 
 
 def parsed(content: bytes) -> list[Any]:
@@ -46,7 +46,7 @@ def good(rng: random.Random, tensors: int) -> tuple[Header, bytes]:
     return header, data
 
 
-def folder(
+def checkpoint(
     dir: pathlib.Path, rng: random.Random, files: int = 2, tensors: int = 12
 ) -> pathlib.Path:
     dir.mkdir()
@@ -136,7 +136,7 @@ def test_random_damage_is_refused_or_harmless() -> None:
 
 def test_pieces_have_each_byte_once(tmp_path: pathlib.Path) -> None:
     rng = random.Random(6)
-    m = Directory(folder(tmp_path / "m", rng, tensors=40)).manifest
+    m = Directory(checkpoint(tmp_path / "m", rng, tensors=40)).manifest
     for most in (1, 3, 7, 64, 1000, 1 << 20):
         seen: dict[int, int] = {i: 0 for i in range(len(m.entries))}
         for p in m.pieces(most):
@@ -155,7 +155,7 @@ def test_pieces_have_each_byte_once(tmp_path: pathlib.Path) -> None:
 
 def test_what_was_read_has_the_digest_of_the_folder(tmp_path: pathlib.Path) -> None:
     rng = random.Random(7)
-    dir = folder(tmp_path / "m", rng)
+    dir = checkpoint(tmp_path / "m", rng)
     data = rng.randbytes(300_000)
     (dir / "model-9.safetensors").write_bytes(
         raw({"big": {"dtype": "U8", "shape": [300_000], "data_offsets": [0, 300_000]}}, data)
@@ -180,7 +180,7 @@ def test_what_was_read_has_the_digest_of_the_folder(tmp_path: pathlib.Path) -> N
 
 
 def test_manifests_travel(tmp_path: pathlib.Path) -> None:
-    m = Directory(folder(tmp_path / "m", random.Random(8))).manifest
+    m = Directory(checkpoint(tmp_path / "m", random.Random(8))).manifest
     sent = json.loads(json.dumps(m.to_json()))
     assert Manifest.from_json(sent, "x") == m
     rng = random.Random(9)
@@ -208,7 +208,7 @@ def test_manifests_travel(tmp_path: pathlib.Path) -> None:
 
 
 def test_an_index_that_differs_from_the_files(tmp_path: pathlib.Path) -> None:
-    dir = folder(tmp_path / "m", random.Random(10))
+    dir = checkpoint(tmp_path / "m", random.Random(10))
     names = {
         e.name: Directory(dir).manifest.files[e.file].name for e in Directory(dir).manifest.entries
     }
@@ -222,7 +222,7 @@ def test_an_index_that_differs_from_the_files(tmp_path: pathlib.Path) -> None:
 
 
 def test_names_that_occur_in_two_files(tmp_path: pathlib.Path) -> None:
-    dir = folder(tmp_path / "m", random.Random(11))
+    dir = checkpoint(tmp_path / "m", random.Random(11))
     (dir / "model-1.safetensors").write_bytes((dir / "model-0.safetensors").read_bytes())
     with pytest.raises(
         CheckpointError, match="'f0.t0' is in 'model-0.safetensors' and in 'model-1.safetensors'"
@@ -231,7 +231,7 @@ def test_names_that_occur_in_two_files(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_file_that_is_written_to_or_cut(tmp_path: pathlib.Path) -> None:
-    dir = folder(tmp_path / "m", random.Random(12))
+    dir = checkpoint(tmp_path / "m", random.Random(12))
     file = dir / "model-0.safetensors"
     source = Files(str(dir), 1 << 20)
     source.check()
@@ -247,15 +247,15 @@ def test_a_file_that_is_written_to_or_cut(tmp_path: pathlib.Path) -> None:
 
 def test_differences_are_named(tmp_path: pathlib.Path) -> None:
     rng = random.Random(13)
-    dir = folder(tmp_path / "m", rng)
+    dir = checkpoint(tmp_path / "m", rng)
     have = Directory(dir).manifest
     assert differences(have, have) == []
     (dir / "config.json").write_text('{"hidden_size": 5, "_name_or_path": "x", "use_cache": true}')
     header, data = good(rng, 3)
     (dir / "model-1.safetensors").write_bytes(raw(header, data))
-    said = differences(have, Directory(dir).manifest)
-    assert said[0] == "config.json: hidden_size is 5, and 4 in the engine's checkpoint"
-    assert "is missing" in said[1] and said[-1].endswith("more")
+    found = differences(have, Directory(dir).manifest)
+    assert found[0] == "config.json: hidden_size is 5, and 4 in the engine's checkpoint"
+    assert "is missing" in found[1] and found[-1].endswith("more")
 
 
 def test_the_arena_gives_what_is_free() -> None:
@@ -343,8 +343,8 @@ def test_the_first_piece_does_not_wait_for_memory_of_others(
     assert len(had) == 12 and had[0] == 1 and max(had) == AHEAD  # the others are used again
 
 
-def test_who_holds_too_much_is_told(tmp_path: pathlib.Path) -> None:
-    dir = folder(tmp_path / "m", random.Random(15), tensors=60)
+def test_a_directory_that_holds_too_much_is_named(tmp_path: pathlib.Path) -> None:
+    dir = checkpoint(tmp_path / "m", random.Random(15), tensors=60)
     source = Files(str(dir), 8 * 8192)
     with pytest.raises(LoadError, match="want at least 8"):
         Stream(source, 1 << 20)

@@ -41,8 +41,8 @@ def compile_c(out: pathlib.Path, *sources: str, flags: str) -> pathlib.Path:
 
 
 def run(*command: object, env: dict[str, str] | None = None, timeout: float = 600) -> str:
-    """What the command says. Where it fails, or does not end in time, the test fails with all that
-    it has said."""
+    """What the command prints. Where it fails, or does not end in time, the test fails with all
+    that it has printed."""
     with subprocess.Popen(
         [str(c) for c in command],
         stdout=subprocess.PIPE,
@@ -63,7 +63,7 @@ def run(*command: object, env: dict[str, str] | None = None, timeout: float = 60
     if p.returncode != 0:
         pytest.fail(
             f"{shlex.join(map(str, command))} {verdict or f'ended with status {p.returncode}'}; it "
-            f"said:\n{out}",
+            f"printed:\n{out}",
             pytrace=False,
         )
     return out

@@ -99,13 +99,13 @@ class Build:
 
 
 def ended(p: subprocess.Popen[str], timeout: float = 300) -> tuple[int, str, Report, str]:
-    """Its status, what it said, and the report."""
+    """Its status, what it printed, and the report."""
     try:
         out, err = p.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         p.kill()
         out, err = p.communicate()
-        pytest.fail(f"{p.args} did not end within {timeout} s; it said:\n{out}{err}")
+        pytest.fail(f"{p.args} did not end within {timeout} s; it printed:\n{out}{err}")
     report: Report = collections.defaultdict(int)
     for entry, copies, why in re.findall(r"\]: (cu\w+): (\d+) copies, \d+ bytes: (.*)", err):
         report[entry, why] = int(copies)
@@ -540,13 +540,13 @@ def test_a_setting_that_is_wrong(build: Build, name: str, value: str) -> None:
     ] == (0, "ok\n")
 
 
-@pytest.mark.parametrize("folder", ["a b", "a:b", "none"])
-def test_the_command_refuses_a_path(tmp_path: pathlib.Path, folder: str) -> None:
+@pytest.mark.parametrize("name", ["a b", "a:b", "none"])
+def test_the_command_refuses_a_path(tmp_path: pathlib.Path, name: str) -> None:
     """The loader splits LD_PRELOAD there, and only warns."""
-    at = tmp_path / folder
+    at = tmp_path / name
     at.mkdir()
     module = pathlib.Path(shutil.copy(ROOT / "python" / "kvspray" / "preload.py", at))
-    if folder != "none":
+    if name != "none":
         (at / "libkvspray_preload.so").touch()
     p = subprocess.run([sys.executable, str(module), "true"], capture_output=True, text=True)
     assert p.returncode == 1 and p.stderr.startswith(
@@ -559,7 +559,7 @@ def test_the_command(build: Build, tmp_path: pathlib.Path) -> None:
     module = pathlib.Path(shutil.copy(ROOT / "python" / "kvspray" / "preload.py", tmp_path))
     shutil.copy(build.library, tmp_path)
 
-    def said(*command: str, **env: str) -> tuple[int, str]:
+    def output_of(*command: str, **env: str) -> tuple[int, str]:
         p = subprocess.run(
             [sys.executable, str(module), *command],
             capture_output=True,
@@ -569,7 +569,7 @@ def test_the_command(build: Build, tmp_path: pathlib.Path) -> None:
         return p.returncode, p.stdout + p.stderr
 
     library = str(module.with_name("libkvspray_preload.so"))
-    assert said() == (0, library + "\n")
-    code, out = said("sh", "-c", "echo $LD_PRELOAD 2>/dev/null", LD_PRELOAD="libdl.so.2")
+    assert output_of() == (0, library + "\n")
+    code, out = output_of("sh", "-c", "echo $LD_PRELOAD 2>/dev/null", LD_PRELOAD="libdl.so.2")
     assert code == 0 and f"{library} libdl.so.2\n" in out
-    assert said("/nothing") == (1, "kvspray.preload: /nothing: No such file or directory\n")
+    assert output_of("/nothing") == (1, "kvspray.preload: /nothing: No such file or directory\n")

@@ -120,7 +120,7 @@ def test_drop_waits(sidecar: Make, lender: Make) -> None:
     for bad in (lambda: w.drop_regions([b]), lambda: w.copy(a, b, [(0, 0, 1)])):
         with pytest.raises(ValueError, match="is not registered"):
             bad()
-    s.tell("close")
+    s.command("close")
     # What is left, in the next session.
     assert s.expect("add_regions")["regions"][0]["region"] == a.id.hex()
     w.add_regions([b])

@@ -1,5 +1,5 @@
-"""The C client hears sidecars of an invented older and a newer version: the very bytes of the
-shared vectors.
+"""The C client receives from sidecars of an invented older and a newer version: the very bytes of
+the shared vectors.
 
 What is missing has its default, what is new is passed over, and the session works.
 """
@@ -23,9 +23,9 @@ BOOT = bytes(range(0x40, 0x50)).hex()  # of the sidecar in the WELCOMEs
 Make = Callable[..., Any]
 
 
-def hears(s: Sidecar, name: str) -> None:
+def receives(s: Sidecar, name: str) -> None:
     """The client gets a vector as it stands."""
-    s.tell("raw", hex=VECTORS[name])
+    s.command("raw", hex=VECTORS[name])
 
 
 def replay(version: str, *names: str) -> dict[str, Any]:
@@ -82,13 +82,13 @@ def test_registered(sidecar: Make, worker: Make, version: str) -> None:
     [("older", "sidecar reports protocol: no"), ("newer", "sidecar reports from-the-future: ?")],
 )
 def test_error(sidecar: Make, worker: Make, version: str, reported: str) -> None:
-    """Neither says that it is fatal: the session stays."""
+    """Neither is fatal: the session stays."""
     s: Sidecar = sidecar()
     w = worker()
-    hears(s, f"error-{version}")
+    receives(s, f"error-{version}")
     until(lambda: w.status().counters["refusals"] == 1, "the error is counted")
     assert w.status().error == reported
-    s.tell("ping")
+    s.command("ping")
     s.expect("pong")
     assert (
         w.connected
@@ -101,7 +101,7 @@ def test_error(sidecar: Make, worker: Make, version: str, reported: str) -> None
 def test_bye(sidecar: Make, worker: Make, version: str) -> None:
     s: Sidecar = sidecar()
     w = worker()
-    hears(s, f"bye-{version}")
+    receives(s, f"bye-{version}")
     until(lambda: not w.connected, "it drains")
     assert w.status().counters["protocol_errors"] == 0 and w.intent(XFER, HASH, 40, [[1]]) == 0
 
@@ -113,7 +113,7 @@ def test_admitted(sidecar: Make, socket_path: pathlib.Path, version: str) -> Non
         assert c.wait_connected(TIMEOUT_S)
         assert c.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30)
         a = s.expect("await")
-        s.tell("replay", name="ADMITTED", id=a["id"], hex=VECTORS[f"admitted-{version}"])
+        s.command("replay", name="ADMITTED", id=a["id"], hex=VECTORS[f"admitted-{version}"])
         got = until(
             lambda: (
                 (x := c.admission(XFER, HASH)) is not None
@@ -145,13 +145,13 @@ def test_completions(sidecar: Make, worker: Make, name: str, want: dict[str, Any
         else w.intent(XFER, HASH, 40, [[1, 2, 3]])
     )
     s.expect("record", lease=lease)
-    s.tell("complete", lease=lease, name=name.split("-")[0].upper(), status=3, hex=VECTORS[name])
+    s.command("complete", lease=lease, name=name.split("-")[0].upper(), status=3, hex=VECTORS[name])
     assert w.wait(TIMEOUT_S)
     assert w.poll() == [kvspray.Completion(lease, received, CompletionStatus.EXPIRED, **want)]
 
 
-def test_each_message_to_a_shim_is_heard() -> None:
-    """What a sidecar says has both vectors, and a test here that plays them."""
-    said = ("welcome", "registered", "error", "admitted", "bye", "received", "sent")
-    assert {f"{m}-{v}" for m in said for v in ("older", "newer")} <= set(VECTORS)
+def test_each_message_to_a_shim_is_received() -> None:
+    """What a sidecar sends has both vectors, and a test here that plays them."""
+    names = ("welcome", "registered", "error", "admitted", "bye", "received", "sent")
+    assert {f"{m}-{v}" for m in names for v in ("older", "newer")} <= set(VECTORS)
     assert bytes.fromhex(BOOT) in bytes.fromhex(VECTORS["welcome-older"])

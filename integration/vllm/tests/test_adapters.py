@@ -1,4 +1,4 @@
-"""LoRA adapters are told apart by what their files hold, as the engine has loaded them."""
+"""LoRA adapters differ by what their files hold, as the engine has loaded them."""
 
 from __future__ import annotations
 
@@ -210,8 +210,8 @@ def test_one_name_with_two_contents_is_refused_with_both(
         ((_, hash, _, why),) = e.scheduler_shim.declined
         assert hash == bytes(32), "the prefill has these blocks under a hash of its own"
         mine = digest(one) if own else "no adapter"
-        for said in (why, caplog.text):
-            assert str(there) in said and mine in said
+        for text in (why, caplog.text):
+            assert str(there) in text and mine in text
 
 
 @pytest.mark.parametrize("content", ["other", "", "same"])
@@ -275,7 +275,7 @@ def test_an_adapter_that_is_read_again_after_the_load_ended(e: Engine, one: path
     assert e.step().bad_blocks == set()
     e.worker.adapter_loaded(1, "other")
     assert e.step({"r": 1}).bad_blocks == {1, 2, 3}
-    assert e.step().bad_blocks == set(), "each is told once"
+    assert e.step().bad_blocks == set(), "each is reported once"
 
 
 @pytest.mark.parametrize(
@@ -534,7 +534,7 @@ def test_a_failure_is_not_kept(tmp_path: pathlib.Path) -> None:
     assert content(a, lora(saved(tmp_path / "late", 1.0))) == digest(tmp_path / "late")
 
 
-def test_files_of_the_same_length_and_time_are_told_apart(one: pathlib.Path) -> None:
+def test_files_of_the_same_length_and_time_are_distinguished(one: pathlib.Path) -> None:
     a = Adapters()
     before = content(a, lora(one))
     file = one / "adapter_model.safetensors"
@@ -615,11 +615,11 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
     assert Manager._load_adapter is inner
 
 
-def test_what_the_engine_loads_is_told(
+def test_what_the_engine_loads_is_reported(
     manager: Manager, one: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    told: list[tuple[int, str]] = []
-    w = LoadWatch(lambda id, content: told.append((id, content)))
+    loads: list[tuple[int, str]] = []
+    w = LoadWatch(lambda id, content: loads.append((id, content)))
     w.watch()
     assert manager._load_adapter(lora(one, id=3)) == "model"
     manager._load_adapter(lora(one, "changes", id=4))
@@ -627,4 +627,4 @@ def test_what_the_engine_loads_is_told(
     w.close()
     manager._load_adapter(lora(one, id=6))
     first = digest(saved(tmp_path / "as-it-was", 1.0))
-    assert told == [(3, first), (4, ""), (5, "")]
+    assert loads == [(3, first), (4, ""), (5, "")]

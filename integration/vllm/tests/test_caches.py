@@ -359,8 +359,8 @@ def test_place_of_a_layer_view() -> None:
             Unsupported, match="layer l"
         ):  # pieces apart, every other element, pieces with holes
             caches.place_of("l", buf.as_strided(shape, strides), 6)
-    # Half of each row, as where layers alternate within a token: a packed page can say it, others
-    # cannot.
+    # Half of each row, as where layers alternate within a token: a packed page can express it,
+    # others cannot.
     rows = caches.place_of("l", buf.as_strided((6, 2, 32, 8), (1024, 512, 16, 1)), 6)
     assert rows.strides == (("head_stride", 1024), ("row_stride", 32))
     assert caches.place_params("l", rows, Kind("packed", {"heads": 2}, ordered=True), 32) == (
@@ -396,7 +396,7 @@ def test_a_stage_without_a_layer_of_a_group(backend: str) -> None:
 
 def test_a_draft_of_other_heads() -> None:
     """On one rank each layer has its own; on several they are the model's or its draft's, where
-    that can be told."""
+    that can be known."""
     both = {
         "a": FullAttentionSpec(**SIZES | {"num_kv_heads": 4}),
         "draft": FullAttentionSpec(**SIZES | {"num_kv_heads": 1}),

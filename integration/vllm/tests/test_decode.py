@@ -181,7 +181,7 @@ def test_a_failed_load_is_reported_after_its_fence(e: Engine) -> None:
         (0, 99, {7}, 4),
         (32, 32, {3, 4, 5, 6, 7}, 68),  # nothing came, and what the engine had is good
         (32, 80, {6, 7}, 20),
-        # Not even a block of it, nothing said, or nonsense: the engine begins anew.
+        # Not even a block of it, nothing at all, or garbage: the engine begins anew.
         (0, 0, set(), 100),
         (0, 15, set(), 100),
         (32, 0, set(), 68),

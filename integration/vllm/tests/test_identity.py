@@ -1,4 +1,4 @@
-"""What tells two engines' caches apart: each field of the identity changes the fingerprint and is
+"""What distinguishes two engines' caches: each field of the identity changes the fingerprint and is
 named by `kvspray layout check`, and what a plan bridges (tensor and pipeline parallelism, block
 size) does neither."""
 
@@ -141,20 +141,20 @@ class Engine:
                 )
 
 
-Registered = Iterable[tuple[str, dict[str, Any]]]  # an Engine, or what one has said
+Registered = Iterable[tuple[str, dict[str, Any]]]  # an Engine, or what one has registered
 Check = Callable[[Registered, Registered], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def check() -> Iterator[Check]:
     """`kvspray layout check` of two engines, as their sidecars would present them."""
-    said: dict[str, bytes] = {}
+    served: dict[str, bytes] = {}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(said[self.path])
+            self.wfile.write(served[self.path])
 
         def log_message(self, *_: object) -> None:
             pass
@@ -176,7 +176,7 @@ def check() -> Iterator[Check]:
                 }
                 for rank, of in e
             ]
-            said[f"/{side}/v1/layouts"] = json.dumps({"workers": workers}).encode()
+            served[f"/{side}/v1/layouts"] = json.dumps({"workers": workers}).encode()
         url = f"http://127.0.0.1:{server.server_port}"
         done = subprocess.run(
             [str(BINARY), "layout", "check", "--json", f"{url}/p", f"{url}/d"],
@@ -246,11 +246,11 @@ def test_what_differs_is_named(
     check: Check, a: dict[str, Any], b: dict[str, Any], fields: set[str]
 ) -> None:
     p, d = Engine(**a), Engine(**b)
-    said = check(p, d)
-    assert named(said) == fields, said
-    assert said["fingerprints"][0] != said["fingerprints"][1]
+    answer = check(p, d)
+    assert named(answer) == fields, answer
+    assert answer["fingerprints"][0] != answer["fingerprints"][1]
     # Its own, and not by chance.
-    assert check(d, d)["fingerprints"] == [said["fingerprints"][1]] * 2
+    assert check(d, d)["fingerprints"] == [answer["fingerprints"][1]] * 2
 
 
 @pytest.mark.parametrize(
@@ -264,14 +264,14 @@ def test_what_differs_is_named(
 def test_speculation_that_leaves_the_cache_of_a_prompt_as_it_is(
     check: Check, a: Any, b: Any
 ) -> None:
-    said = check(Engine(spec=a), Engine(spec=b))
-    assert named(said) == set() and said["fingerprints"][0] == said["fingerprints"][1], said
+    answer = check(Engine(spec=a), Engine(spec=b))
+    assert named(answer) == set() and answer["fingerprints"][0] == answer["fingerprints"][1], answer
 
 
-def named(said: dict[str, Any]) -> set[str]:
+def named(answer: dict[str, Any]) -> set[str]:
     """The fields that are named, those of layers without their layer and role."""
     out = set()
-    for line in said["differs"] or []:
+    for line in answer["differs"] or []:
         field = line.partition(": ")[0]
         for name in ("window", "bytes of a head of a token"):
             if field.endswith(name):
@@ -284,8 +284,10 @@ def test_byte_order(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as m:
         m.setattr(layout.sys, "byteorder", "big")
         big = list(Engine())
-    said = check(Engine(), big)
-    assert named(said) == {"byte_order"} and said["fingerprints"][0] != said["fingerprints"][1]
+    answer = check(Engine(), big)
+    assert (
+        named(answer) == {"byte_order"} and answer["fingerprints"][0] != answer["fingerprints"][1]
+    )
 
 
 def test_packing_that_depends_on_the_block_size(
@@ -293,12 +295,13 @@ def test_packing_that_depends_on_the_block_size(
 ) -> None:
     """With AMX, vLLM packs blocks that are multiples of 32 for it, and others as AVX-512 would."""
     amx(monkeypatch, True)
-    said = check(Engine(block=32), Engine(block=48))
+    answer = check(Engine(block=32), Engine(block=48))
     assert (
-        "identity.packing" in named(said) and said["fingerprints"][0] != said["fingerprints"][1]
-    ), said
-    said = check(Engine(block=32), Engine(block=64))
-    assert said["fingerprints"][0] == said["fingerprints"][1]
+        "identity.packing" in named(answer)
+        and answer["fingerprints"][0] != answer["fingerprints"][1]
+    ), answer
+    answer = check(Engine(block=32), Engine(block=64))
+    assert answer["fingerprints"][0] == answer["fingerprints"][1]
 
 
 def test_engine_version(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,10 +324,10 @@ def test_engine_version(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_plan_bridges_is_no_difference(
     check: Check, a: dict[str, Any], b: dict[str, Any], gives: int
 ) -> None:
-    said = check(Engine(**a), Engine(**b))
-    assert (said["differs"] or [], said.get("refused", ""), said["contributors"]) == (
+    answer = check(Engine(**a), Engine(**b))
+    assert (answer["differs"] or [], answer.get("refused", ""), answer["contributors"]) == (
         [],
         "",
         gives,
-    ), said
-    assert said["fingerprints"][0] == said["fingerprints"][1]
+    ), answer
+    assert answer["fingerprints"][0] == answer["fingerprints"][1]

@@ -55,7 +55,7 @@ def multi(*connectors: Any) -> Any:
 
 def test_statistics_cross_processes() -> None:
     """vLLM's server rebuilds those of each connector by the name of its class, and ends where it
-    knows none of that name."""
+    has none of that name."""
     stats = KVSprayStats()
     stats.ended(True, "ok", 4096, 250, "tcp", 0)
     got = MultiConnector.build_kv_connector_stats({"KVSprayConnector": stats.to_dict()})
@@ -97,7 +97,7 @@ def ours(e: Engine) -> Any:
 
 
 @pytest.mark.parametrize("first", ["ours", "the other"])
-def test_one_of_them_loads_and_the_other_knows(first: str) -> None:
+def test_one_of_them_loads_and_the_other_is_informed(first: str) -> None:
     e, other = Engine(), Other(32)
     m = multi(ours(e), other) if first == "ours" else multi(other, ours(e))
     r = e.add("r", 40, prefill_first())

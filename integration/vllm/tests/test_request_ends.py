@@ -43,7 +43,7 @@ def loading_source(v: Vllm) -> Any:
         b.hash = None
     v.pool.cached.clear()
     for s in v.shims:
-        s.work = lambda _: None  # loads end when the test says so
+        s.work = lambda _: None  # loads end when the test ends them
 
     def step() -> None:
         v.queue.append(v.schedule())

@@ -50,7 +50,7 @@ class AttentionLayer(AttentionLayerBase):
         return SimpleNamespace(get_name=lambda: self.backend)
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        raise AssertionError("the engine's configuration says it")
+        raise AssertionError("the engine's configuration has it")
 
 
 class Stage:

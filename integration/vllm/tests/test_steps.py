@@ -21,17 +21,17 @@ from fakes import (
 from kvspray_vllm import shim
 from kvspray_vllm.worker import LOAD_WAIT_S, WorkerSide
 
-# ---- what is said when
+# ---- what is reported when
 
 
-def test_a_step_begins_once_however_often_that_is_said(e: Engine) -> None:
+def test_a_step_begins_once_however_often_that_is_reported(e: Engine) -> None:
     e.add("r", 32, dict(DECODE))
     dest = e.add("d", 40, prefill_first())
     e.scheduler.allocated(dest, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 40)  # type: ignore[arg-type]
     meta = e.meta({"r": 32})
     e.worker.begin(meta)
-    said = e.worker_shim.take()
-    assert [c[0] for c in said] == ["intent", "step", "expect"]
+    calls = e.worker_shim.take()
+    assert [c[0] for c in calls] == ["intent", "step", "expect"]
     assert e.worker.signals
     e.worker.preempts(meta)
     e.worker.begin(meta)
@@ -170,7 +170,7 @@ def test_preemption_comes_before_anything_else_and_the_next_attempt_starts_over(
     assert ("step", 3, [(1, 48)]) in e.worker_shim.take()
 
 
-def test_preempts_are_said_once(e: Engine) -> None:
+def test_preempts_are_reported_once(e: Engine) -> None:
     e.add("r", 48, dict(DECODE))
     e.step({"r": 32})
     e.worker_shim.take()
@@ -222,7 +222,7 @@ def test_a_failed_forward_signals_nothing(e: Engine) -> None:
     e.worker_shim.take()
     e.worker.step_failed()
     e.worker.step_done()
-    # The flags of a later step would say that this one is complete, too.
+    # The flags of a later step would report that this one is complete, too.
     assert e.worker_shim.take() == [("cancel", 1)]
 
 

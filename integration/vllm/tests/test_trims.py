@@ -25,7 +25,7 @@ RUNS = 1000
 
 
 class Landing(FakeWorker):
-    """A sidecar that writes what it was told to, and no more: the tokens from `skip` to the
+    """A sidecar that writes what it was asked for, and no more: the tokens from `skip` to the
     prompt's end, in the blocks of the table."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def trimmed(rng: random.Random, computed: int, external: int) -> int:
     if how == 0:
         return external
     if how == 1:
-        return 0  # it does not read the prefix cache, say
+        return 0  # it does not read the prefix cache, for example
     if how == 2:
         return external - external % BLOCK  # so that it computes again from a boundary
     if how == 3:

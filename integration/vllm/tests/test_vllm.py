@@ -77,24 +77,24 @@ def test_blocks_that_lack_are_reported_with_the_request_that_ends() -> None:
         {"f"},
     )
     assert c.get_block_ids_with_load_errors() == {4}
-    assert c.get_block_ids_with_load_errors() == set()  # each is told once
+    assert c.get_block_ids_with_load_errors() == set()  # each is reported once
 
 
 @pytest.mark.parametrize("clears", [False, True])
 def test_a_load_begins_before_the_input_is_prepared_but_not_before_new_blocks_are_cleared(
     clears: bool,
 ) -> None:
-    said: list[str] = []
+    calls: list[str] = []
     c = object.__new__(KVSprayConnector)
     c._worker = SimpleNamespace(
-        begin=lambda m: said.append("begin"), preempts=lambda m: said.append("preempts")
+        begin=lambda m: calls.append("begin"), preempts=lambda m: calls.append("preempts")
     )  # type: ignore[assignment]
     c._generation, c._clears_blocks = None, clears
     meta = StepMeta()
     c.handle_preemptions(meta)
-    assert said == ["preempts" if clears else "begin"]
+    assert calls == ["preempts" if clears else "begin"]
     c.bind_connector_metadata(meta)
-    assert said[1:] == ["begin"]  # where it has begun, the worker's side knows
+    assert calls[1:] == ["begin"]  # where it has begun, the worker's side has it
 
 
 def test_metadata_survives_pickling() -> None:

@@ -12,13 +12,13 @@ from kvspray_vllm import KVSprayConnector, shim
 from kvspray_vllm.meta import Landed
 
 
-def connector(e: Engine, told: list[Any]) -> KVSprayConnector:
+def connector(e: Engine, sent: list[Any]) -> KVSprayConnector:
     c = object.__new__(KVSprayConnector)
 
     def describe(layout: Any) -> None:
-        if told and isinstance(told[0], Exception):
-            raise told[0]
-        told.append(layout["identity"]["weights"])
+        if sent and isinstance(sent[0], Exception):
+            raise sent[0]
+        sent.append(layout["identity"]["weights"])
 
     c._worker = e.worker
     c._worker_client = SimpleNamespace(describe=describe)  # type: ignore[assignment]
@@ -40,8 +40,8 @@ def test_open_leases_end_and_new_ones_are_not_made(e: Engine) -> None:
     e.step({"source": 40})
     assert e.finish("source")[0], "its blocks are held"
     e.step()
-    told: list[Any] = [RuntimeError("out of memory")]
-    c = connector(e, told)
+    sent: list[Any] = [RuntimeError("out of memory")]
+    c = connector(e, sent)
     e.worker_shim.take()
     c._weights_changed()
     cancelled = {call[1] for call in e.worker_shim.take() if call[0] == "cancel"}
@@ -61,9 +61,9 @@ def test_open_leases_end_and_new_ones_are_not_made(e: Engine) -> None:
     assert e.finish("after")[0] and e.step().sent == {"after"}
     assert e.worker_shim.leases == 2 and not [c for c in e.worker_shim.take() if c[0] == "step"]
 
-    told[:] = []
-    c._weights_changed()  # later ones can be told again
-    assert told == ["new"]
+    sent[:] = []
+    c._weights_changed()  # later ones can be sent again
+    assert sent == ["new"]
     load(e, "at last")
     e.step()
     assert e.worker_shim.leases == 3
