@@ -186,6 +186,20 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             )
         # Without it pages of a request that fails would be used again at once.
         self.enable_deferred_decode_kv_release = True
+        self._no_rooms()
+        self._engine = self._engine_id()
+        # The pages first, then the components in SGLang's order.
+        self._parts = self._open(server_args, is_mla)
+        loops = [self._messages]
+        if disaggregation_mode == DisaggregationMode.PREFILL:
+            loops.append(self._report)
+        else:
+            self._start_heartbeat_checker_thread()
+        for loop in loops:
+            threading.Thread(target=loop, name=f"kvspray{loop.__name__}", daemon=True).start()
+
+    def _no_rooms(self) -> None:
+        """The state of a manager without a request."""
         self._lock, self._status_lock = threading.Lock(), threading.Lock()
         self._senders: dict[int, KVSpraySender] = {}  # that have a room
         self._rooms: dict[int, Any] = {}  # _Source or _Arrival
@@ -195,18 +209,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         self._uses: OrderedDict[tuple[str, int], int] = OrderedDict()
         # Open leases at decode, by room: they outlive the room where SGLang forgets it first.
         self._writers: dict[int, int] = {}
-        self._engine = self._engine_id()
         self._settle: Callable[[], None] = lambda: None
-        # The pages first, then the components in SGLang's order.
-        self._parts = self._open(server_args, is_mla)
         self._chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
-        loops = [self._messages]
-        if disaggregation_mode == DisaggregationMode.PREFILL:
-            loops.append(self._report)
-        else:
-            self._start_heartbeat_checker_thread()
-        for loop in loops:
-            threading.Thread(target=loop, name=f"kvspray{loop.__name__}", daemon=True).start()
 
     def _open(self, server_args: Any, is_mla: bool) -> list[_Part]:
         import torch
