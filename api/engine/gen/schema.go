@@ -52,14 +52,14 @@ type body struct {
 }
 
 type field struct {
-	key, doc    string
-	typ         *fieldType
-	required    bool
-	omit        bool
-	cutAll      bool   // overflow=empty
-	def         string // default
+	key, doc string
+	typ      *fieldType
+	required bool
+	omit     bool
+	cutAll   bool   // overflow=empty
+	def      string // default
 	min, max string
-	floor       string
+	floor    string
 }
 
 type fieldType struct {
