@@ -145,9 +145,9 @@ func (l *Layout) DecodeMsgpack(d *msgpack.Decoder) error {
 		case "dtype":
 			l.DType, err = r.str("dtype")
 		case "groups":
-			l.Groups, err = r.groups()
+			l.Groups, err = list(&r, "groups", MaxGroups, r.group)
 		case "identity":
-			l.Identity, err = r.identity()
+			l.Identity, err = values(&r, "identity", MaxIdentity, r.str)
 		default:
 			return false, nil
 		}
@@ -193,34 +193,17 @@ func (r *reader) fields(field string, fn func(key string) (bool, error)) error {
 	return nil
 }
 
-func (r *reader) groups() ([]Group, error) {
-	n, err := r.arrayLen("groups", MaxGroups)
+// list reads an array of maps; fn returns the keys of one element.
+func list[T any](r *reader, field string, limit int,
+	fn func(e *T, field, key string) (bool, error)) ([]T, error) {
+	n, err := r.arrayLen(field, limit)
 	if err != nil {
 		return nil, err
 	}
-	out := make([]Group, n)
+	out := make([]T, n)
 	for i := range out {
-		g, field := &out[i], fmt.Sprintf("groups[%d]", i)
-		err := r.fields(field, func(key string) (bool, error) {
-			var err error
-			switch key {
-			case "tokens_per_block":
-				g.TokensPerBlock, err = r.uint32(field + "." + key)
-			case "same_table":
-				g.SameTable, err = r.bool(field + "." + key)
-			case "strategy":
-				g.Strategy, err = r.str(field + "." + key)
-			case "params":
-				g.Params, err = r.params(field + "." + key)
-			case "num_blocks":
-				g.NumBlocks, err = r.uint32(field + "." + key)
-			case "layers":
-				g.Layers, err = r.layerList(field + "." + key)
-			default:
-				return false, nil
-			}
-			return true, err
-		})
+		e := fmt.Sprintf("%s[%d]", field, i)
+		err := r.fields(e, func(key string) (bool, error) { return fn(&out[i], e+"."+key, key) })
 		if err != nil {
 			return nil, err
 		}
@@ -228,48 +211,55 @@ func (r *reader) groups() ([]Group, error) {
 	return out, nil
 }
 
-func (r *reader) layerList(field string) ([]Layer, error) {
-	n, err := r.arrayLen(field, MaxLayers-r.layers)
-	if err != nil {
-		return nil, err
+func (r *reader) group(g *Group, field, key string) (known bool, err error) {
+	switch key {
+	case "tokens_per_block":
+		g.TokensPerBlock, err = r.uint32(field)
+	case "same_table":
+		g.SameTable, err = r.bool(field)
+	case "strategy":
+		g.Strategy, err = r.str(field)
+	case "params":
+		g.Params, err = values(r, field, MaxParams, r.int)
+	case "num_blocks":
+		g.NumBlocks, err = r.uint32(field)
+	case "layers":
+		g.Layers, err = list(r, field, MaxLayers-r.layers, r.layer)
+		r.layers += len(g.Layers)
+	default:
+		return false, nil
 	}
-	r.layers += n
-	out := make([]Layer, n)
-	for i := range out {
-		ly, lf := &out[i], fmt.Sprintf("%s[%d]", field, i)
-		err := r.fields(lf, func(key string) (bool, error) {
-			var err error
-			switch key {
-			case "name":
-				ly.Name, err = r.str(lf + "." + key)
-			case "index":
-				ly.Index, err = r.index(lf + "." + key)
-			case "region":
-				ly.Region, err = r.index(lf + "." + key)
-			case "base":
-				ly.Base, err = r.uint(lf + "." + key)
-			case "block_stride":
-				ly.BlockStride, err = r.uint(lf + "." + key)
-			case "page_bytes":
-				ly.PageBytes, err = r.uint(lf + "." + key)
-			default:
-				return false, nil
-			}
-			return true, err
-		})
-		if err != nil {
-			return nil, err
-		}
-	}
-	return out, nil
+	return true, err
 }
 
-func (r *reader) params(field string) (map[string]int64, error) {
-	n, err := r.mapLen(field, MaxParams)
+func (r *reader) layer(l *Layer, field, key string) (known bool, err error) {
+	switch key {
+	case "name":
+		l.Name, err = r.str(field)
+	case "index":
+		l.Index, err = r.index(field)
+	case "region":
+		l.Region, err = r.index(field)
+	case "base":
+		l.Base, err = r.uint(field)
+	case "block_stride":
+		l.BlockStride, err = r.uint(field)
+	case "page_bytes":
+		l.PageBytes, err = r.uint(field)
+	default:
+		return false, nil
+	}
+	return true, err
+}
+
+// values reads a map whose keys are data: params, identity.
+func values[V any](r *reader, field string, limit int,
+	value func(field string) (V, error)) (map[string]V, error) {
+	n, err := r.mapLen(field, limit)
 	if err != nil {
 		return nil, err
 	}
-	out := make(map[string]int64, n)
+	out := make(map[string]V, n)
 	for range n {
 		k, err := r.str(field + ", a key")
 		if err != nil {
@@ -278,28 +268,7 @@ func (r *reader) params(field string) (map[string]int64, error) {
 		if _, dup := out[k]; dup {
 			return nil, refuse(field+"."+k, "twice", "a key comes once", "send each key once")
 		}
-		if out[k], err = r.int(field + "." + k); err != nil {
-			return nil, err
-		}
-	}
-	return out, nil
-}
-
-func (r *reader) identity() (map[string]string, error) {
-	n, err := r.mapLen("identity", MaxIdentity)
-	if err != nil {
-		return nil, err
-	}
-	out := make(map[string]string, n)
-	for range n {
-		k, err := r.str("identity, a key")
-		if err != nil {
-			return nil, err
-		}
-		if _, dup := out[k]; dup {
-			return nil, refuse("identity."+k, "twice", "a key comes once", "send each key once")
-		}
-		if out[k], err = r.str("identity." + k); err != nil {
+		if out[k], err = value(field + "." + k); err != nil {
 			return nil, err
 		}
 	}
@@ -308,33 +277,45 @@ func (r *reader) identity() (map[string]string, error) {
 
 func (r *reader) code(field string) (byte, error) {
 	c, err := r.d.PeekCode()
+	return c, decodeError(field, err)
+}
+
+func decodeError(field string, err error) error {
 	if err != nil {
-		return 0, fmt.Errorf("layout: %s: decode: %w", field, err)
+		return fmt.Errorf("layout: %s: decode: %w", field, err)
 	}
-	return c, nil
+	return nil
+}
+
+// expect refuses a value of another type than kind.
+func (r *reader) expect(field, kind string, is func(code byte) bool) error {
+	c, err := r.code(field)
+	if err == nil && !is(c) {
+		err = refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not "+kind,
+			"see docs/protocol.md, section 3")
+	}
+	return err
+}
+
+func isMap(c byte) bool {
+	return msgpcode.IsFixedMap(c) || c == msgpcode.Map16 || c == msgpcode.Map32
+}
+
+func isArray(c byte) bool {
+	return msgpcode.IsFixedArray(c) || c == msgpcode.Array16 || c == msgpcode.Array32
 }
 
 func (r *reader) mapLen(field string, limit int) (int, error) {
-	c, err := r.code(field)
-	if err != nil {
+	if err := r.expect(field, "a map", isMap); err != nil {
 		return 0, err
-	}
-	if !msgpcode.IsFixedMap(c) && c != msgpcode.Map16 && c != msgpcode.Map32 {
-		return 0, refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not a map",
-			"see docs/protocol.md, section 3")
 	}
 	n, err := r.d.DecodeMapLen()
 	return r.bounded(field, n, limit, err)
 }
 
 func (r *reader) arrayLen(field string, limit int) (int, error) {
-	c, err := r.code(field)
-	if err != nil {
+	if err := r.expect(field, "an array", isArray); err != nil {
 		return 0, err
-	}
-	if !msgpcode.IsFixedArray(c) && c != msgpcode.Array16 && c != msgpcode.Array32 {
-		return 0, refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not an array",
-			"see docs/protocol.md, section 3")
 	}
 	n, err := r.d.DecodeArrayLen()
 	return r.bounded(field, n, limit, err)
@@ -342,7 +323,7 @@ func (r *reader) arrayLen(field string, limit int) (int, error) {
 
 func (r *reader) bounded(field string, n, limit int, err error) (int, error) {
 	if err != nil {
-		return 0, fmt.Errorf("layout: %s: decode: %w", field, err)
+		return 0, decodeError(field, err)
 	}
 	if n < 0 || n > limit {
 		return 0, refuse(field, fmt.Sprintf("%d entries", n), fmt.Sprintf("at most %d", limit),
@@ -352,23 +333,16 @@ func (r *reader) bounded(field string, n, limit int, err error) (int, error) {
 }
 
 func (r *reader) str(field string) (string, error) {
-	c, err := r.code(field)
-	if err != nil {
+	if err := r.expect(field, "a string", msgpcode.IsString); err != nil {
 		return "", err
-	}
-	if !msgpcode.IsString(c) {
-		return "", refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not a string",
-			"see docs/protocol.md, section 3")
 	}
 	n, err := r.d.DecodeBytesLen()
 	if n, err = r.bounded(field, n, MaxStringBytes, err); err != nil {
 		return "", err
 	}
 	b := make([]byte, n)
-	if err := r.d.ReadFull(b); err != nil {
-		return "", fmt.Errorf("layout: %s: decode: %w", field, err)
-	}
-	return string(b), nil
+	err = r.d.ReadFull(b)
+	return string(b), decodeError(field, err)
 }
 
 // uint reads any integer encoding of a non-negative value. The decoder's DecodeUint64 would wrap a
@@ -382,10 +356,7 @@ func (r *reader) uint(field string) (uint64, error) {
 	case c <= msgpcode.PosFixedNumHigh, c == msgpcode.Uint8, c == msgpcode.Uint16,
 		c == msgpcode.Uint32, c == msgpcode.Uint64:
 		v, err := r.d.DecodeUint64()
-		if err != nil {
-			return 0, fmt.Errorf("layout: %s: decode: %w", field, err)
-		}
-		return v, nil
+		return v, decodeError(field, err)
 	}
 	v, err := r.int(field)
 	if err != nil {
@@ -406,14 +377,11 @@ func (r *reader) int(field string) (int64, error) {
 	case msgpcode.IsFixedNum(c), c >= msgpcode.Uint8 && c <= msgpcode.Uint32, c >= msgpcode.Int8 &&
 		c <= msgpcode.Int64:
 		v, err := r.d.DecodeInt64()
-		if err != nil {
-			return 0, fmt.Errorf("layout: %s: decode: %w", field, err)
-		}
-		return v, nil
+		return v, decodeError(field, err)
 	case c == msgpcode.Uint64:
 		v, err := r.d.DecodeUint64()
 		if err != nil {
-			return 0, fmt.Errorf("layout: %s: decode: %w", field, err)
+			return 0, decodeError(field, err)
 		}
 		if v > math.MaxInt64 {
 			return 0, refuse(field, v, "does not fit 63 bits", "send a smaller number")
@@ -425,19 +393,12 @@ func (r *reader) int(field string) (int64, error) {
 }
 
 func (r *reader) bool(field string) (bool, error) {
-	c, err := r.code(field)
-	if err != nil {
+	isBool := func(c byte) bool { return c == msgpcode.True || c == msgpcode.False }
+	if err := r.expect(field, "a boolean", isBool); err != nil {
 		return false, err
 	}
-	if c != msgpcode.True && c != msgpcode.False {
-		return false, refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not a boolean",
-			"see docs/protocol.md, section 3")
-	}
 	v, err := r.d.DecodeBool()
-	if err != nil {
-		return false, fmt.Errorf("layout: %s: decode: %w", field, err)
-	}
-	return v, nil
+	return v, decodeError(field, err)
 }
 
 func (r *reader) uint32(field string) (uint32, error) {
@@ -474,16 +435,13 @@ func (r *reader) skip(field string, depth int) error {
 	case msgpcode.IsExt(c):
 		_, n, err = r.d.DecodeExtHeader()
 		return r.pass(field, n, err)
-	case msgpcode.IsFixedMap(c), c == msgpcode.Map16, c == msgpcode.Map32:
+	case isMap(c):
 		n, err = r.d.DecodeMapLen()
 		n *= 2
-	case msgpcode.IsFixedArray(c), c == msgpcode.Array16, c == msgpcode.Array32:
+	case isArray(c):
 		n, err = r.d.DecodeArrayLen()
 	default:
-		if err := r.d.Skip(); err != nil {
-			return fmt.Errorf("layout: %s: decode: %w", field, err)
-		}
-		return nil
+		return decodeError(field, r.d.Skip())
 	}
 	if n, err = r.bounded(field, n, MaxEncodedBytes, err); err != nil {
 		return err
@@ -505,7 +463,7 @@ func (r *reader) pass(field string, n int, err error) error {
 	for n > 0 {
 		k := min(n, len(buf))
 		if err := r.d.ReadFull(buf[:k]); err != nil {
-			return fmt.Errorf("layout: %s: decode: %w", field, err)
+			return decodeError(field, err)
 		}
 		n -= k
 	}

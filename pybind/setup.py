@@ -1,9 +1,12 @@
-"""Compiles libkvspray.so and libkvspray_preload.so with the C compiler and puts them beside the Python files.
+"""Compiles libkvspray.so and libkvspray_preload.so with the C compiler and puts them beside the
+Python files.
 
-The libraries are plain C, the first is loaded with ctypes and the other by LD_PRELOAD, so the wheel is bound to the platform but to no Python version.
+The libraries are plain C, the first is loaded with ctypes and the other by LD_PRELOAD, so the wheel
+is bound to the platform but to no Python version.
 
-A wheel for others also contains the sidecar. Two variables, which `make wheels` sets, make one: KVSPRAY_WHEEL_BINARY is the
-binary, KVSPRAY_WHEEL_PLATFORM the tag of the platform that CC compiles for.
+A wheel for others also contains the sidecar. Two variables, which `make wheels` sets, make one:
+KVSPRAY_WHEEL_BINARY is the binary, KVSPRAY_WHEEL_PLATFORM the tag of the platform that CC compiles
+for.
 """
 
 import os
@@ -22,15 +25,30 @@ CFLAGS = "-std=c11 -O2 -g -fPIC -Wall -Wextra -Werror -fvisibility=hidden -D_GNU
 
 
 # The preload contains the client, and exports the driver's names alone.
-PRELOAD_FLAGS = ("-Ddlsym=kvs_real_dlsym", f"-I{ROOT / 'src'}", f"-Wl,--version-script={ROOT / 'preload' / 'preload.map'}")
+PRELOAD_FLAGS = (
+    "-Ddlsym=kvs_real_dlsym",
+    f"-I{ROOT / 'src'}",
+    f"-Wl,--version-script={ROOT / 'preload' / 'preload.map'}",
+)
 
 
-def compile_library(target: pathlib.Path, *folders: str, more: tuple[str, ...] = ()) -> None:
+def compile_library(target: pathlib.Path, *directories: str, more: tuple[str, ...] = ()) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     cc = shlex.split(os.environ.get("CC", "gcc"))
     flags = shlex.split(CFLAGS + " " + os.environ.get("CFLAGS", ""))
-    sources = [str(p) for folder in folders for p in sorted((ROOT / folder).glob("*.c"))]
-    command = [*cc, *flags, *more, f"-I{ROOT / 'include'}", "-shared", "-Wl,-z,defs", "-o", str(target), *sources, "-ldl"]
+    sources = [str(p) for directory in directories for p in sorted((ROOT / directory).glob("*.c"))]
+    command = [
+        *cc,
+        *flags,
+        *more,
+        f"-I{ROOT / 'include'}",
+        "-shared",
+        "-Wl,-z,defs",
+        "-o",
+        str(target),
+        *sources,
+        "-ldl",
+    ]
     try:
         subprocess.run(command, check=True)
     except FileNotFoundError as e:
@@ -43,7 +61,9 @@ class BuildPy(build_py):
         # An editable install uses the library in the source directory.
         base = ROOT / "python" if self.editable_mode else pathlib.Path(self.build_lib)
         compile_library(base / "kvspray" / "libkvspray.so", "src")
-        compile_library(base / "kvspray" / "libkvspray_preload.so", "preload", "src", more=PRELOAD_FLAGS)
+        compile_library(
+            base / "kvspray" / "libkvspray_preload.so", "preload", "src", more=PRELOAD_FLAGS
+        )
         if binary := os.environ.get("KVSPRAY_WHEEL_BINARY"):
             target = base / "kvspray" / "_bin" / "kvspray"
             target.parent.mkdir(exist_ok=True)

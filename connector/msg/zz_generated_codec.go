@@ -400,8 +400,8 @@ func (m *PendingStep) append(b []byte) []byte {
 	return b
 }
 
-func (r *reader) packedCopyBlock(least, most int) []CopyBlock {
-	b := r.packed(least, most, 24)
+func (r *reader) packedCopyBlock(low, high int) []CopyBlock {
+	b := r.packed(low, high, 24)
 	if r.err != nil {
 		return nil
 	}
@@ -427,8 +427,8 @@ func appendPackedCopyBlock(b []byte, v []CopyBlock) []byte {
 	return b
 }
 
-func (r *reader) packedLoadPart(least, most int) []LoadPart {
-	b := r.packed(least, most, 48)
+func (r *reader) packedLoadPart(low, high int) []LoadPart {
+	b := r.packed(low, high, 48)
 	if r.err != nil {
 		return nil
 	}
@@ -462,8 +462,8 @@ func appendPackedLoadPart(b []byte, v []LoadPart) []byte {
 	return b
 }
 
-func (r *reader) packedLoadPage(least, most int) []LoadPage {
-	b := r.packed(least, most, 8)
+func (r *reader) packedLoadPage(low, high int) []LoadPage {
+	b := r.packed(low, high, 8)
 	if r.err != nil {
 		return nil
 	}
@@ -487,8 +487,8 @@ func appendPackedLoadPage(b []byte, v []LoadPage) []byte {
 	return b
 }
 
-func (r *reader) packedSpaceRef(least, most int) []SpaceRef {
-	b := r.packed(least, most, 8)
+func (r *reader) packedSpaceRef(low, high int) []SpaceRef {
+	b := r.packed(low, high, 8)
 	if r.err != nil {
 		return nil
 	}
@@ -510,8 +510,8 @@ func appendPackedSpaceRef(b []byte, v []SpaceRef) []byte {
 	return b
 }
 
-func (r *reader) packedPagePiece(least, most int) []PagePiece {
-	b := r.packed(least, most, 32)
+func (r *reader) packedPagePiece(low, high int) []PagePiece {
+	b := r.packed(low, high, 32)
 	if r.err != nil {
 		return nil
 	}

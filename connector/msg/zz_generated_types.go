@@ -20,7 +20,7 @@ const (
 	MaxStepReqs     = 4096
 	MaxRecompute    = 1024
 	MaxFanout       = 16
-	MaxCopyBlocks   = 32768   // blocks of a COPY, pages of a LOAD: fits a record, and takes less than a second
+	MaxCopyBlocks   = 32768   // blocks of a COPY, pages of a LOAD: fits a record, takes under a second
 	MaxLoadParts    = 1024    // of a LOAD
 	MaxLoadBlocks   = 1 << 17 // of a LOAD: parts times pages
 	MaxHandleBytes  = 256     // of a region's handle

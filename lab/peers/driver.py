@@ -1,12 +1,15 @@
-"""One end of another engine, driven by `kvspray-bench peers` over its standard input and output, a JSON object in each line.
+"""One end of another engine, driven by `kvspray-bench peers` over its standard input and output, a
+JSON object in each line.
 
     driver.py ENGINE target|initiator --ip IP --block BYTES --total BYTES [--region BYTES]
 
-The target sends {"ready": ...}; what is in it is handed to the initiator as {"target": ...}, whose {"ready": ...} goes to the target as
-{"initiator": ...}. {"go": {"seconds": s, "count": n}} makes the initiator write transfers, one after the other, each block from a random
-place to a random place; each gives a line {"began": unix time, "took": seconds, "bytes": n, "error": text}. {"digest": k} asks either end
-for the digest of what transfer k moved. Planning (descriptor lists, permutations) is done before a transfer's clock starts, in the
-engine's favour. The places of transfer k follow from k alone, so both ends compute them.
+The target sends {"ready": ...}; what is in it is handed to the initiator as {"target": ...}, whose
+{"ready": ...} goes to the target as {"initiator": ...}. {"go": {"seconds": s, "count": n}} makes
+the initiator write transfers, one after the other, each block from a random place to a random
+place; each gives a line {"began": unix time, "took": seconds, "bytes": n, "error": text}.
+{"digest": k} asks either end for the digest of what transfer k moved. Planning (descriptor lists,
+permutations) is done before a transfer's clock starts, in the engine's favour. The places of
+transfer k follow from k alone, so both ends compute them.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ import time
 
 import numpy as np
 
-STALLED = float(os.environ.get("KVSPRAY_PEERS_STALL", "20"))  # seconds after which a transfer counts as failed
+# Seconds after which a transfer counts as failed.
+STALLED = float(os.environ.get("KVSPRAY_PEERS_STALL", "20"))
 
 
 def places(k: int, block: int, total: int, region: int) -> tuple[np.ndarray, np.ndarray]:
@@ -56,13 +60,18 @@ class Nixl:
         from nixl._api import nixl_agent, nixl_agent_config
 
         # The target has no thread that would poll: its progress thread does. The initiator polls.
-        self.agent = nixl_agent(role, nixl_agent_config(enable_prog_thread=role == "target", backends=[]))
+        self.agent = nixl_agent(
+            role, nixl_agent_config(enable_prog_thread=role == "target", backends=[])
+        )
         self.agent.create_backend("UCX", {})
         self.memory = memory
         self.registered = self.agent.register_memory([(memory.address, memory.size, 0, "")], "DRAM")
 
     def hello(self) -> dict:
-        return {"metadata": base64.b64encode(self.agent.get_agent_metadata()).decode(), "address": self.memory.address}
+        return {
+            "metadata": base64.b64encode(self.agent.get_agent_metadata()).decode(),
+            "address": self.memory.address,
+        }
 
     def meet(self, other: dict) -> None:
         name = self.agent.add_remote_agent(base64.b64decode(other["metadata"]))
@@ -82,7 +91,9 @@ class Nixl:
         self.there = self.agent.prep_xfer_dlist(self.peer, rows(self.remote), "DRAM")
 
     def plan(self, src: np.ndarray, dst: np.ndarray, _block: int):
-        return self.agent.make_prepped_xfer("WRITE", self.here, src.astype(np.int32), self.there, dst.astype(np.int32))
+        return self.agent.make_prepped_xfer(
+            "WRITE", self.here, src.astype(np.int32), self.there, dst.astype(np.int32)
+        )
 
     def move(self, plan) -> str:
         end = time.monotonic() + STALLED
@@ -122,7 +133,14 @@ class Mooncake:
 
     def plan(self, src: np.ndarray, dst: np.ndarray, block: int):
         a, b = (src * block + self.memory.address).tolist(), (dst * block + self.remote).tolist()
-        return [(a[i : i + self.MAX_OPEN], b[i : i + self.MAX_OPEN], [block] * len(a[i : i + self.MAX_OPEN])) for i in range(0, len(a), self.MAX_OPEN)]
+        return [
+            (
+                a[i : i + self.MAX_OPEN],
+                b[i : i + self.MAX_OPEN],
+                [block] * len(a[i : i + self.MAX_OPEN]),
+            )
+            for i in range(0, len(a), self.MAX_OPEN)
+        ]
 
     def move(self, plan) -> str:
         for a, b, n in plan:
@@ -169,7 +187,9 @@ class End:
         """Writes transfers until the time is over or the count is reached, or one fails."""
         first, end = self.next, time.monotonic() + seconds
         while (not count or self.next - first < count) and (not seconds or time.monotonic() < end):
-            plan = self.engine.plan(*places(self.next, self.block, self.total, self.region), self.block)
+            plan = self.engine.plan(
+                *places(self.next, self.block, self.total, self.region), self.block
+            )
             began, clock = time.time(), time.monotonic()
             error = self.engine.move(plan)
             self.say(began=began, took=time.monotonic() - clock, bytes=self.total, error=error)
@@ -179,10 +199,13 @@ class End:
 
 
 def main() -> None:
-    # The engines and their libraries write to standard output as they please: the conversation goes on under another number.
+    # The engines and their libraries write to standard output as they please: the conversation goes
+    # on under another number.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     ap.add_argument("engine", choices=("nixl", "mooncake"))
     ap.add_argument("role", choices=("target", "initiator"))
     ap.add_argument("--ip", required=True)

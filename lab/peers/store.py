@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""kvspray's store beside Mooncake's and LMCache's on one trace of conversations: rate and time of gets and puts, and CPU time. `make bench-store`.
+"""kvspray's store beside Mooncake's and LMCache's on one trace of conversations: rate and time of
+gets and puts, and CPU time. `make bench-store`.
 
-The trace: TALKS conversations take turns. A turn looks up all pages of its conversation, gets those that are there, and puts the others
-with new content, in two calls. The first SYSTEM pages are the same in all conversations. Each subject runs the same trace on the same
-memory with as much room for pages. Every page that comes back is compared with the content that its key stands for.
+The trace: TALKS conversations take turns. A turn looks up all pages of its conversation, gets those
+that are there, and puts the others with new content, in two calls. The first SYSTEM pages are the
+same in all conversations. Each subject runs the same trace on the same memory with as much room for
+pages. Every page that comes back is compared with the content that its key stands for.
 
-Both subjects keep the pages in another process of this host: kvspray in its sidecar, which shares memory with the engine; Mooncake in a
-client of its own, which the engine's client reaches over tcp on loopback. `mooncake-own` keeps them in the engine's own process.
+Both subjects keep the pages in another process of this host: kvspray in its sidecar, which shares
+memory with the engine; Mooncake in a client of its own, which the engine's client reaches over tcp
+on loopback. `mooncake-own` keeps them in the engine's own process.
 """
 
 from __future__ import annotations
@@ -70,10 +73,14 @@ class Memory:
         self.base = np.arange(page // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
     def fill(self, block: int, key: bytes) -> None:
-        np.bitwise_xor(self.base, np.uint64(int.from_bytes(key[:8], "little")), out=self.words[block])
+        np.bitwise_xor(
+            self.base, np.uint64(int.from_bytes(key[:8], "little")), out=self.words[block]
+        )
 
     def holds(self, block: int, key: bytes) -> bool:
-        return bool((self.words[block] == (self.base ^ np.uint64(int.from_bytes(key[:8], "little")))).all())
+        return bool(
+            (self.words[block] == (self.base ^ np.uint64(int.from_bytes(key[:8], "little")))).all()
+        )
 
 
 class Subject(Protocol):
@@ -148,7 +155,8 @@ class Ours:
 
 
 class Mooncake:
-    """Its store over tcp. A segment of --room-mib holds the pages: in another process, or (own) in this one."""
+    """Its store over tcp. A segment of --room-mib holds the pages: in another process, or (own) in
+    this one."""
 
     def __init__(self, run: pathlib.Path, a: argparse.Namespace, own: bool) -> None:
         import mmap
@@ -160,9 +168,10 @@ class Mooncake:
         port, meta = free_port(), free_port()
         log = (run / "mooncake.log").open("ab")
         self.servers = [start(
-            [str(here / "mooncake_master"), f"--rpc_port={port}", "--enable_http_metadata_server=true",
-             f"--http_metadata_server_port={meta}", "--http_metadata_server_host=127.0.0.1", f"--metrics_port={free_port()}"],
-            stdout=log, stderr=log,
+            [str(here / "mooncake_master"), f"--rpc_port={port}",
+            "--enable_http_metadata_server=true", f"--http_metadata_server_port={meta}",
+            "--http_metadata_server_host=127.0.0.1", f"--metrics_port={free_port()}"], stdout=log,
+            stderr=log,
         )]  # fmt: skip
         time.sleep(2)
         address, metadata = f"127.0.0.1:{port}", f"http://127.0.0.1:{meta}/metadata"
@@ -174,7 +183,10 @@ class Mooncake:
                 "print('ready',rc,flush=True)\nsys.stdin.read()\n"
             )
             holder = start(
-                [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
             )
             self.servers.append(holder)
             assert holder.stdout is not None
@@ -216,7 +228,8 @@ class Mooncake:
 
 
 class LMCache:
-    """Its local backend on a CPU, without an engine: a dictionary in this process, into which and from which the caller copies."""
+    """Its local backend on a CPU, without an engine: a dictionary in this process, into which and
+    from which the caller copies."""
 
     name = "lmcache-own"
 
@@ -230,10 +243,15 @@ class LMCache:
         from lmcache.v1.memory_management import MemoryFormat
         from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-        torch.set_num_threads(1)  # in its favour: threads wait for each other at each copy where other work runs
+        # In its favour: threads wait for each other at each copy where other work runs.
+        torch.set_num_threads(1)
         self.torch, self.key_class, self.format = torch, CacheEngineKey, MemoryFormat.HS_TD
-        config = LMCacheEngineConfig.from_defaults(local_cpu=True, max_local_cpu_size=a.room_mib / 1024)
-        self.backend = LocalCPUBackend(config, memory_allocator=MixedMemoryAllocator(a.room_mib << 20))
+        config = LMCacheEngineConfig.from_defaults(
+            local_cpu=True, max_local_cpu_size=a.room_mib / 1024
+        )
+        self.backend = LocalCPUBackend(
+            config, memory_allocator=MixedMemoryAllocator(a.room_mib << 20)
+        )
         self.map = mmap.mmap(-1, a.page * a.blocks)
         raw = np.frombuffer(self.map, dtype=np.uint8)
         self.memory = Memory(int(raw.ctypes.data), a.page, a.blocks)
@@ -243,7 +261,9 @@ class LMCache:
         return self.key_class("bench", 1, 0, int.from_bytes(key[:8], "little"), self.torch.uint8)
 
     def exists(self, keys: list[bytes]) -> int:
-        return next((i for i, k in enumerate(keys) if not self.backend.contains(self._key(k))), len(keys))
+        return next(
+            (i for i, k in enumerate(keys) if not self.backend.contains(self._key(k))), len(keys)
+        )
 
     def get(self, keys: list[bytes]) -> int:
         for i, key in enumerate(keys):
@@ -318,12 +338,13 @@ def play(s: Subject, a: argparse.Namespace) -> dict[str, Any]:
         ms = sorted(1e3 * t for _, t in all_)
         total = sum(n for n, _ in all_) * a.page / 1e9
         return {
-            "gb_s": total / sum(t for _, t in all_), "p50_ms": statistics.median(ms), "p99_ms": ms[int(0.99 * (len(ms) - 1))],
+            "gb_s": total / sum(t for _, t in all_), "p50_ms": statistics.median(ms),
+            "p99_ms": ms[int(0.99 * (len(ms) - 1))],
         }  # fmt: skip
 
     return {
-        "get": rates(gets), "put": rates(puts), "exists_ms": 1e3 * statistics.median(asks), "hit_rate": hits / asked,
-        "cpu_s_per_gb": cpu / moved, "wrong": wrong, "pages": asked,
+        "get": rates(gets), "put": rates(puts), "exists_ms": 1e3 * statistics.median(asks),
+        "hit_rate": hits / asked, "cpu_s_per_gb": cpu / moved, "wrong": wrong, "pages": asked,
     }  # fmt: skip
 
 
@@ -334,14 +355,23 @@ def subject(name: str, run: pathlib.Path, a: argparse.Namespace) -> Any:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--kvspray", type=pathlib.Path, default=ROOT / "bin/kvspray")
     p.add_argument("--subjects", default="kvspray,mooncake,mooncake-own,lmcache-own")
-    p.add_argument("--pages", default="262144,4194304", help="bytes of a page, each in a run of its own")
+    p.add_argument(
+        "--pages", default="262144,4194304", help="bytes of a page, each in a run of its own"
+    )
     p.add_argument("--room-mib", type=int, default=2048, help="for pages")
     p.add_argument("--talks", type=int, default=16)
     p.add_argument("--turns", type=int, default=8)
-    p.add_argument("--grow", type=int, default=0, help="pages by which a turn grows, on average; default: 2 MiB, at least 3")
+    p.add_argument(
+        "--grow",
+        type=int,
+        default=0,
+        help="pages by which a turn grows, on average; default: 2 MiB, at least 3",
+    )
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--json", type=pathlib.Path)
@@ -368,13 +398,18 @@ def main() -> int:
         for turn in range(a.rounds):
             for name in names if turn % 2 == 0 else reversed(names):
                 command = [
-                    sys.executable, __file__, "--one", name, "--pages", str(page), "--kvspray", str(a.kvspray), "--room-mib", str(a.room_mib),
-                    "--talks", str(a.talks), "--turns", str(a.turns), "--grow", str(a.grow), "--seed", str(a.seed + turn),
+                    sys.executable, __file__, "--one", name, "--pages", str(page), "--kvspray",
+                    str(a.kvspray), "--room-mib", str(a.room_mib), "--talks", str(a.talks),
+                    "--turns", str(a.turns), "--grow", str(a.grow), "--seed", str(a.seed + turn),
                 ]  # fmt: skip
                 out = subprocess.run(command, capture_output=True, text=True, timeout=600)
                 line = [x for x in out.stdout.splitlines() if x.startswith("RESULT ")]
                 if not line:
-                    print(f"{name}, pages of {page} bytes: no result; the end of what it printed:\n{(out.stdout + out.stderr)[-1500:]}", file=sys.stderr)
+                    print(
+                        f"{name}, pages of {page} bytes: no result; the end of what it "
+                        f"printed:\n{(out.stdout + out.stderr)[-1500:]}",
+                        file=sys.stderr,
+                    )
                     return 1
                 found[name].append(json.loads(line[0][7:]))
         for name in names:
@@ -382,14 +417,27 @@ def main() -> int:
             rows.append(row)
             wrong += row["wrong"]
             print(
-                f"{page >> 10:6} KiB  {name:13} get {row['get']['gb_s']:5.2f} GB/s p50 {row['get']['p50_ms']:6.1f} p99 {row['get']['p99_ms']:6.1f} ms"
-                f"  put {row['put']['gb_s']:5.2f} GB/s p50 {row['put']['p50_ms']:6.1f} p99 {row['put']['p99_ms']:6.1f} ms"
-                f"  exists {row['exists_ms']:.2f} ms  hits {row['hit_rate']:.2f}  CPU {row['cpu_s_per_gb']:.2f} s/GB  wrong {row['wrong']}",
+                f"{page >> 10:6} KiB  {name:13} get {row['get']['gb_s']:5.2f} GB/s p50 "
+                f"{row['get']['p50_ms']:6.1f} p99 {row['get']['p99_ms']:6.1f} ms  put "
+                f"{row['put']['gb_s']:5.2f} GB/s p50 {row['put']['p50_ms']:6.1f} p99 "
+                f"{row['put']['p99_ms']:6.1f} ms  exists {row['exists_ms']:.2f} ms  hits "
+                f"{row['hit_rate']:.2f}  CPU {row['cpu_s_per_gb']:.2f} s/GB  wrong {row['wrong']}",
                 flush=True,
-            )  # fmt: skip
+            )
     if a.json:
-        here = {"machine": platform.platform(), "cores": os.cpu_count(), "mooncake": MOONCAKE, "load": os.getloadavg()}
-        a.json.write_text(json.dumps({**here, "room_mib": a.room_mib, "talks": a.talks, "turns": a.turns, "rows": rows}, indent=1) + "\n")
+        here = {
+            "machine": platform.platform(),
+            "cores": os.cpu_count(),
+            "mooncake": MOONCAKE,
+            "load": os.getloadavg(),
+        }
+        a.json.write_text(
+            json.dumps(
+                {**here, "room_mib": a.room_mib, "talks": a.talks, "turns": a.turns, "rows": rows},
+                indent=1,
+            )
+            + "\n"
+        )
     return 1 if wrong else 0
 
 
@@ -400,7 +448,9 @@ def middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
         if isinstance(v, dict):
             out[k] = middle([r[k] for r in runs])
         else:
-            out[k] = sum(r[k] for r in runs) if k == "wrong" else statistics.median(r[k] for r in runs)
+            out[k] = (
+                sum(r[k] for r in runs) if k == "wrong" else statistics.median(r[k] for r in runs)
+            )
     return out
 
 

@@ -162,13 +162,16 @@ BAD_LINES = re.compile(
     re.M,
 )
 # An API server of vLLM that was asked to stop writes a traceback for each request that it ends.
-SHUTDOWN = re.compile(r"^\(APIServer pid=(\d+)\) .*\[shutdown\] API server: shutdown triggered", re.M)
+SHUTDOWN = re.compile(
+    r"^\(APIServer pid=(\d+)\) .*\[shutdown\] API server: shutdown triggered", re.M
+)
 API_SERVER = re.compile(r"\(APIServer pid=(\d+)\)")
 CLONE_NEWNET = 0x40000000
 
 
 def bad_line(text: str, stopped: set[str]) -> str | None:
-    """The first trouble in new lines of a log; stopped has the API servers that were asked to stop."""
+    """The first trouble in new lines of a log; stopped has the API servers that were asked to
+    stop."""
     stopped.update(SHUTDOWN.findall(text))
     for bad in BAD_LINES.finditer(text):
         server = API_SERVER.match(bad.group())
@@ -380,7 +383,8 @@ class Soak:
                 self.problem(f"{kind}: {err}")
 
     def look_after(self) -> None:
-        """A process that no fault ended has to live; it is started again, so that the run goes on."""
+        """A process that no fault ended has to live; it is started again, so that the run goes
+        on."""
         for _, thing in self.things():
             proc = thing.proc
             if thing.name in self.busy or (proc is not None and proc.poll() is None):

@@ -95,7 +95,7 @@ void count_nothing(void)
 }
 
 /* By one write: lines of several processes do not mix. */
-void say(const char *format, ...)
+void print_line(const char *format, ...)
 {
 	char line[512];
 	int at = snprintf(line, sizeof line, "kvspray preload [%d]: ", (int)getpid());
@@ -117,14 +117,14 @@ void report(void)
 			struct counter *c = &table->counters[e][o];
 			seen += c->copies;
 			if (c->copies)
-				say("%s: %" PRIu64 " copies, %" PRIu64 " bytes: %s", entries[e], c->copies, c->bytes, outcomes[o]);
+				print_line("%s: %" PRIu64 " copies, %" PRIu64 " bytes: %s", entries[e], c->copies, c->bytes, outcomes[o]);
 		}
 	}
 	if (table->again.copies)
-		say("of these %" PRIu64 " copies, %" PRIu64 " bytes were made again by the driver: the sidecar did not finish them", table->again.copies, table->again.bytes);
+		print_line("of these %" PRIu64 " copies, %" PRIu64 " bytes were made again by the driver: the sidecar did not finish them", table->again.copies, table->again.bytes);
 	if (!seen && driver_loaded())
-		say("no copy of this process came by");
+		print_line("no copy of this process came by");
 	struct kvs_info info = {.size = sizeof info};
 	if (client && kvs_status_read(client, &info) == 0 && info.error[0])
-		say("the last error of the session: %s", info.error);
+		print_line("the last error of the session: %s", info.error);
 }

@@ -83,7 +83,7 @@ static struct {
 	uint32_t in_a_row;
 	int64_t until_ms;
 	uint64_t session; /* in which they were */
-	bool said;
+	bool logged;
 } failures;
 static uint32_t closed;                                  /* gate_close without gate_open */
 static uint64_t last_id;
@@ -178,7 +178,7 @@ void gate_close(void)
 /* No error can reach the program by the stream, and bytes are missing in it. */
 static void give_up(const struct op *o, const char *what, int rc)
 {
-	say("%s: %s (%d), of %llu bytes that the sidecar did not copy either: this process ends, as it would go on with wrong bytes", what,
+	print_line("%s: %s (%d), of %llu bytes that the sidecar did not copy either: this process ends, as it would go on with wrong bytes", what,
 	    cuda_error_name(rc), rc, (unsigned long long)o->bytes);
 	abort();
 }
@@ -331,21 +331,21 @@ static bool failing(void)
 	return failures.in_a_row >= MAX_FAILURES && kvs_now_ms() < failures.until_ms && session_now() == failures.session;
 }
 
-/* Whether that is to be told. With mu held. */
+/* Whether that is to be logged. With mu held. */
 static bool note_failure(uint64_t session)
 {
 	if (session != session_now())
 		return false;
 	if (session != failures.session) {
 		failures.in_a_row = 0;
-		failures.said = false;
+		failures.logged = false;
 		failures.session = session;
 	}
 	if (++failures.in_a_row < MAX_FAILURES)
 		return false;
 	failures.until_ms = kvs_now_ms() + PASS_MS;
-	bool first = !failures.said;
-	failures.said = true;
+	bool first = !failures.logged;
+	failures.logged = true;
 	return first;
 }
 
@@ -405,7 +405,7 @@ static void watch(void)
 	for (struct op *o = ops; o < ops + SLOTS; o++) {
 		if ((o->state != OP_FAILED && o->state != OP_AGAIN) || kvs_now_ms() - o->since_ms <= AGAIN_MS)
 			continue;
-		say("the driver has not made a copy of %llu bytes within %d s, and the sidecar did not finish it: this process ends, as it would hang",
+		print_line("the driver has not made a copy of %llu bytes within %d s, and the sidecar did not finish it: this process ends, as it would hang",
 		    (unsigned long long)o->bytes, AGAIN_MS / 1000);
 		abort();
 	}
@@ -436,7 +436,7 @@ static bool begin(void)
 		pthread_mutex_unlock(&mu);
 	}
 	if (unkillable && !logged)
-		say("the driver makes all copies: %s", kvs_strerror(KVS_E_UNKILLABLE));
+		print_line("the driver makes all copies: %s", kvs_strerror(KVS_E_UNKILLABLE));
 	logged |= unkillable;
 	return some;
 }
@@ -444,7 +444,7 @@ static bool begin(void)
 static void ended(uint64_t lease, uint16_t status, const char *reason)
 {
 	struct op *o = ops;
-	bool tell = false;
+	bool log = false;
 	pthread_mutex_lock(&mu);
 	while (o < ops + SLOTS && (o->state != OP_COPYING || o->lease != (int64_t)lease))
 		o++;
@@ -458,7 +458,7 @@ static void ended(uint64_t lease, uint16_t status, const char *reason)
 			memory_refused(o->dev, false);
 			failures.in_a_row = 0;
 		} else if (status != KVS_LOST) {
-			tell = note_failure(o->session);
+			log = note_failure(o->session);
 		}
 		if (status == KVS_OK)
 			finish(o);
@@ -466,8 +466,8 @@ static void ended(uint64_t lease, uint16_t status, const char *reason)
 			fail(o);
 	}
 	pthread_mutex_unlock(&mu);
-	if (tell)
-		say("the sidecar has failed %d copies in a row: copies pass by for %d s after each more: %.300s", MAX_FAILURES, PASS_MS / 1000, reason);
+	if (log)
+		print_line("the sidecar has failed %d copies in a row: copies pass by for %d s after each more: %.300s", MAX_FAILURES, PASS_MS / 1000, reason);
 }
 
 static void take_ends(void)
@@ -538,7 +538,7 @@ static bool open_client(void)
 	void *at = mmap(NULL, SLOTS * sizeof *slots, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (at == MAP_FAILED)
 		return false;
-	madvise(at, SLOTS * sizeof *slots, MADV_DONTFORK); /* a child's first write would give this process a page that no GPU knows */
+	madvise(at, SLOTS * sizeof *slots, MADV_DONTFORK); /* a child's first write would give this process a page that no GPU has mapped */
 	slots = at;
 	for (struct op *o = ops; o < ops + SLOTS; o++)
 		o->pieces = &o->one;
@@ -571,7 +571,7 @@ bool gate_start(void)
 		if (!state) {
 			bool up = open_client();
 			if (!up)
-				say("off: there is no driver of CUDA 12.3 or later, or no memory for the session");
+				print_line("off: there is no driver of CUDA 12.3 or later, or no memory for the session");
 			state = up ? 1 : 2;
 		}
 		pthread_mutex_unlock(&setting_up);

@@ -96,7 +96,7 @@ static bool on(void)
 	if (!settings()->on || forked)
 		return false;
 	if (wrong[0]) {
-		say("%s", wrong);
+		print_line("%s", wrong);
 		_exit(WRONG_SETTING);
 	}
 	pthread_once(&count_once, count_begin);
@@ -121,7 +121,7 @@ NOT_SANITIZED static lookup *next_lookup(void)
 	for (size_t i = 0; !f && i < sizeof versions / sizeof *versions; i++)
 		f = (lookup *)dlvsym(RTLD_NEXT, "dlsym", versions[i]);
 	if (!f) {
-		say("dlsym was not found in the C library: do not preload this library here");
+		print_line("dlsym was not found in the C library: do not preload this library here");
 		abort();
 	}
 	return found = f;
@@ -274,7 +274,7 @@ static bool taken(enum entry e, const void *host, devptr dev, uint64_t n, bool l
 	return worth(e, n) && gate_copy(e, &p, 1, load, s);
 }
 
-/* Addresses alone say which side is which. */
+/* Only the addresses show which side is which. */
 static bool taken_any(enum entry e, devptr dst, devptr src, uint64_t n, handle s)
 {
 	if (!worth(e, n))

@@ -212,12 +212,12 @@ void memory_all_gone(const char *why)
 			}
 		}
 		if (settings()->report)
-			say("%s: no more copies are taken", why);
+			print_line("%s: no more copies are taken", why);
 	}
 	pthread_mutex_unlock(&mu);
 }
 
-/* What an address is: MEMORY_DEVICE, MEMORY_HOST if pinned, 0 if the driver does not know it. */
+/* What an address is: MEMORY_DEVICE, MEMORY_HOST if pinned, 0 if it is none of the driver's. */
 static int kind_of(uint64_t at, bool *managed)
 {
 	unsigned shared = 0;
@@ -243,7 +243,7 @@ enum outcome memory_name(uint64_t dst, uint64_t src)
 	return to && from ? OUT_FOREIGN : OUT_PAGEABLE;
 }
 
-/* The allocation around an address, which the driver knows as `buffer`. With mu held. */
+/* The allocation around an address, whose number in the driver is `buffer`. With mu held. */
 static struct memory *device_at(uint64_t at, uint64_t buffer)
 {
 	for (struct memory *m = table; m < table + MAX_MEMORY; m++)

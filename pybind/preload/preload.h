@@ -143,7 +143,7 @@ void count_begin(void);
 /* In a child: the counters are its parent's. */
 void count_nothing(void);
 /* To stderr. Each is a line of its own. */
-__attribute__((format(printf, 1, 2))) void say(const char *format, ...);
+__attribute__((format(printf, 1, 2))) void print_line(const char *format, ...);
 void report(void);
 
 /* ---- hooks.c ---- */

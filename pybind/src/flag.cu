@@ -10,7 +10,7 @@ extern "C" __global__ void kvs_flag(const volatile u64 *step, volatile u64 *flag
 	*flag = *step;
 }
 
-// kvs_step: before a graph is launched, clears the replay flags of all layers and says which step those that the graph sets belong
+// kvs_step: before a graph is launched, clears the replay flags of all layers and records which step those that the graph sets belong
 // to (board.h). Whoever sees the step sees the zeros: each thread's fence, and the barrier, order them before it.
 extern "C" __global__ void kvs_step(u64 step, u64 *word, volatile u64 *replay, unsigned layers)
 {

@@ -33,7 +33,7 @@ static void file_put(kvs_client *c, int i)
 		close_fd(&c->files[i].fd);
 }
 
-/* The file of all[i]. Descriptors with one number are one file only as long as nobody closes them: during a call. */
+/* The file of all[i]. Descriptors with one number are one file only while they are open: during a call. */
 static int file_of(kvs_client *c, const struct kvs_region *all, uint32_t i)
 {
 	const struct kvs_region *r = &all[i];

@@ -26,7 +26,7 @@ static int region_id(struct kvs_region *r)
 	return kvs_random(r->id, sizeof r->id) < 0 ? KVS_E_SYS : 0;
 }
 
-enum { POPULATE_THREADS = 16, POPULATE_PART = 256 << 20 }; /* one thread for each part, at most so many */
+enum { POPULATE_THREADS = 16, POPULATE_PART = 256 << 20 }; /* a thread for each part, up to the first bound */
 enum { HUGE = 2 << 20 }; /* bytes of a huge page (x86-64, arm64 with pages of 4 KiB) */
 
 struct populate_part {

@@ -39,7 +39,7 @@ static uint64_t id_of(const uint8_t *body, size_t n)
 	return id;
 }
 
-/* An intent presented afresh says so itself. */
+/* An intent presented afresh has that in itself. */
 static bool held(const uint8_t *body, size_t n)
 {
 	size_t off, len;
@@ -141,7 +141,7 @@ static void serve(int listener)
 	}
 }
 
-/* Ends with its parent, which may have ended since the fork: nobody would tell then. */
+/* Ends with its parent, which may have ended since the fork: nothing would report it then. */
 static void end_with(pid_t parent)
 {
 	prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -159,7 +159,7 @@ static void supervise(const char *path, pid_t parent)
 		if (pid == 0) {
 			end_with(self);
 			unlink(path);
-			/* Made in each life: the peer of a connection is whoever said listen. */
+			/* Made in each life: the peer of a connection is the process that called listen. */
 			int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
 			REQUIRE(bind(listener, (struct sockaddr *)&addr, sizeof addr) == 0 && listen(listener, 4) == 0);
 			serve(listener);

@@ -16,11 +16,16 @@ import pytest
 import kvspray
 
 HERE = pathlib.Path(__file__).parent
-# Only a test that fails takes so long; busy cores do not. DEADLINE_MS is longer, so that nothing passes because a lease's deadline has.
+# Only a test that fails takes so long; busy cores do not. DEADLINE_MS is longer, so that nothing
+# passes because a lease's deadline has.
 TIMEOUT_S = 30.0
 DEADLINE_MS = 60_000
 
-BINARY = pathlib.Path(os.environ.get("KVSPRAY_BINARY", pathlib.Path(__file__).resolve().parents[2] / "bin" / "kvspray"))
+BINARY = pathlib.Path(
+    os.environ.get(
+        "KVSPRAY_BINARY", pathlib.Path(__file__).resolve().parents[2] / "bin" / "kvspray"
+    )
+)
 ENGINE = kvspray.EngineInfo("test", "1", "e0")
 LAYERS = 3
 
@@ -44,7 +49,14 @@ def layout() -> dict[str, Any]:
                 "params": {"heads": 1, "dim": 32},
                 "num_blocks": 8,
                 "layers": [
-                    {"name": f"l{i}", "index": i, "region": 0, "base": i * 32768, "block_stride": 4096, "page_bytes": 4096}
+                    {
+                        "name": f"l{i}",
+                        "index": i,
+                        "region": 0,
+                        "base": i * 32768,
+                        "block_stride": 4096,
+                        "page_bytes": 4096,
+                    }
                     for i in range(LAYERS)
                 ],
             }
@@ -68,7 +80,13 @@ class Sidecar:
     """A fake sidecar in a process of its own, driven over pipes."""
 
     def __init__(self, socket: pathlib.Path, **options: Any) -> None:
-        options = {"socket": str(socket), "deadline_ms": DEADLINE_MS, "partner_ms": 500, "grace_ms": 400, **options}
+        options = {
+            "socket": str(socket),
+            "deadline_ms": DEADLINE_MS,
+            "partner_ms": 500,
+            "grace_ms": 400,
+            **options,
+        }
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "fake_sidecar.py"), json.dumps(options)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
@@ -84,7 +102,7 @@ class Sidecar:
         for line in self.process.stdout:
             self.events.put(json.loads(line))
 
-    def tell(self, cmd: str, **args: Any) -> None:
+    def command(self, cmd: str, **args: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"cmd": cmd, **args}) + "\n")
         self.process.stdin.flush()
@@ -96,7 +114,10 @@ class Sidecar:
             try:
                 event = self.events.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"no event {ev} {match} within {timeout} s; seen {[str(e)[:160] for e in self.seen[-6:]]}") from None
+                raise AssertionError(
+                    f"no event {ev} {match} within {timeout} s; seen "
+                    f"{[str(e)[:160] for e in self.seen[-6:]]}"
+                ) from None
             self.seen.append(event)
             if event["ev"] == ev and all(event.get(k) == v for k, v in match.items()):
                 return event
@@ -108,7 +129,13 @@ class Sidecar:
         return event
 
     def complete(self, lease: int, name: str, status: int = 0, **body: Any) -> None:
-        self.tell("complete", lease=lease, name=name, status=status, hex=kvspray.protocol.encode(name, body).hex())
+        self.command(
+            "complete",
+            lease=lease,
+            name=name,
+            status=status,
+            hex=kvspray.protocol.encode(name, body).hex(),
+        )
 
     def signal(self, sig: int) -> None:
         self.process.send_signal(sig)
@@ -180,7 +207,18 @@ def serve(tmp_path: pathlib.Path) -> Iterator[Serve]:
 
     def start(name: str, *sets: str) -> tuple[subprocess.Popen[bytes], pathlib.Path]:
         socket, ready, log = (tmp_path / f"{name}.{what}" for what in ("sock", "ready", "log"))
-        command = [BINARY, "serve", "--socket", socket, "--listen", "127.0.0.1:0", "--http", "off", "--ready-file", ready]
+        command = [
+            BINARY,
+            "serve",
+            "--socket",
+            socket,
+            "--listen",
+            "127.0.0.1:0",
+            "--http",
+            "off",
+            "--ready-file",
+            ready,
+        ]
         for s in ("peer.gossip.listen=off", *sets):
             command += ["--set", s]
         with open(log, "wb") as out:
@@ -200,6 +238,13 @@ def real_layout() -> dict[str, Any]:
     out = layout()
     out["groups"][0].update(strategy="packed_hnd", params={"heads": 1})
     out["identity"] = kvspray.identity(
-        model_config="tiny", weights="none", layers=LAYERS, head_size=64, groups="full", rope="", backoff=0, speculative=""
+        model_config="tiny",
+        weights="none",
+        layers=LAYERS,
+        head_size=64,
+        groups="full",
+        rope="",
+        backoff=0,
+        speculative="",
     )
     return out

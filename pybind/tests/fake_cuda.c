@@ -1,4 +1,4 @@
-/* A CUDA driver without a GPU: it keeps what was enqueued on which stream, knows captures and their branches, and fails a call on
+/* A CUDA driver without a GPU: it keeps what was enqueued on which stream, has captures and their branches, and fails a call on
  * demand. KVSPRAY_LIBCUDA names it to the library, ctypes loads it too and reads the record.
  *
  * A capture holds what real ones hold us to: a stream joins it by waiting for an event that was recorded inside it, and the end fails
@@ -49,7 +49,7 @@ static int failing(const char *call)
 
 #define PATIENCE_S 5
 
-/* Until somebody says fake_block(0); in vain after PATIENCE_S. */
+/* Until a call of fake_block(0); in vain after PATIENCE_S. */
 static int stuck(void)
 {
 	struct timespec end;
@@ -219,7 +219,7 @@ int cuLaunchKernel(handle f, unsigned a, unsigned b, unsigned c, unsigned d, uns
 	ENTER("cuLaunchKernel");
 	if (kernel == KERNEL_STEP) {
 		push("step", (int)(intptr_t)s, *(devptr *)args[2], *(uint64_t *)args[0]);
-		return a != 1 || d != 128 || b * c * e * g != 1 || ops[op_count - 1].captured; /* a graph would always say the same step */
+		return a != 1 || d != 128 || b * c * e * g != 1 || ops[op_count - 1].captured; /* a graph would always report the same step */
 	}
 	if (a * b * c * d * e * g != 1)
 		return 1;

@@ -1,6 +1,8 @@
-"""A sidecar's engine side in plain Python, for the shim's tests: a second, independent reading of docs/protocol.md and board.h.
+"""A sidecar's engine side in plain Python, for the shim's tests: a second, independent reading of
+docs/protocol.md and board.h.
 
-Run as `fake_sidecar.py OPTIONS_JSON`. Commands come as JSON lines on stdin, events go as JSON lines to stdout.
+Run as `fake_sidecar.py OPTIONS_JSON`. Commands come as JSON lines on stdin, events go as JSON lines
+to stdout.
 """
 
 from __future__ import annotations
@@ -18,9 +20,22 @@ from typing import Any
 
 import msgpack
 
-TYPES = {"HELLO": 1, "WELCOME": 2, "REGISTER": 3, "REGISTERED": 4, "ERROR": 5, "AWAIT": 6, "ADMITTED": 7, "BYE": 8, "DECLINE": 10,
-         "OPEN": 11, "OPENED": 12, "UNPIN": 15, "ADD_REGIONS": 17, "DROP_REGIONS": 18, "DONE": 19, "CLOSE": 20, "HELD": 21}  # fmt: skip
-RECORDS = {"STEP": 1, "INTENT": 2, "EXPECT": 3, "CANCEL": 4, "PREEMPT": 5, "HOLD": 6, "COPY": 7, "LOAD": 10, "YIELD": 11, "RECEIVED": 32, "SENT": 33}
+TYPES = {"HELLO": 1, "WELCOME": 2, "REGISTER": 3, "REGISTERED": 4, "ERROR": 5, "AWAIT": 6,
+    "ADMITTED": 7, "BYE": 8, "DECLINE": 10, "OPEN": 11, "OPENED": 12, "UNPIN": 15,
+    "ADD_REGIONS": 17, "DROP_REGIONS": 18, "DONE": 19, "CLOSE": 20, "HELD": 21}  # fmt: skip
+RECORDS = {
+    "STEP": 1,
+    "INTENT": 2,
+    "EXPECT": 3,
+    "CANCEL": 4,
+    "PREEMPT": 5,
+    "HOLD": 6,
+    "COPY": 7,
+    "LOAD": 10,
+    "YIELD": 11,
+    "RECEIVED": 32,
+    "SENT": 33,
+}
 RECORD_NAMES = {v: k for k, v in RECORDS.items()}
 RECORD = struct.Struct("<IHHQQQII")
 RING_BYTES = 192
@@ -55,8 +70,15 @@ class Ring:
                 self.pos += length
                 self.store(TAIL, self.pos)
                 continue
-            length, kind, status, seq, lease, epoch, body_bytes, reserved = RECORD.unpack_from(self.mem, self.data + at)
-            assert seq == self.seq + 1 and status == 0 and reserved == 0, (seq, self.seq, status, reserved)
+            length, kind, status, seq, lease, epoch, body_bytes, reserved = RECORD.unpack_from(
+                self.mem, self.data + at
+            )
+            assert seq == self.seq + 1 and status == 0 and reserved == 0, (
+                seq,
+                self.seq,
+                status,
+                reserved,
+            )
             assert length == (RECORD.size + body_bytes + 7) // 8 * 8 and at + length <= self.size
             start = self.data + at + RECORD.size
             body = bytes(self.mem[start : start + body_bytes])
@@ -77,7 +99,18 @@ class Ring:
             self.pos += rest
             at = 0
         self.seq += 1
-        RECORD.pack_into(self.mem, self.data + at, length, kind, status, self.seq if seq is None else seq, lease, 0, len(body), 0)
+        RECORD.pack_into(
+            self.mem,
+            self.data + at,
+            length,
+            kind,
+            status,
+            self.seq if seq is None else seq,
+            lease,
+            0,
+            len(body),
+            0,
+        )
         start = self.data + at + RECORD.size
         self.mem[start : start + len(body)] = body
         self.pos += length
@@ -172,17 +205,34 @@ class Fake:
         elif kind == TYPES["REGISTER"]:
             self.register(s, m, list(fds), data[4:].hex())
         elif kind == TYPES["AWAIT"]:
-            emit("await", raw=data[4:].hex(), **{k: v.hex() if isinstance(v, bytes) else v for k, v in m.items()})
+            emit(
+                "await",
+                raw=data[4:].hex(),
+                **{k: v.hex() if isinstance(v, bytes) else v for k, v in m.items()},
+            )
         elif kind == TYPES["DECLINE"]:
-            emit("decline", raw=data[4:].hex(), **{k: v.hex() if isinstance(v, bytes) else v for k, v in m.items()})
+            emit(
+                "decline",
+                raw=data[4:].hex(),
+                **{k: v.hex() if isinstance(v, bytes) else v for k, v in m.items()},
+            )
         elif kind == TYPES["ADD_REGIONS"]:
-            emit("add_regions", first=m["first"], fds=len(fds), regions=[{**r, "region": r["region"].hex()} for r in m["regions"]])
+            emit(
+                "add_regions",
+                first=m["first"],
+                fds=len(fds),
+                regions=[{**r, "region": r["region"].hex()} for r in m["regions"]],
+            )
             for fd in fds:
                 os.close(fd)
             if not self.o.get("no_done"):
                 self.send(s, "DONE", {"id": m["id"]})
         elif kind == TYPES["DROP_REGIONS"]:
-            emit("drop_regions", id=m["id"], regions=list(struct.unpack(f"<{len(m['regions']) // 4}I", m["regions"])))
+            emit(
+                "drop_regions",
+                id=m["id"],
+                regions=list(struct.unpack(f"<{len(m['regions']) // 4}I", m["regions"])),
+            )
         elif kind in (TYPES["OPEN"], TYPES["UNPIN"], TYPES["CLOSE"]):
             emit("pages", kind=kind, named=m.get("id") or m.get("pin") or m.get("open"))
         elif kind == TYPES["BYE"]:
@@ -194,40 +244,79 @@ class Fake:
         if self.o.get("mute"):
             return
         if "refuse" in self.o:
-            self.send(s, "ERROR", {"id": m["id"], "code": self.o["refuse"], "message": "versions 9.0 to 9.9 are spoken here",
-                                   "field": "max", "remedy": "upgrade the shim", "fatal": True})  # fmt: skip
+            self.send(s, "ERROR", {"id": m["id"], "code": self.o["refuse"],
+                "message": "versions 9.0 to 9.9 are spoken here", "field": "max",
+                "remedy": "upgrade the shim", "fatal": True})  # fmt: skip
             return
         if self.o.get("fencing"):
             self.send(s, "ERROR", {"id": m["id"], "code": "fencing", "message": "not fenced yet",
-                                   "field": "boot", "remedy": "say HELLO again", "fatal": False})  # fmt: skip
+                "field": "boot", "remedy": "send HELLO again", "fatal": False})  # fmt: skip
             return
         version = self.o.get("version", 1 << 16)
         self.session = s
         welcome = {
-            "id": m["id"], "version": version, "boot": self.boot, "node": "fake", "endpoint": self.o.get("endpoint", "127.0.0.1:7001"), "host": "h",
-            "features": self.o.get("features", ["x"]), "fenced": self.fenced.pop(0) if self.fenced else True,
-            "limits": {"leases": self.o.get("leases", 4096), "copies": self.o.get("copies", 64), "regions": 64, "record_bytes": 1 << 20},
-            "deadline_ms": self.o["deadline_ms"], "partner_ms": self.o["partner_ms"], "grace_ms": self.o["grace_ms"],
-            "from-the-future": [{"a": -1, "b": 1.5, "c": None}],
+            "id": m["id"], "version": version, "boot": self.boot, "node": "fake",
+            "endpoint": self.o.get("endpoint", "127.0.0.1:7001"), "host": "h",
+            "features": self.o.get("features", ["x"]), "fenced": self.fenced.pop(0) if self.fenced
+            else True, "limits": {"leases": self.o.get("leases", 4096),
+            "copies": self.o.get("copies", 64), "regions": 64, "record_bytes": 1 << 20},
+            "deadline_ms": self.o["deadline_ms"], "partner_ms": self.o["partner_ms"],
+            "grace_ms": self.o["grace_ms"], "from-the-future": [{"a": -1, "b": 1.5, "c": None}],
         }  # fmt: skip
         self.send(s, "WELCOME", welcome)
 
     def register(self, s: Session, m: dict[str, Any], fds: list[int], raw: str) -> None:
         s.fds = fds
         if "refuse_register" in self.o:
-            self.send(s, "ERROR", {"id": m["id"], "code": "layout", "message": "strategy unknown", "field": "layout", "remedy": "x"})
+            self.send(
+                s,
+                "ERROR",
+                {
+                    "id": m["id"],
+                    "code": "layout",
+                    "message": "strategy unknown",
+                    "field": "layout",
+                    "remedy": "x",
+                },
+            )
             return
         at = m["fds"]
         s.doorbell, s.bell = fds[at["doorbell"]], fds[at["bell"]]
         seals = [fcntl_seals(fds[i]) for i in (at["flags"], at["rings"])]
         s.rings = mmap.mmap(fds[at["rings"]], os.fstat(fds[at["rings"]]).st_size)
         s.flags = mmap.mmap(fds[at["flags"]], os.fstat(fds[at["flags"]]).st_size)
-        magic, major, minor, session, sub, comp, sub_bytes, comp_bytes, total, features = struct.unpack_from("<IHH16sQQIIQQ", s.rings)
-        assert (magic, major, features, session, total) == (0x52495350, 1, 0, m["session"], len(s.rings))
-        fmagic, _, _, boot, layers, stride, layer_at, load_at, epoch_at, ftotal, has, replay_at, mark_at = struct.unpack_from("<IHH16sIIQQQQQQQ", s.flags)
+        magic, major, minor, session, sub, comp, sub_bytes, comp_bytes, total, features = (
+            struct.unpack_from("<IHH16sQQIIQQ", s.rings)
+        )
+        assert (magic, major, features, session, total) == (
+            0x52495350,
+            1,
+            0,
+            m["session"],
+            len(s.rings),
+        )
+        (
+            fmagic,
+            _,
+            _,
+            boot,
+            layers,
+            stride,
+            layer_at,
+            load_at,
+            epoch_at,
+            ftotal,
+            has,
+            replay_at,
+            mark_at,
+        ) = struct.unpack_from("<IHH16sIIQQQQQQQ", s.flags)
         assert (fmagic, stride, ftotal, has) == (0x464C5350, 64, len(s.flags), 0)
-        assert replay_at + 64 * (layers + 1) <= mark_at <= len(s.flags) - 8 and not any(s.flags[mark_at : mark_at + 8])
-        assert epoch_at + 64 <= replay_at <= len(s.flags) - 64 * (layers + 1) and replay_at % 64 == 0
+        assert replay_at + 64 * (layers + 1) <= mark_at <= len(s.flags) - 8 and not any(
+            s.flags[mark_at : mark_at + 8]
+        )
+        assert (
+            epoch_at + 64 <= replay_at <= len(s.flags) - 64 * (layers + 1) and replay_at % 64 == 0
+        )
         assert not any(s.flags[replay_at : replay_at + 64 * (layers + 1)])  # only GPUs write there
         s.flags_at = (layer_at, load_at, epoch_at)
         self.left.clear()
@@ -235,11 +324,16 @@ class Fake:
         self.sub = Ring(s.rings, sub, sub_bytes)
         self.comp = Ring(s.rings, comp, comp_bytes)
         self.sel.register(s.doorbell, selectors.EVENT_READ, lambda: self.drain(s))
-        regions = [{k: v.hex() if isinstance(v, bytes) else v for k, v in r.items()} for r in m["regions"]]
-        emit("register", session=m["session"].hex(), layers=layers, boot=boot.hex(), regions=regions, layout=m.get("layout"), seals=seals,
-             first=m.get("first", 0), fds=len(fds), hex=raw)  # fmt: skip
+        regions = [
+            {k: v.hex() if isinstance(v, bytes) else v for k, v in r.items()} for r in m["regions"]
+        ]
+        emit("register", session=m["session"].hex(), layers=layers, boot=boot.hex(),
+            regions=regions, layout=m.get("layout"), seals=seals, first=m.get("first", 0),
+            fds=len(fds), hex=raw)  # fmt: skip
         for _ in range(self.o.get("register_twice", 1)):
-            self.send(s, "REGISTERED", {"id": m["id"], "fingerprint": b"f" * 32, "geometry": b"g" * 32})
+            self.send(
+                s, "REGISTERED", {"id": m["id"], "fingerprint": b"f" * 32, "geometry": b"g" * 32}
+            )
         self.drain(s)
 
     def drain(self, s: Session) -> None:
@@ -257,27 +351,56 @@ class Fake:
                 continue
             kind, lease, seq, epoch, body = record
             if not self.o.get("quiet"):
-                emit("record", name=RECORD_NAMES[kind], lease=lease, seq=seq, epoch=epoch, hex=body.hex())
+                emit(
+                    "record",
+                    name=RECORD_NAMES[kind],
+                    lease=lease,
+                    seq=seq,
+                    epoch=epoch,
+                    hex=body.hex(),
+                )
             if self.o.get("auto"):
                 self.auto(s, kind, lease)
 
-
     def auto(self, s: Session, kind: int, lease: int) -> None:
-        """Plays a whole sidecar: expectations land, held and cancelled sources end; with `lazy`, some leases are left alone."""
+        """Plays a whole sidecar: expectations land, held and cancelled sources end; with `lazy`,
+        some leases are left alone."""
         if kind == RECORDS["EXPECT"]:
             if lease % 5 == self.o.get("lazy", -1):
                 self.left.add(lease)
                 return
-            self.push(s, RECORDS["RECEIVED"], 0, lease, msgpack.packb({"bytes": 1, "us": 2, "transport": "tcp", "reason": "", "recompute": []}))
+            self.push(
+                s,
+                RECORDS["RECEIVED"],
+                0,
+                lease,
+                msgpack.packb(
+                    {"bytes": 1, "us": 2, "transport": "tcp", "reason": "", "recompute": []}
+                ),
+            )
         elif kind == RECORDS["CANCEL"] and lease in self.left:
             self.left.discard(lease)
-            self.push(s, RECORDS["RECEIVED"], 2, lease, msgpack.packb({"bytes": 0, "us": 2, "transport": "", "reason": "", "recompute": []}))
+            self.push(
+                s,
+                RECORDS["RECEIVED"],
+                2,
+                lease,
+                msgpack.packb(
+                    {"bytes": 0, "us": 2, "transport": "", "reason": "", "recompute": []}
+                ),
+            )
         elif kind == RECORDS["INTENT"]:
             self.sources.add(lease)
         elif kind in (RECORDS["HOLD"], RECORDS["CANCEL"]) and lease in self.sources:
             self.sources.discard(lease)
             status = 0 if kind == RECORDS["HOLD"] else 2
-            self.push(s, RECORDS["SENT"], status, lease, msgpack.packb({"grants": 1, "bytes": 1, "reason": ""}))
+            self.push(
+                s,
+                RECORDS["SENT"],
+                status,
+                lease,
+                msgpack.packb({"grants": 1, "bytes": 1, "reason": ""}),
+            )
 
     def push(self, s: Session, *args: Any, **kw: Any) -> None:
         ok = self.comp.push(*args, **kw)
@@ -311,14 +434,22 @@ class Fake:
         cmd = c["cmd"]
         if cmd == "complete":
             assert s is not None
-            self.push(s, RECORDS[c["name"]], c["status"], c["lease"], bytes.fromhex(c["hex"]), seq=c.get("seq"))
+            self.push(
+                s,
+                RECORDS[c["name"]],
+                c["status"],
+                c["lease"],
+                bytes.fromhex(c["hex"]),
+                seq=c.get("seq"),
+            )
         elif cmd == "flags":
             assert s is not None and s.flags is not None
             layer, load, epoch = s.flags_at
             count = (load - layer) // 64
-            emit("flags", layers=[struct.unpack_from("<Q", s.flags, layer + 64 * i)[0] for i in range(count)],
-                 loads=[struct.unpack_from("<Q", s.flags, load + 64 * i)[0] for i in range(count - 1)],
-                 epoch=struct.unpack_from("<Q", s.flags, epoch)[0])  # fmt: skip
+            emit("flags", layers=[struct.unpack_from("<Q", s.flags, layer + 64 * i)[0]
+                for i in range(count)], loads=[struct.unpack_from("<Q", s.flags, load + 64 * i)[0]
+                for i in range(count - 1)], epoch=struct.unpack_from("<Q", s.flags,
+                epoch)[0])  # fmt: skip
         elif cmd == "load":
             assert s is not None and s.flags is not None
             struct.pack_into("<Q", s.flags, s.flags_at[1] + 64 * c["layer"], c["value"])

@@ -1,4 +1,4 @@
-/* A gate before each call in which the library could wait or take its time, linked in by --wrap. A thread that is armed says at the gate that
+/* A gate before each call in which the library could wait or take its time, linked in by --wrap. A thread that is armed reports at the gate that
  * it is there and goes on when somebody lets it. In a test that is another Python thread: an armed call that holds the interpreter's lock is
  * stuck, however fast or busy the machine is.
  */

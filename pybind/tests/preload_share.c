@@ -22,7 +22,7 @@ int __wrap_kvs_region_gpu(uint64_t addr, uint64_t bytes, struct kvs_region *out,
 		return KVS_E_GPU;
 	}
 	out->kind = vmm ? KVS_REGION_DEVICE : KVS_REGION_MEMFD;
-	out->handle[0] = 2; /* of cuMemCreate, where the kind says device */
+	out->handle[0] = 2; /* of cuMemCreate, where the kind is device */
 	out->addr = addr;
 	out->bytes = bytes;
 	if (vmm)

@@ -5,7 +5,7 @@
  *   ring_litmus processes N BYTES  the same through a memfd between two processes
  *   ring_litmus produce FD OFFSET BYTES BELL N   writes N records into the ring at OFFSET of FD, waking eventfd BELL
  *   ring_litmus consume FD OFFSET BYTES BELL N   reads N records, sleeping on BELL
- *   ring_litmus mutate N           pops from N randomly damaged rings: must never read outside, whatever it says
+ *   ring_litmus mutate N           pops from N randomly damaged rings: must never read outside, whatever it contains
  *
  * Record i (from 1): type 1 + i % 6, lease i * 3, epoch i / 7, body of i * 37 % 301 bytes, byte k = (i + k) & 255.
  */

@@ -1,4 +1,5 @@
-"""Digests of checkpoints: what differs has another, what is the same has the same, and damaged files are named."""
+"""Digests of checkpoints: what differs has another, what is the same has the same, and damaged
+files are named."""
 
 from __future__ import annotations
 
@@ -31,10 +32,14 @@ def tensors(seed: int = 1, layers: int = 6) -> Tensors:
 def write(file: pathlib.Path, held: Tensors) -> None:
     header, data = {}, b""
     for name, (kind, shape, raw) in held.items():
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        header[name] = {
+            "dtype": kind,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
         data += raw
-    said = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    file.write_bytes(struct.pack("<Q", len(said)) + said + data)
+    content = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    file.write_bytes(struct.pack("<Q", len(content)) + content + data)
 
 
 @pytest.fixture
@@ -44,12 +49,16 @@ def save(tmp_path: pathlib.Path) -> Callable[..., pathlib.Path]:
     def save(held: Tensors, shards: int = 1, config: object = None) -> pathlib.Path:
         directory = tmp_path / f"m{next(made)}"
         directory.mkdir()
-        (directory / "config.json").write_text(json.dumps(config or {"hidden_size": 128, "_name_or_path": str(directory)}))
+        (directory / "config.json").write_text(
+            json.dumps(config or {"hidden_size": 128, "_name_or_path": str(directory)})
+        )
         names = list(held)
         for i in range(shards):
             write(directory / f"model-{i}.safetensors", {n: held[n] for n in names[i::shards]})
         if shards > 1:
-            index = {"weight_map": {n: f"model-{i % shards}.safetensors" for i, n in enumerate(names)}}
+            index = {
+                "weight_map": {n: f"model-{i % shards}.safetensors" for i, n in enumerate(names)}
+            }
             (directory / "model.safetensors.index.json").write_text(json.dumps(index))
         return directory
 
@@ -59,7 +68,12 @@ def save(tmp_path: pathlib.Path) -> Callable[..., pathlib.Path]:
 def test_the_same_tensors_have_the_same_name(save: Callable[..., pathlib.Path]) -> None:
     t = tensors()
     want = digest(save(t))
-    assert want == digest(save(t)) == digest(save(t, shards=3)) == digest(save(dict(reversed(t.items())), shards=2))
+    assert (
+        want
+        == digest(save(t))
+        == digest(save(t, shards=3))
+        == digest(save(dict(reversed(t.items())), shards=2))
+    )
     assert want.startswith("checkpoint:") and len(want) == len("checkpoint:") + 40
 
 
@@ -74,19 +88,41 @@ def test_each_tensor_counts(save: Callable[..., pathlib.Path], name: str) -> Non
         changed[i] ^= 1
     of = digest(save(base))
     others = [
-        {**t, name: (kind, shape, bytes(changed))}, {**t, name: ("F16", shape, raw)}, {**t, name: (kind, [1, *shape], raw)},
-        {k: v for k, v in t.items() if k != name}, {**t, name + "2": t[name]},
+        {**t, name: (kind, shape, bytes(changed))}, {**t, name: ("F16", shape, raw)},
+        {**t, name: (kind, [1, *shape], raw)}, {k: v for k, v in t.items() if k != name},
+        {**t, name + "2": t[name]},
     ]  # fmt: skip
     assert len({of, *(digest(save(o)) for o in others)}) == 6
 
 
-def test_the_configuration_counts_but_for_what_differs_between_copies(save: Callable[..., pathlib.Path]) -> None:
+def test_the_configuration_counts_but_for_what_differs_between_copies(
+    save: Callable[..., pathlib.Path],
+) -> None:
     t = tensors(layers=1)
     base = digest(save(t, config={"a": 1, "b": [2]}))
-    assert base == digest(save(t, config={"b": [2], "a": 1, "transformers_version": "5", "torch_dtype": "float16", "_name_or_path": "x"}))
-    assert base != digest(save(t, config={"a": 1, "b": [3]})) != digest(save(t, config={"a": 1, "b": [2], "quantization_config": {"quant_method": "fp8"}}))
+    assert base == digest(
+        save(
+            t,
+            config={
+                "b": [2],
+                "a": 1,
+                "transformers_version": "5",
+                "torch_dtype": "float16",
+                "_name_or_path": "x",
+            },
+        )
+    )
+    assert (
+        base
+        != digest(save(t, config={"a": 1, "b": [3]}))
+        != digest(
+            save(t, config={"a": 1, "b": [2], "quantization_config": {"quant_method": "fp8"}})
+        )
+    )
     quantized = save(t, config={"a": 1, "b": [2]})
-    (quantized / "hf_quant_config.json").write_text('{"quantization": {"kv_cache_quant_algo": "FP8"}}')
+    (quantized / "hf_quant_config.json").write_text(
+        '{"quantization": {"kv_cache_quant_algo": "FP8"}}'
+    )
     assert digest(quantized) != base
 
 
@@ -94,12 +130,15 @@ def test_which_files_are_the_weights(save: Callable[..., pathlib.Path]) -> None:
     t = tensors()
     directory = save(t, shards=2)
     want = digest(directory)
-    write(directory / "consolidated.safetensors", tensors(2))  # beside the shards, and not in their index
+    # Beside the shards, and not in their index.
+    write(directory / "consolidated.safetensors", tensors(2))
     (directory / "pytorch_model.bin").write_bytes(b"x" * 100)
     (directory / "optimizer.bin").write_bytes(b"x" * 100)
     assert digest(directory) == want != digest(directory, "mistral")
     assert [f.name for f in weights.weight_files(directory, "npcache")] == ["pytorch_model.bin"]
-    assert [f.name for f in weights.weight_files(directory, "mistral")] == ["consolidated.safetensors"]
+    assert [f.name for f in weights.weight_files(directory, "mistral")] == [
+        "consolidated.safetensors"
+    ]
     one = save(t) / "model-0.safetensors"
     assert digest(one) == digest(one)
     with pytest.raises(CheckpointError, match="no files of weights"):
@@ -110,7 +149,10 @@ def archive(stem: str, storages: list[bytes], pickle: bytes = b"names and shapes
     """As torch.save writes it."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as z:
-        for name, data in [("data.pkl", pickle), *((f"data/{i}", s) for i, s in enumerate(storages))]:
+        for name, data in [
+            ("data.pkl", pickle),
+            *((f"data/{i}", s) for i, s in enumerate(storages)),
+        ]:
             z.writestr(zipfile.ZipInfo(f"{stem}/{name}"), data)
     return out.getvalue()
 
@@ -129,33 +171,52 @@ def test_archives_of_torch(tmp_path: pathlib.Path) -> None:
     assert want == of(storages, stem="archive", file="a.pt")
     middle = bytearray(storages[2])
     middle[BIG // 2 + 7] ^= 1
-    assert len({want, of([*storages[:2], bytes(middle), storages[3]]), of(storages[:3]), of(storages, b"other names")}) == 4
+    assert (
+        len(
+            {
+                want,
+                of([*storages[:2], bytes(middle), storages[3]]),
+                of(storages[:3]),
+                of(storages, b"other names"),
+            }
+        )
+        == 4
+    )
 
 
 def test_files_of_which_nothing_is_known(tmp_path: pathlib.Path) -> None:
     data = random.Random(4).randbytes(5 << 20)
-    for name, raw in (("a", data), ("b", data), ("c", data[:-1]), ("d", data[: 1 << 20] + bytes(2 << 20) + data[3 << 20 :])):
+    for name, raw in (
+        ("a", data),
+        ("b", data),
+        ("c", data[:-1]),
+        ("d", data[: 1 << 20] + bytes(2 << 20) + data[3 << 20 :]),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.gguf").write_bytes(raw)
     a, b, c, d = (digest(tmp_path / n) for n in "abcd")
     assert a == b and len({a, c, d}) == 3
 
 
-def header(said: object) -> bytes:
-    raw = json.dumps(said).encode() if not isinstance(said, bytes) else said
+def header(content: object) -> bytes:
+    raw = json.dumps(content).encode() if not isinstance(content, bytes) else content
     return struct.pack("<Q", len(raw)) + raw
 
 
 BAD = {
-    "empty": b"", "short": b"\1\2\3", "no header": struct.pack("<Q", 1 << 40) + b"{}", "huge header": struct.pack("<Q", 2**63),
-    "no json": header(b"{]"), "a list": header([]), "deep": header(b'{"a":' + b"[" * 50_000), "no offsets": header({"a": {"dtype": "F16", "shape": [1]}}),
-    "behind the end": header({"a": {"dtype": "F16", "shape": [1], "data_offsets": [0, 2]}}),
+    "empty": b"", "short": b"\1\2\3", "no header": struct.pack("<Q", 1 << 40) + b"{}",
+    "huge header": struct.pack("<Q", 2**63), "no json": header(b"{]"), "a list": header([]),
+    "deep": header(b'{"a":' + b"[" * 50_000), "no offsets": header(
+    {"a": {"dtype": "F16", "shape": [1]}}), "behind the end": header(
+    {"a": {"dtype": "F16", "shape": [1], "data_offsets": [0, 2]}}),
     "backwards": header({"a": {"dtype": "F16", "shape": [1], "data_offsets": [2, 0]}}) + b"1234",
     "negative": header({"a": {"dtype": "F16", "shape": [1], "data_offsets": [-4, 0]}}) + b"1234",
-    "strings": header({"a": {"dtype": "F16", "shape": ["1"], "data_offsets": ["0", "2"]}}) + b"1234",
-    "true": header({"a": {"dtype": "F16", "shape": [1], "data_offsets": [False, True]}}) + b"1234",
+    "strings": header({"a": {"dtype": "F16", "shape": ["1"],
+    "data_offsets": ["0", "2"]}}) + b"1234", "true": header(
+    {"a": {"dtype": "F16", "shape": [1], "data_offsets": [False, True]}}) + b"1234",
     "three": header({"a": {"dtype": "F16", "shape": [1], "data_offsets": [0, 1, 2]}}) + b"1234",
-    "no text": header({"a": {"dtype": 5, "shape": [1], "data_offsets": [0, 1]}}) + b"1234", "no map": header({"a": 5}),
+    "no text": header({"a": {"dtype": 5, "shape": [1], "data_offsets": [0, 1]}}) + b"1234",
+    "no map": header({"a": 5}),
 }  # fmt: skip
 
 
@@ -166,7 +227,9 @@ def test_damaged_files_are_named(tmp_path: pathlib.Path, what: str) -> None:
         digest(tmp_path)
 
 
-def test_damage_anywhere_is_an_error_or_another_name(tmp_path: pathlib.Path, save: Callable[..., pathlib.Path]) -> None:
+def test_damage_anywhere_is_an_error_or_another_name(
+    tmp_path: pathlib.Path, save: Callable[..., pathlib.Path]
+) -> None:
     rng = random.Random(5)
     whole = (save(tensors(layers=1)) / "model-0.safetensors").read_bytes()
     zipped = archive("m", [rng.randbytes(3000)])
@@ -183,15 +246,29 @@ def test_damage_anywhere_is_an_error_or_another_name(tmp_path: pathlib.Path, sav
                 assert name in str(err)
 
 
-@pytest.mark.parametrize("index", [b"[]", b"{}", b'{"weight_map": {}}', b'{"weight_map": {"a": 5}}', b'{"weight_map": {"a": "../../etc/passwd"}}', b"\xff"])
-def test_an_index_that_cannot_be_used_is_named(save: Callable[..., pathlib.Path], index: bytes) -> None:
+@pytest.mark.parametrize(
+    "index",
+    [
+        b"[]",
+        b"{}",
+        b'{"weight_map": {}}',
+        b'{"weight_map": {"a": 5}}',
+        b'{"weight_map": {"a": "../../etc/passwd"}}',
+        b"\xff",
+    ],
+)
+def test_an_index_that_cannot_be_used_is_named(
+    save: Callable[..., pathlib.Path], index: bytes
+) -> None:
     directory = save(tensors(layers=1))
     (directory / "model.safetensors.index.json").write_bytes(index)
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
         digest(directory)
 
 
-def test_a_shard_that_is_missing_is_named(save: Callable[..., pathlib.Path], tmp_path: pathlib.Path) -> None:
+def test_a_shard_that_is_missing_is_named(
+    save: Callable[..., pathlib.Path], tmp_path: pathlib.Path
+) -> None:
     directory = save(tensors(), shards=3)
     (directory / "model-1.safetensors").unlink()
     with pytest.raises(CheckpointError, match="No such file"):
@@ -200,10 +277,14 @@ def test_a_shard_that_is_missing_is_named(save: Callable[..., pathlib.Path], tmp
         digest(tmp_path / "nowhere")
 
 
-def test_samples_are_bounded(monkeypatch: pytest.MonkeyPatch, save: Callable[..., pathlib.Path]) -> None:
+def test_samples_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, save: Callable[..., pathlib.Path]
+) -> None:
     read: list[int] = []
     pread = weights.os.pread
-    monkeypatch.setattr(weights.os, "pread", lambda fd, n, at: (read.append(n), pread(fd, n, at))[1])
+    monkeypatch.setattr(
+        weights.os, "pread", lambda fd, n, at: (read.append(n), pread(fd, n, at))[1]
+    )
     monkeypatch.setattr(weights, "SAMPLES", 8)
     monkeypatch.setattr(weights, "SAMPLED_BYTES", 8 << 10)
     held = tensors()

@@ -1,4 +1,5 @@
-"""Clients at their limits: full and broken rings, malformed packets, logs, arguments, schedulers."""
+"""Clients at their limits: full and broken rings, malformed packets, logs, arguments,
+schedulers."""
 
 from __future__ import annotations
 
@@ -35,23 +36,29 @@ def test_full_ring_replaces_the_session(sidecar: Make, worker: Make) -> None:
     for step in range(1, 200):
         assert w.step(step, [(src, 40, [list(range(1000))])])
     s.expect("register")
-    s.expect("register")  # a new session; it serves once what is open has been presented, for which its ring is too small
-    s.tell("reading", on=True)
+    # A new session; it serves once what is open has been presented, for which its ring is too
+    # small.
+    s.expect("register")
+    s.command("reading", on=True)
     r = s.record("INTENT", lease=src)
     while not r["body"]["steps"]:
         r = s.record("INTENT", lease=src)
     assert r["body"]["steps"][-1][1] == 40 and len(r["body"]["steps"]) == 64
-    # On a busy machine the new session is there before the last step: what came after it is told in it.
+    # On a busy machine the new session is there before the last step: what came after it is
+    # reported in it.
     last = r["body"]["steps"][-1][0]
     while last < 199:
         r = s.expect("record")
         body = kvspray.protocol.decode(bytes.fromhex(r["hex"]))
         if r["name"] == "INTENT":
-            last = body["steps"][-1][0] if r["lease"] == src else last  # or another lease is presented
+            # Or another lease is presented.
+            last = body["steps"][-1][0] if r["lease"] == src else last
         else:
             assert r["name"] == "STEP" and body["step"] == last + 1
             last += 1
-    assert until(lambda: w.connected, "connected again") and w.status().counters["connects"] > serial
+    assert (
+        until(lambda: w.connected, "connected again") and w.status().counters["connects"] > serial
+    )
 
 
 def test_oversized_records(sidecar: Make, worker: Make) -> None:
@@ -60,7 +67,8 @@ def test_oversized_records(sidecar: Make, worker: Make) -> None:
     with pytest.raises(ValueError, match="1 MiB or half"):
         w.intent(XFER, HASH, 40, [list(range(18000))])
     leases = [intent(w) for _ in range(8)]
-    assert w.step(1, [(lease, 40, [list(range(2000))]) for lease in leases])  # 64 KB of tables: split
+    # 64 KB of tables: split.
+    assert w.step(1, [(lease, 40, [list(range(2000))]) for lease in leases])
     ends: list[int] = []
     while len(ends) < 8:
         r = s.record("STEP")
@@ -74,7 +82,7 @@ def test_broken_completion_ring(sidecar: Make, worker: Make) -> None:
     w = worker()
     dst = expect(w)
     s.record("EXPECT")
-    s.tell("word", ring="comp", word="head", value=1 << 40)
+    s.command("word", ring="comp", word="head", value=1 << 40)
     assert poll_one(w).status == CompletionStatus.FAILED  # after the takeover
     assert w.status().counters["protocol_errors"] == 1
     assert w.wait_connected(TIMEOUT_S)
@@ -85,7 +93,7 @@ def test_broken_completion_ring(sidecar: Make, worker: Make) -> None:
     assert w.wait_connected(TIMEOUT_S)
     dst = expect(w)
     s.record("EXPECT")
-    s.tell("complete", lease=dst, name="RECEIVED", status=0, hex="80", seq=77)
+    s.command("complete", lease=dst, name="RECEIVED", status=0, hex="80", seq=77)
     assert poll_one(w).status == CompletionStatus.FAILED
     assert w.wait_connected(TIMEOUT_S)
     assert w.status().counters["protocol_errors"] == 3
@@ -95,20 +103,32 @@ def test_broken_submission_tail(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar(reading=False)
     w = worker(submission_bytes=64 << 10)
     s.expect("register")
-    s.tell("word", ring="sub", word="tail", value=1 << 40)
-    s.tell("ping")
+    s.command("word", ring="sub", word="tail", value=1 << 40)
+    s.command("ping")
     s.expect("pong")
     for _ in range(40):
         w.intent(XFER, HASH, 40, [list(range(1000))])
     until(lambda: w.status().counters["protocol_errors"] == 1, "noticed")
 
 
-@pytest.mark.parametrize("packet", ["", "02", "0200000081", "02000000c1", "04000000810001", "05000000a0", "07000000dfffffffff", "0200000090"])
+@pytest.mark.parametrize(
+    "packet",
+    [
+        "",
+        "02",
+        "0200000081",
+        "02000000c1",
+        "04000000810001",
+        "05000000a0",
+        "07000000dfffffffff",
+        "0200000090",
+    ],
+)
 def test_malformed_packets(sidecar: Make, worker: Make, packet: str) -> None:
     s: Sidecar = sidecar()
     w = worker()
     s.expect("register")
-    s.tell("raw", hex=packet or "0000")
+    s.command("raw", hex=packet or "0000")
     until(lambda: w.status().counters["protocol_errors"] >= 1, "noticed")
     assert w.wait_connected(TIMEOUT_S)
     assert intent(w)
@@ -118,8 +138,8 @@ def test_unknown_packets_of_a_newer_minor_version(sidecar: Make, worker: Make) -
     s: Sidecar = sidecar()
     w = worker()
     s.expect("register")
-    s.tell("raw", hex="6300000080")
-    s.tell("send", name="BYE", body={"reason": "it was read"})
+    s.command("raw", hex="6300000080")
+    s.command("send", name="BYE", body={"reason": "it was read"})
     until(lambda: w.status().degraded, "the next packet")
     assert w.status().counters["protocol_errors"] == 0
 
@@ -128,7 +148,7 @@ def test_version_refusal_heals_without_restart(sidecar: Make, worker: Make) -> N
     s: Sidecar = sidecar(refuse="version")
     lines: list[str] = []
     w = worker(connect=False, log=lambda level, text: lines.append(text))
-    until(lambda: "9.0 to 9.9" in w.status().error, "the refusal is told")
+    until(lambda: "9.0 to 9.9" in w.status().error, "the refusal is reported")
     assert "upgrade the shim" in w.status().error and not w.connected
     until(lambda: any("9.0" in x for x in lines), "and logged")
     s.kill()
@@ -144,16 +164,30 @@ def test_the_log_speaks_while_the_engine_is_idle(sidecar: Make, worker: Make) ->
     s: Sidecar = sidecar()
     lines: list[tuple[int, str]] = []
     worker(log=lambda level, text: lines.append((level, text)))
-    until(lambda: any("connected to sidecar" in text for _, text in lines), "the connection is logged")
+    until(
+        lambda: any("connected to sidecar" in text for _, text in lines), "the connection is logged"
+    )
     s.kill()
-    until(lambda: any(f"sidecar pid {s.process.pid} has exited" in text for _, text in lines), "its death is logged")
+    until(
+        lambda: any(f"sidecar pid {s.process.pid} has exited" in text for _, text in lines),
+        "its death is logged",
+    )
     until(lambda: any("no sidecar at" in text for _, text in lines), "its absence is logged")
     sidecar()
-    until(lambda: sum("connected to sidecar" in text for _, text in lines) == 2, "the next one is logged")
+    until(
+        lambda: sum("connected to sidecar" in text for _, text in lines) == 2,
+        "the next one is logged",
+    )
     absent = [(level, text) for level, text in lines if "no sidecar at" in text]
-    # The dead sidecar's socket refuses. While the next one replaces it there is none, and then one that does not listen yet: each change is told.
-    assert {text.rpartition(": ")[2] for _, text in absent} <= {os.strerror(errno.ECONNREFUSED), os.strerror(errno.ENOENT)}
-    assert all(a != b for a, b in itertools.pairwise(absent)) and {level for level, _ in absent} == {logging.WARNING}, "each is told once"
+    # The dead sidecar's socket refuses. While the next one replaces it there is none, and then one
+    # that does not listen yet: each change is logged.
+    assert {text.rpartition(": ")[2] for _, text in absent} <= {
+        os.strerror(errno.ECONNREFUSED),
+        os.strerror(errno.ENOENT),
+    }
+    assert all(a != b for a, b in itertools.pairwise(absent)) and {
+        level for level, _ in absent
+    } == {logging.WARNING}, "each is logged once"
 
 
 def test_a_logger_that_fails_is_asked_again(sidecar: Make, worker: Make) -> None:
@@ -166,13 +200,18 @@ def test_a_logger_that_fails_is_asked_again(sidecar: Make, worker: Make) -> None
 
     w = worker(log=log)
     s.kill()
-    until(lambda: any("connected" in x for x in asked) and any("no sidecar at" in x for x in asked), "both lines")
+    until(
+        lambda: any("connected" in x for x in asked) and any("no sidecar at" in x for x in asked),
+        "both lines",
+    )
     assert w.status().leases == 0
     w.close()
     assert not speakers(), "a thread is left"
 
 
-def test_a_logger_that_blocks_holds_up_nobody_for_long(sidecar: Make, worker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_that_blocks_holds_up_nobody_for_long(
+    sidecar: Make, worker: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kvspray.client, "_LOG_END_S", 0.05)
     sidecar()
     entered, go_on = threading.Event(), threading.Event()
@@ -191,7 +230,9 @@ def test_a_logger_that_blocks_holds_up_nobody_for_long(sidecar: Make, worker: Ma
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_client_that_nobody_has_any_more_is_closed(sidecar: Make, socket_path: pathlib.Path, inside: bool) -> None:
+def test_a_client_that_nobody_has_any_more_is_closed(
+    sidecar: Make, socket_path: pathlib.Path, inside: bool
+) -> None:
     """Also where the thread that speaks is the one that collects it."""
     s: Sidecar = sidecar()
     held: list[kvspray.SchedulerClient] = []
@@ -218,7 +259,7 @@ def speakers() -> list[threading.Thread]:
 def test_refused_layout(sidecar: Make, worker: Make) -> None:
     sidecar(refuse_register=True)
     w = worker(connect=False)
-    until(lambda: "field layout" in w.status().error, "the refusal is told")
+    until(lambda: "field layout" in w.status().error, "the refusal is reported")
     assert not w.connected and w.status().counters["refusals"] >= 1
 
 
@@ -226,7 +267,7 @@ def test_drain(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar()
     w = worker()
     dst = expect(w)
-    s.tell("send", name="BYE", body={"reason": "SIGTERM"})
+    s.command("send", name="BYE", body={"reason": "SIGTERM"})
     until(lambda: not w.connected, "draining")
     assert w.status().degraded and w.expect(XFER, HASH, "a:1", 40, 0, [[1]]) == 0
     s.complete(dst, "RECEIVED", 0, bytes=1, us=1, transport="tcp", reason="", recompute=[])
@@ -240,7 +281,8 @@ def test_lease_limit(sidecar: Make, worker: Make) -> None:
 
 
 def test_memory_that_means_something_else(sidecar: Make, worker: Make) -> None:
-    """What it meant before is not given away any more: sources end with a growth of the epoch, loads fail, and the new layout is presented."""
+    """What it meant before is not given away any more: sources end with a growth of the epoch,
+    loads fail, and the new layout is presented."""
     s: Sidecar = sidecar()
     w = worker()
     src, dst = intent(w), expect(w)
@@ -253,7 +295,10 @@ def test_memory_that_means_something_else(sidecar: Make, worker: Make) -> None:
     s.expect("hello")
     assert s.expect("register")["layout"] == other
     ends = {}
-    until(lambda: (ends.update({c.lease: c.status for c in w.poll()}), len(ends) == 2)[1], "both have ended")
+    until(
+        lambda: (ends.update({c.lease: c.status for c in w.poll()}), len(ends) == 2)[1],
+        "both have ended",
+    )
     assert ends == {src: CompletionStatus.CANCELLED, dst: CompletionStatus.FAILED}
     assert w.wait_connected(TIMEOUT_S) and w.status().counters["connects"] == connects + 1
     assert w.status().counters["represented"] == 0
@@ -283,13 +328,19 @@ def test_forked_child_is_inert(sidecar: Make, worker: Make) -> None:
         code = 1
         try:
             w.signal_layer(0, 99)
-            ok = w.intent(XFER, HASH, 1, [[1]]) == 0 and not w.connected and w.poll() == [] and not w.cancel(lease) and not w.wait(0.01)
+            ok = (
+                w.intent(XFER, HASH, 1, [[1]]) == 0
+                and not w.connected
+                and w.poll() == []
+                and not w.cancel(lease)
+                and not w.wait(0.01)
+            )
             w.close()
             code = 0 if ok else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    s.tell("flags")
+    s.command("flags")
     assert s.expect("flags")["layers"][0] == 0
     s.complete(lease, "RECEIVED", 0, bytes=1, us=1, transport="tcp", reason="", recompute=[])
     assert poll_one(w).ok and w.connected
@@ -305,7 +356,8 @@ def test_many_completions_wake_the_waiter(sidecar: Make, worker: Make) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_storm(sidecar: Make, worker: Make, seed: int) -> None:
-    """Random engine calls while sidecars are killed, stopped, cut off and replaced: each lease completes exactly once, in time."""
+    """Random engine calls while sidecars are killed, stopped, cut off and replaced: each lease
+    completes exactly once, in time."""
     rng = random.Random(seed)
     options = {"deadline_ms": 600, "grace_ms": 400, "auto": True, "quiet": True, "lazy": 3}
     current: Sidecar = sidecar(**options)
@@ -337,7 +389,13 @@ def test_storm(sidecar: Make, worker: Make, seed: int) -> None:
                 opened[lease] = time.monotonic()
         elif choice < 0.8 and sources:
             step += 1
-            w.step(step, [(lease, rng.randrange(1, 64), [[5, 6, 7]] if rng.random() < 0.5 else None) for lease in sources[-8:]])
+            w.step(
+                step,
+                [
+                    (lease, rng.randrange(1, 64), [[5, 6, 7]] if rng.random() < 0.5 else None)
+                    for lease in sources[-8:]
+                ],
+            )
             if rng.random() < 0.7:
                 w.signal_step(step)
         elif choice < 0.84 and sources:
@@ -348,14 +406,18 @@ def test_storm(sidecar: Make, worker: Make, seed: int) -> None:
             w.hold(sources.pop(rng.randrange(len(sources))))
         collect()
         w.wait(0.001)
-        if turn >= due and (len(opened) >= busy or turn >= due + 500 or current.process.poll() is not None):
+        if turn >= due and (
+            len(opened) >= busy or turn >= due + 500 or current.process.poll() is not None
+        ):
             troubles += 1
-            # Mostly when there are leases again, on however busy a machine; at times while the last one is not over.
+            # Mostly when there are leases again, on however busy a machine; at times while the last
+            # one is not over.
             due, busy = turn + rng.randrange(1, 200), 0
             if rng.random() < 0.7:
                 busy = len(opened) + rng.randrange(20, 100)
             what = rng.choice(["kill", "stop", "close", "replace", "garbage"])
-            if what == "kill" or current.process.poll() is not None:  # or the shim killed it already
+            # Or the shim killed it already.
+            if what == "kill" or current.process.poll() is not None:
                 current.kill()
                 current = sidecar(**options)
             elif what == "stop":
@@ -365,25 +427,29 @@ def test_storm(sidecar: Make, worker: Make, seed: int) -> None:
                 else:
                     current.signal(signal.SIGCONT)
             elif what == "close":
-                current.tell("close")
+                current.command("close")
             elif what == "replace":
                 current = sidecar(**options)  # beside a living one that nobody talks to
-                current.tell("close")
+                current.command("close")
             else:
-                current.tell("garbage")
+                current.command("garbage")
     for lease in sources:
         w.hold(lease)
     try:
         until(lambda: (collect(), len(done) == len(opened))[1], "every lease is complete")
     except AssertionError:
-        raise AssertionError((len(opened), sorted(set(opened) - set(done))[:5], w.status())) from None
+        raise AssertionError(
+            (len(opened), sorted(set(opened) - set(done))[:5], w.status())
+        ) from None
     assert w.status().leases == 0
     late = [c for c in w.poll()]
     assert not late
     assert len(done) > 50
 
 
-def test_default_path(sidecar: Make, socket_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_path(
+    sidecar: Make, socket_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(socket_path.parent))
     socket_path.with_name("kvspray.sock").symlink_to(socket_path.name)
     sidecar()
@@ -449,22 +515,50 @@ def test_scheduler(sidecar: Make, socket_path: pathlib.Path) -> None:
         s: Sidecar = sidecar()
         a = s.expect("await")
         canonical("AWAIT", a["raw"])
-        assert (a["xfer"], a["hash"], a["peer"], a["tokens"]) == (XFER.hex(), HASH.hex(), "127.0.0.1:9", 40) and a["ttl_ms"] <= 30000
+        assert (a["xfer"], a["hash"], a["peer"], a["tokens"]) == (
+            XFER.hex(),
+            HASH.hex(),
+            "127.0.0.1:9",
+            40,
+        ) and a["ttl_ms"] <= 30000
         assert c.connected and c.endpoint == "127.0.0.1:7001"
         assert c.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30)
         s.kill()
         s = sidecar()
         a = s.expect("await")  # asked again
-        s.tell("send", name="ADMITTED", body={"id": a["id"], "state": "admitted", "tokens": 40, "message": ""})
-        until(lambda: (x := c.admission(XFER, HASH)) is not None and x.admitted and x.tokens == 40, "admitted")
+        s.command(
+            "send",
+            name="ADMITTED",
+            body={"id": a["id"], "state": "admitted", "tokens": 40, "message": ""},
+        )
+        until(
+            lambda: (x := c.admission(XFER, HASH)) is not None and x.admitted and x.tokens == 40,
+            "admitted",
+        )
         other = b"o" * 32
         assert c.await_admission(XFER, other, "127.0.0.1:9", 1, 30)
         a = s.expect("await", hash=other.hex())
-        s.tell("send", name="ADMITTED", body={"id": a["id"], "state": "refused", "tokens": 0, "message": "fingerprint: dtype"})
-        got = until(lambda: (x := c.admission(XFER, other)) is not None and x.state == AdmissionState.REFUSED and x, "refused")
+        s.command(
+            "send",
+            name="ADMITTED",
+            body={"id": a["id"], "state": "refused", "tokens": 0, "message": "fingerprint: dtype"},
+        )
+        got = until(
+            lambda: (
+                (x := c.admission(XFER, other)) is not None
+                and x.state == AdmissionState.REFUSED
+                and x
+            ),
+            "refused",
+        )
         assert got.message == "fingerprint: dtype"
         assert c.await_admission(b"y" * 16, other, "127.0.0.1:9", 1, 0.05)
-        until(lambda: (x := c.admission(b"y" * 16, other)) is not None and x.state == AdmissionState.GONE, "its ttl passes")
+        until(
+            lambda: (
+                (x := c.admission(b"y" * 16, other)) is not None and x.state == AdmissionState.GONE
+            ),
+            "its ttl passes",
+        )
         assert c.decline(XFER, other, "127.0.0.1:9", "not wanted")
         assert c.admission(XFER, other) is None
         for _ in range(3):
@@ -474,12 +568,19 @@ def test_scheduler(sidecar: Make, socket_path: pathlib.Path) -> None:
 
 
 def test_declines(sidecar: Make, socket_path: pathlib.Path) -> None:
-    with kvspray.SchedulerClient(socket_path, engine=ENGINE, ranks=kvspray.Ranks(pp=(0, 2), tp=(0, 4))) as c:
+    with kvspray.SchedulerClient(
+        socket_path, engine=ENGINE, ranks=kvspray.Ranks(pp=(0, 2), tp=(0, 4))
+    ) as c:
         assert c.decline(XFER, HASH, "127.0.0.1:9", "early")  # kept until there is a sidecar
         s: Sidecar = sidecar()
         d = s.expect("decline")
         canonical("DECLINE", d["raw"])
-        assert (d["xfer"], d["hash"], d["peer"], d["reason"]) == (XFER.hex(), HASH.hex(), "127.0.0.1:9", "early")
+        assert (d["xfer"], d["hash"], d["peer"], d["reason"]) == (
+            XFER.hex(),
+            HASH.hex(),
+            "127.0.0.1:9",
+            "early",
+        )
         assert c.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30)
         s.expect("await")
         assert c.decline(XFER, HASH, "127.0.0.1:9", "\u00e9" * 200 + "\0x")
@@ -503,10 +604,14 @@ def test_answered_questions_give_way(sidecar: Make, socket_path: pathlib.Path) -
     """Answers are kept for a while after their time; they must not shut out new questions."""
     with kvspray.SchedulerClient(socket_path, engine=ENGINE) as c:
         n = 0
-        while c.await_admission(n.to_bytes(16, "little"), HASH, "127.0.0.1:9", 1, 60 if n else 0.001):
+        while c.await_admission(
+            n.to_bytes(16, "little"), HASH, "127.0.0.1:9", 1, 60 if n else 0.001
+        ):
             n += 1
         assert n >= 4096 and c.status().awaits == 4096
-        until(lambda: c.admission((1).to_bytes(16, "little"), HASH) is not None, "the open ones stay")
+        until(
+            lambda: c.admission((1).to_bytes(16, "little"), HASH) is not None, "the open ones stay"
+        )
         assert c.admission(bytes(16), HASH) is None  # the only one whose time had passed gave way
 
 
@@ -514,8 +619,9 @@ def test_prefix_hash() -> None:
     base = kvspray.prefix_hash([1, 2, 3])
     assert len(base) == 32 and base == kvspray.prefix_hash((1, 2, 3), lora="", salt=None)
     others = [
-        kvspray.prefix_hash([1, 2]), kvspray.prefix_hash([1, 2, 3], lora="a"), kvspray.prefix_hash([1, 2, 3], salt="a"),
-        kvspray.prefix_hash([1, 2, 3], mm=[("a", 0, 1)]), kvspray.prefix_hash([1, 2, 3], mm=[("a", 0, 2)]),
+        kvspray.prefix_hash([1, 2]), kvspray.prefix_hash([1, 2, 3], lora="a"),
+        kvspray.prefix_hash([1, 2, 3], salt="a"), kvspray.prefix_hash([1, 2, 3], mm=[("a", 0, 1)]),
+        kvspray.prefix_hash([1, 2, 3], mm=[("a", 0, 2)]),
     ]  # fmt: skip
     assert len({base, *others}) == 6
 
@@ -523,5 +629,12 @@ def test_prefix_hash() -> None:
 def test_params() -> None:
     p = kvspray.Params(b"p" * 16, "127.0.0.1:1", 2)
     assert kvspray.Params.from_dict(p.to_dict()) == p
-    for bad in (None, {}, {"v": 2, "xfer": "00" * 16}, {"v": 1, "xfer": "zz"}, {"v": 1, "xfer": "00"}, {"v": 1, "xfer": "00" * 16, "fanout": 0}):
+    for bad in (
+        None,
+        {},
+        {"v": 2, "xfer": "00" * 16},
+        {"v": 1, "xfer": "zz"},
+        {"v": 1, "xfer": "00"},
+        {"v": 1, "xfer": "00" * 16, "fanout": 0},
+    ):
         assert kvspray.Params.from_dict(bad) is None

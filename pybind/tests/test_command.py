@@ -21,14 +21,24 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def package(tmp_path: pathlib.Path) -> pathlib.Path:
     """A copy of the package, without the binary of a wheel."""
     copy = tmp_path / "kvspray"
-    shutil.copytree(pathlib.Path(kvspray.__file__).parent, copy, ignore=shutil.ignore_patterns("_bin", "__pycache__"))
+    shutil.copytree(
+        pathlib.Path(kvspray.__file__).parent,
+        copy,
+        ignore=shutil.ignore_patterns("_bin", "__pycache__"),
+    )
     return copy
 
 
 def run(package: pathlib.Path, *args: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(package.parent)}
     env.pop("VIRTUAL_ENV", None)
-    return subprocess.run([sys.executable, "-m", "kvspray", *args], capture_output=True, text=True, env=env, cwd=package.parent)
+    return subprocess.run(
+        [sys.executable, "-m", "kvspray", *args],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=package.parent,
+    )
 
 
 def test_the_process_becomes_the_binary(package: pathlib.Path) -> None:
@@ -53,11 +63,18 @@ def test_versions_of_packages_follow_git_describe() -> None:
         ("v1.2.3", "1.2.3", "1.2.3"),
         ("v1.2.3-4-gabcdef0", "1.2.4.dev4+gabcdef0", "1.2.4~dev4+gabcdef0"),
         ("v1.2.0-rc1", "1.2.0rc1", "1.2.0~rc1"),
-        ("v1.2.0-rc.1-2-gabcdef0-dirty", "1.2.0rc2.dev2+gabcdef0.dirty", "1.2.0~rc2.dev2+gabcdef0.dirty"),
+        (
+            "v1.2.0-rc.1-2-gabcdef0-dirty",
+            "1.2.0rc2.dev2+gabcdef0.dirty",
+            "1.2.0~rc2.dev2+gabcdef0.dirty",
+        ),
         ("v1.2.3-dirty", "1.2.3+dirty", "1.2.3+dirty"),
         ("abcdef0-dirty", "0.0.0.dev0+gabcdef0.dirty", "0.0.0~dev0+gabcdef0.dirty"),
     ):
-        assert (dist["python_version"](described), dist["package_version"](described)) == (python, package)
+        assert (dist["python_version"](described), dist["package_version"](described)) == (
+            python,
+            package,
+        )
     for wrong in ("1.2.3", "v1.2", "devel", ""):
         with pytest.raises(dist["Failed"], match="neither a tag"):
             dist["python_version"](wrong)
@@ -66,13 +83,22 @@ def test_versions_of_packages_follow_git_describe() -> None:
 def test_only_the_tag_and_the_changelog_have_the_version() -> None:
     (version,) = re.findall(r"^## (\d+\.\d+\.\d+),", (ROOT / "CHANGELOG.md").read_text(), re.M)[:1]
     others = (":!CHANGELOG.md", ":!*go.mod", ":!*go.sum")  # modules of others may have the same one
-    found = subprocess.run(["git", "grep", "-nwF", version, "--", ".", *others], cwd=ROOT, capture_output=True, text=True)
+    found = subprocess.run(
+        ["git", "grep", "-nwF", version, "--", ".", *others],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert found.stdout == "" and found.returncode == 1, found.stderr
 
 
 def test_a_charts_version_is_a_tag_of_a_registry() -> None:
     dist = runpy.run_path(str(ROOT / "deploy" / "dist.py"))
-    for described, chart in (("v1.2.3", "1.2.3"), ("v1.2.3-4-gabcdef0", "1.2.3-4-gabcdef0"), ("abcdef0", "0.0.0-gabcdef0")):
+    for described, chart in (
+        ("v1.2.3", "1.2.3"),
+        ("v1.2.3-4-gabcdef0", "1.2.3-4-gabcdef0"),
+        ("abcdef0", "0.0.0-gabcdef0"),
+    ):
         assert dist["chart_version"](described) == chart
 
 
@@ -81,7 +107,9 @@ def test_all_packages_of_a_release_have_its_version(tmp_path: pathlib.Path) -> N
     dist = runpy.run_path(str(ROOT / "deploy" / "dist.py"))["Dist"]
     dist.source.__globals__["WORK"] = tmp_path
     made = dist("v1.2.3", tmp_path)
-    plugins = [f"integration/{p.parent.name}" for p in (ROOT / "integration").glob("*/pyproject.toml")]
+    plugins = [
+        f"integration/{p.parent.name}" for p in (ROOT / "integration").glob("*/pyproject.toml")
+    ]
     assert len(plugins) == 2
     extras = (made.source("pybind") / "pyproject.toml").read_text()
     for part in plugins:
@@ -90,5 +118,8 @@ def test_all_packages_of_a_release_have_its_version(tmp_path: pathlib.Path) -> N
         (name,) = re.findall(r'^name = "(.*)"$', project, re.M)
         module = name.replace("-", "_")
         assert f'"{name}==1.2.3"' in extras and '"kvspray==1.2.3"' in project
-        assert f'\nversion = {{ attr = "{module}.__version__" }}\n' in project and "\nversion = \"" not in project
+        assert (
+            f'\nversion = {{ attr = "{module}.__version__" }}\n' in project
+            and '\nversion = "' not in project
+        )
         assert '\n__version__ = "1.2.3"\n' in (copy / "src" / module / "__init__.py").read_text()

@@ -1,4 +1,5 @@
-"""Copies between regions: what the client says of them to a fake sidecar, and what a real one does."""
+"""Copies between regions: what the client sends of them to a fake sidecar, and what a real one
+does."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ HOST_BYTES = 1 << 20
 
 
 @pytest.fixture
-def two(socket_path: pathlib.Path) -> Iterator[Callable[[], tuple[kvspray.WorkerClient, kvspray.Region, kvspray.Region]]]:
+def two(
+    socket_path: pathlib.Path,
+) -> Iterator[Callable[[], tuple[kvspray.WorkerClient, kvspray.Region, kvspray.Region]]]:
     """A worker whose second region is host memory."""
     made: list[Any] = []
 
@@ -58,7 +61,9 @@ def test_copy(sidecar: Make, two: Make) -> None:
     assert r["body"] == {"src": 0, "dst": 1, "blocks": blocks, "deadline_ms": 15000, "req": "load"}
     assert kvspray.protocol.encode("COPY", r["body"]).hex() == r["hex"]
     s.complete(lease, "RECEIVED", 0, bytes=13, us=7, transport="host", reason="", recompute=[])
-    assert ended(w, lease) == kvspray.Completion(lease, True, CompletionStatus.OK, bytes=13, us=7, transport="host")
+    assert ended(w, lease) == kvspray.Completion(
+        lease, True, CompletionStatus.OK, bytes=13, us=7, transport="host"
+    )
     assert w.poll() == []
     again = w.copy(host, cache, blocks)
     assert s.record("COPY", lease=again)["body"]["src"] == 1
@@ -74,8 +79,11 @@ def test_a_copy_ends_with_its_sidecar(sidecar: Make, two: Make) -> None:
     w, cache, host = two()
     lease = w.copy(cache, host, [(0, 0, 8)])
     s.record("COPY", lease=lease)
-    s.tell("close")
-    until(lambda: w.status().counters["connects"] == 2, "another session of the same sidecar, which says that it has fenced")
+    s.command("close")
+    until(
+        lambda: w.status().counters["connects"] == 2,
+        "another session of the same sidecar, which reports that it has fenced",
+    )
     assert ended(w, lease).status == CompletionStatus.FAILED
     lease = w.copy(cache, host, [(0, 0, 8)])
     s.record("COPY", lease=lease)
@@ -90,14 +98,20 @@ def test_more_copies_than_the_sidecar_takes(sidecar: Make, two: Make) -> None:
     w, cache, host = two()
     first = w.copy(cache, host, [(0, 0, 8)])
     assert first > 0 and w.load(parts(cache, host), [(0, 0)], 0, 0) > 0
-    assert w.copy(cache, host, [(0, 0, 8)]) == w.load(parts(cache, host), [(0, 0)], 0, 0) == kvspray.LATER
+    assert (
+        w.copy(cache, host, [(0, 0, 8)])
+        == w.load(parts(cache, host), [(0, 0)], 0, 0)
+        == kvspray.LATER
+    )
     assert w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]]) > 0
     s.complete(first, "RECEIVED", 0, bytes=8, us=7, transport="host", reason="", recompute=[])
     ended(w, first)
     assert w.copy(cache, host, [(0, 0, 8)]) > 0
 
 
-def test_a_sidecar_that_may_not_be_killed_copies_nothing(sidecar: Make, two: Make, tmp_path: pathlib.Path) -> None:
+def test_a_sidecar_that_may_not_be_killed_copies_nothing(
+    sidecar: Make, two: Make, tmp_path: pathlib.Path
+) -> None:
     """If it hung, an engine that waits for the end would wait for ever."""
     if os.geteuid() != 0:
         skip("root", "needs root: a sidecar of another user, which this process may not signal")
@@ -138,7 +152,9 @@ def test_the_reason_of_a_refusal(sidecar: Make, two: Make, cause: str, reason: s
         w.close()
     assert w.copy(cache, host, [(0, 0, 8)]) == 0 and reason in w.refusal, w.refusal
     w.refusal = ""
-    assert w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]]) == 0 and reason in w.refusal, w.refusal
+    assert w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]]) == 0 and reason in w.refusal, (
+        w.refusal
+    )
 
 
 def test_bad_marks(sidecar: Make, two: Make) -> None:
@@ -159,18 +175,33 @@ def test_a_record_names_the_mark_that_it_waits_for(sidecar: Make, two: Make) -> 
 
 
 def parts(cache: kvspray.Region, host: kvspray.Region) -> list[kvspray.LoadPart]:
-    return [kvspray.LoadPart(host, 4096, 1 << 33, cache, 7, 512, 511), kvspray.LoadPart(host, 0, 1, cache, 2, 3, 4)]
+    return [
+        kvspray.LoadPart(host, 4096, 1 << 33, cache, 7, 512, 511),
+        kvspray.LoadPart(host, 0, 1, cache, 2, 3, 4),
+    ]
 
 
 def test_load(sidecar: Make, two: Make) -> None:
     s: Sidecar = sidecar()
     w, cache, host = two()
-    lease = w.load(parts(cache, host), [(1, 2), (3, 1 << 31)], 1, 1 << 40, req="load-1", deadline_s=15, after=9)
+    lease = w.load(
+        parts(cache, host), [(1, 2), (3, 1 << 31)], 1, 1 << 40, req="load-1", deadline_s=15, after=9
+    )
     r = s.record("LOAD", lease=lease)
-    packed = kvspray.protocol.pack_parts([(4096, 1 << 33, 7, 512, 511, 1, 0), (0, 1, 2, 3, 4, 1, 0)])
+    packed = kvspray.protocol.pack_parts(
+        [(4096, 1 << 33, 7, 512, 511, 1, 0), (0, 1, 2, 3, 4, 1, 0)]
+    )
     pages = kvspray.protocol.pack_pages([(1, 2), (3, 1 << 31)])
     assert (len(packed), len(pages)) == (2 * 48, 2 * 8)
-    want = {"parts": packed, "pages": pages, "flag": 1, "value": 1 << 40, "deadline_ms": 15000, "req": "load-1", "after": 9}
+    want = {
+        "parts": packed,
+        "pages": pages,
+        "flag": 1,
+        "value": 1 << 40,
+        "deadline_ms": 15000,
+        "req": "load-1",
+        "after": 9,
+    }
     assert r["body"] == want and kvspray.protocol.encode("LOAD", want).hex() == r["hex"]
     s.complete(lease, "RECEIVED", 0, bytes=13, us=7, transport="direct", reason="", recompute=[])
     assert ended(w, lease).ok
@@ -184,22 +215,31 @@ def test_arguments_of_a_load(sidecar: Make, two: Make) -> None:
     sidecar()
     w, cache, host = two()
     good, other = parts(cache, host), kvspray.Region.alloc(4096)
-    for bad, told in (
-        (lambda: w.load([good[0]._replace(src=other)], [(0, 0)], 0, 0), "src: .* is not registered"),
-        (lambda: w.load([good[0]._replace(dst=other)], [(0, 0)], 0, 0), "dst: .* is not registered"),
+    for bad, want in (
+        (
+            lambda: w.load([good[0]._replace(src=other)], [(0, 0)], 0, 0),
+            "src: .* is not registered",
+        ),
+        (
+            lambda: w.load([good[0]._replace(dst=other)], [(0, 0)], 0, 0),
+            "dst: .* is not registered",
+        ),
         (lambda: w.load([], [(0, 0)], 0, 0), "a load of 0 parts"),
         (lambda: w.load(1025 * good[:1], [(0, 0)], 0, 0), "a load of 1025 parts, want 1 to 1024"),
         (lambda: w.load([good[0]._replace(length=-1)], [(0, 0)], 0, 0), "integers in"),
         (lambda: w.load(good, [], 0, 0), "a load of 0 pages"),
         (lambda: w.load(good, bytes(8 * 32769), 0, 0), "a load of 32769 pages"),
-        (lambda: w.load(1024 * good[:1], bytes(8 * 129), 0, 0), "a load of 129 pages of 1024 parts, at most 131072"),
+        (
+            lambda: w.load(1024 * good[:1], bytes(8 * 129), 0, 0),
+            "a load of 129 pages of 1024 parts, at most 131072",
+        ),
         (lambda: w.load(good, b"1234567", 0, 0), "pages, want 1 to 32768"),
         (lambda: w.load(good, [(0, 1 << 32)], 0, 0), "integers in"),
         (lambda: w.load(good, [(0, 0)], 0, 0, deadline_s=0), "deadline"),
         (lambda: w.load(good, [(0, 0)], 1 << 32, 0), "want a flag below"),
         (lambda: w.load(good, [(0, 0)], 0, -1), "a value below"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=want):
             bad()
     other.close()
     w.close()
@@ -210,7 +250,7 @@ def test_arguments(sidecar: Make, two: Make) -> None:
     sidecar()
     w, cache, host = two()
     other = kvspray.Region.alloc(4096)
-    for bad, told in (
+    for bad, want in (
         (lambda: w.copy(other, host, [(0, 0, 1)]), "src: .* is not registered"),
         (lambda: w.copy(cache, other, [(0, 0, 1)]), "dst: .* is not registered"),
         (lambda: w.copy(cache, host, []), "a copy of 0 blocks"),
@@ -220,7 +260,7 @@ def test_arguments(sidecar: Make, two: Make) -> None:
         (lambda: w.copy(cache, host, [(0, -1, 1)]), "integers in"),
         (lambda: w.copy(cache, host, [(0, 0, 1)], deadline_s=0), "deadline"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=want):
             bad()
     other.close()
     w.close()
@@ -228,7 +268,8 @@ def test_arguments(sidecar: Make, two: Make) -> None:
 
 
 def test_with_a_real_sidecar(serve: Serve) -> None:
-    """Random blocks between memory that is shared and that is not arrive, and nothing else changes."""
+    """Random blocks between memory that is shared and that is not arrive, and nothing else
+    changes."""
     real, socket_path = serve("s")
     rng = random.Random(5)
     page = bytearray(HOST_BYTES)
@@ -243,7 +284,8 @@ def test_with_a_real_sidecar(serve: Serve) -> None:
         cell = 16 << 10
         for a, b in ((0, 1), (0, 2), (2, 1), (2, 3), (3, 3)):
             src, dst = regions[a], regions[b]
-            # Within one region, what is read and what is written lie apart: even cells and odd ones.
+            # Within one region, what is read and what is written lie apart: even cells and odd
+            # ones.
             cells = range(0, HOST_BYTES, 2 * cell)
             at, to = rng.sample(cells, 20), [c + cell for c in rng.sample(cells, 20)]
             blocks = [(x, y, rng.randint(1, cell)) for x, y in zip(at, to, strict=True)]
@@ -256,14 +298,24 @@ def test_with_a_real_sidecar(serve: Serve) -> None:
         cut = [kvspray.LoadPart(regions[0], i, 100, regions[1], 50 * i, 10, 10) for i in range(9)]
         c = ended(w, w.load(cut, [(7, 1), (1, 0)], 2, 0))
         assert c.ok and c.bytes == 9 * 2 * 10, c
-        assert all(regions[1].buffer[50 * i + 10 : 50 * i + 20] == regions[0].buffer[700 + i : 710 + i] for i in range(9))
-        assert [w.load_value(i) for i in range(LAYERS)] == [9 if i == 2 else 0 for i in range(LAYERS)]
+        assert all(
+            regions[1].buffer[50 * i + 10 : 50 * i + 20] == regions[0].buffer[700 + i : 710 + i]
+            for i in range(9)
+        )
+        assert [w.load_value(i) for i in range(LAYERS)] == [
+            9 if i == 2 else 0 for i in range(LAYERS)
+        ]
         c = ended(w, w.load(cut, [(HOST_BYTES // 100 + 1, 0)], 0, 0))
-        assert c.status == CompletionStatus.REFUSED and "parts[0]" in c.reason and w.load_value(0) == 0, c
+        assert (
+            c.status == CompletionStatus.REFUSED and "parts[0]" in c.reason and w.load_value(0) == 0
+        ), c
         c = ended(w, w.copy(regions[0], regions[1], [(0, 0, 1), (HOST_BYTES, 0, 1)]))
         assert c.status == CompletionStatus.REFUSED and "blocks[1]" in c.reason and c.bytes == 0, c
         # A sidecar that is killed in the middle of a queue of copies: each of them ends, once.
-        leases = {w.copy(regions[0], regions[2], [(i, i, 1) for i in range(0, HOST_BYTES, 64)]) for _ in range(20)}
+        leases = {
+            w.copy(regions[0], regions[2], [(i, i, 1) for i in range(0, HOST_BYTES, 64)])
+            for _ in range(20)
+        }
         assert 0 not in leases, w.status()
         real.kill()
         done: dict[int, CompletionStatus] = {}
@@ -282,7 +334,8 @@ def word() -> ctypes.c_uint64:
 
 
 def test_what_waits_for_a_load_goes_on(sidecar: Make, two: Make) -> None:
-    """Whatever becomes of the load, and without a call of the engine. A load counts after the ones before it."""
+    """Whatever becomes of the load, and without a call of the engine. A load counts after the ones
+    before it."""
     s: Sidecar = sidecar()
     w, cache, host = two()
     arrived = [word() for _ in range(5)]
@@ -292,7 +345,15 @@ def test_what_waits_for_a_load_goes_on(sidecar: Make, two: Make) -> None:
 
     def load() -> int:
         nonlocal value
-        leases.append(w.load(parts(cache, host), [(0, 0)], 1, value, arrived=ctypes.addressof(arrived[len(leases)])))
+        leases.append(
+            w.load(
+                parts(cache, host),
+                [(0, 0)],
+                1,
+                value,
+                arrived=ctypes.addressof(arrived[len(leases)]),
+            )
+        )
         value += 2
         return leases[-1]
 
@@ -328,7 +389,9 @@ def test_what_waits_for_a_load_goes_on(sidecar: Make, two: Make) -> None:
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_a_sidecar_that_ends_no_load_is_killed(sidecar: Make, socket_path: pathlib.Path, answers: bool) -> None:
+def test_a_sidecar_that_ends_no_load_is_killed(
+    sidecar: Make, socket_path: pathlib.Path, answers: bool
+) -> None:
     """Also one that answers, because a stream waits."""
     s: Sidecar = sidecar()
     x = word()
@@ -336,10 +399,12 @@ def test_a_sidecar_that_ends_no_load_is_killed(sidecar: Make, socket_path: pathl
         cache, host = w.alloc_region(LAYERS * 32768), w.alloc_region(HOST_BYTES)
         w.register([cache, host], layout())
         assert w.wait_connected(TIMEOUT_S), w.status()
-        lease = w.load(parts(cache, host), [(0, 0)], 0, 0, arrived=ctypes.addressof(x), deadline_s=0.2)
+        lease = w.load(
+            parts(cache, host), [(0, 0)], 0, 0, arrived=ctypes.addressof(x), deadline_s=0.2
+        )
         s.record("LOAD", lease=lease)
         if answers:
-            s.tell("option", set={"fencing": True})
+            s.command("option", set={"fencing": True})
         else:
             s.signal(signal.SIGSTOP)
         until(lambda: w.load_value(0) == 2, "the flag, without a call of the engine")
@@ -352,7 +417,9 @@ def test_close_waits_for_loads(sidecar: Make, two: Make) -> None:
     s: Sidecar = sidecar()
     w, cache, host = two()
     x = word()
-    lease = w.load(parts(cache, host), [(0, 0)], 0, 0, arrived=ctypes.addressof(x), deadline_s=TIMEOUT_S)
+    lease = w.load(
+        parts(cache, host), [(0, 0)], 0, 0, arrived=ctypes.addressof(x), deadline_s=TIMEOUT_S
+    )
     s.record("LOAD", lease=lease)
     closer = threading.Thread(target=w.close)
     closer.start()

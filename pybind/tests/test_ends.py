@@ -32,13 +32,16 @@ def checkpoint(at: pathlib.Path) -> pathlib.Path:
     return at
 
 
-def test_sigterm_ends_an_offer(sidecar: Make, socket_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_sigterm_ends_an_offer(
+    sidecar: Make, socket_path: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     s: Sidecar = sidecar()
     model = checkpoint(tmp_path / "m")
     for n in range(OFFERS):
         p = subprocess.Popen(
-            [sys.executable, "-m", "kvspray.offer", str(model), "--listen", "127.0.0.1:0", "--socket", str(socket_path)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "kvspray.offer", str(model), "--listen", "127.0.0.1:0",
+            "--socket", str(socket_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
         )  # fmt: skip
         try:
             assert p.stdout is not None and p.stdout.readline(), p.communicate()
@@ -57,15 +60,18 @@ def test_threads_in_calls_survive_the_end(sidecar: Make, worker: Make) -> None:
         w: kvspray.WorkerClient = worker()
         stop, busy = threading.Event(), threading.Barrier(6)
 
-        def calls(of: Callable[[], Any], stop: threading.Event = stop, busy: threading.Barrier = busy) -> None:
+        def calls(
+            of: Callable[[], Any], stop: threading.Event = stop, busy: threading.Barrier = busy
+        ) -> None:
             of()
             busy.wait(TIMEOUT_S)
             while not stop.is_set():
                 of()
 
         kinds: list[Callable[[], Any]] = [
-            lambda w=w: w.poll(), lambda w=w: w.wait(0.001), lambda w=w: w.signal_layer(0, 1), lambda w=w: w.status(),
-            lambda w=w: w.step(1, [(w.intent(XFER, HASH, 32, [[0, 1]]), 16, None)]),
+            lambda w=w: w.poll(), lambda w=w: w.wait(0.001), lambda w=w: w.signal_layer(0, 1),
+            lambda w=w: w.status(), lambda w=w: w.step(1, [(w.intent(XFER, HASH, 32, [[0, 1]]), 16,
+            None)]),
         ]  # fmt: skip
         threads = [threading.Thread(target=calls, args=(k,)) for k in kinds]
         for t in threads:
@@ -91,11 +97,14 @@ def test_waits_without_a_bound_return_at_the_end(sidecar: Make, worker: Make) ->
         assert not t.is_alive()
 
 
-def test_a_daemon_thread_in_a_wait_does_not_crash_the_interpreters_end(socket_path: pathlib.Path) -> None:
+def test_a_daemon_thread_in_a_wait_does_not_crash_the_interpreters_end(
+    socket_path: pathlib.Path,
+) -> None:
     """At its end the interpreter runs finalizers while such threads run."""
     code = """
 import sys, threading, kvspray
-w = kvspray.WorkerClient(sys.argv[1], engine=kvspray.EngineInfo("e"), layers=1, log=lambda level, text: None)
+e = kvspray.EngineInfo("e")
+w = kvspray.WorkerClient(sys.argv[1], engine=e, layers=1, log=lambda level, text: None)
 r = w.alloc_region(4096)
 w.register([r])
 def run():
@@ -106,7 +115,13 @@ for _ in range(4):
     threading.Thread(target=run, daemon=True).start()
 """
     for _ in range(5):
-        p = subprocess.run([sys.executable, "-c", code, str(socket_path)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        p = subprocess.run(
+            [sys.executable, "-c", code, str(socket_path)],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
         assert p.returncode == 0, (p.returncode, p.stderr)
 
 
@@ -116,12 +131,16 @@ def test_a_query_lives_until_its_last_asker_withdraws(socket_path: pathlib.Path)
             assert c.await_admission(XFER, HASH, "p:1", 100, 30)
         assert c.decline(XFER, HASH, "p:1", "its request was aborted")
         got = c.admission(XFER, HASH)
-        assert got is not None and got.state == kvspray.AdmissionState.PENDING, "a sample of the same prompt still asks"
+        assert got is not None and got.state == kvspray.AdmissionState.PENDING, (
+            "a sample of the same prompt still asks"
+        )
         assert c.decline(XFER, HASH, "p:1", "its request was aborted")
         assert c.admission(XFER, HASH) is None
 
 
-def test_an_offer_that_ends_refuses_pieces(sidecar: Make, socket_path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_an_offer_that_ends_refuses_pieces(
+    sidecar: Make, socket_path: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     from kvspray.offer import Offer
     from kvspray.weightstream import LoadError
 
@@ -133,4 +152,6 @@ def test_an_offer_that_ends_refuses_pieces(sidecar: Make, socket_path: pathlib.P
         offer.request(piece)
     before = time.monotonic()
     offer.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("kvspray-offer")], time.monotonic() - before
+    assert not [t for t in threading.enumerate() if t.name.startswith("kvspray-offer")], (
+        time.monotonic() - before
+    )

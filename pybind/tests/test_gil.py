@@ -1,6 +1,7 @@
-"""No call of the library holds the interpreter's lock where it could wait or take its time. Each is tried with a library that stops before every
-lock, sleep and larger system call until another Python thread lets it go on: one that holds the lock stays there, on any machine. What a
-GPU's driver does is in test_gpu.py."""
+"""No call of the library holds the interpreter's lock where it could wait or take its time. Each is
+tried with a library that stops before every lock, sleep and larger system call until another Python
+thread lets it go on: one that holds the lock stays there, on any machine. What a GPU's driver does
+is in test_gpu.py."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ from test_native import ROOT, compile_c
 XFER, HASH = b"x" * 16, b"h" * 32
 PRIVATE_BYTES = 1 << 20
 END = 1 << 32
-# Neither locks nor calls the system: a constant, an address, some stores. None of them may come to a gate.
+# Neither locks nor calls the system: a constant, an address, some stores. None of them may come to
+# a gate.
 AT_ONCE = {
-    "kvs_flags", "kvs_signal_layer", "kvs_signal_step", "kvs_deadlines", "kvs_load_value", "kvs_strerror",
+    "kvs_flags", "kvs_signal_layer", "kvs_signal_step", "kvs_deadlines", "kvs_load_value",
+    "kvs_strerror",
 }  # fmt: skip
 
 
@@ -47,7 +50,8 @@ class Gate:
             os.eventfd_write(self._go, 1)
 
     def turns(self, call: Callable[[], Any]) -> int | None:
-        """How often the call came to a gate and another thread ran meanwhile; None where none could."""
+        """How often the call came to a gate and another thread ran meanwhile; None where none
+        could."""
         before = self._turns
         self._dll.gate_arm(1)
         try:
@@ -64,15 +68,26 @@ class Gate:
 
 
 @pytest.fixture
-def gated(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, Gate]]:
+def gated(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[ModuleType, Gate]]:
     """The package, imported once more, on a library with gates."""
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").glob("*.c"))
     gates = (ROOT / "tests" / "gate.c").read_text()
     calls = re.findall(r"__real_(\w+)\(", gates) + re.findall(r"(?m)^GATED\([^,]+, (\w+),", gates)
     wrap = ",".join(f"--wrap={c}" for c in sorted(set(calls)))
-    library = compile_c(tmp_path / "libgated.so", "tests/gate.c", *sources, flags=f"-O0 -fPIC -shared -fvisibility=hidden -Wl,{wrap} -ldl")
+    library = compile_c(
+        tmp_path / "libgated.so",
+        "tests/gate.c",
+        *sources,
+        flags=f"-O0 -fPIC -shared -fvisibility=hidden -Wl,{wrap} -ldl",
+    )
     monkeypatch.setenv("KVSPRAY_LIBRARY", str(library))
-    theirs = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "kvspray"}
+    theirs = {
+        name: sys.modules.pop(name)
+        for name in list(sys.modules)
+        if name.partition(".")[0] == "kvspray"
+    }
     try:
         package = importlib.import_module("kvspray")
         importlib.import_module("kvspray._lib")
@@ -86,7 +101,9 @@ def gated(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[t
     gate.close()
 
 
-def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp_path: pathlib.Path) -> None:
+def test_no_call_holds_the_interpreters_lock(
+    gated: tuple[ModuleType, Gate], tmp_path: pathlib.Path
+) -> None:
     kvspray, gate = gated
     _lib = kvspray._lib
     reached: set[str] = set()
@@ -108,7 +125,9 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
         stack.callback(sidecar.close)
 
         def client(path: str = "s.sock", log: Any = None) -> Any:
-            return stack.enter_context(kvspray.WorkerClient(tmp_path / path, engine=ENGINE, layers=LAYERS, log=log))
+            return stack.enter_context(
+                kvspray.WorkerClient(tmp_path / path, engine=ENGINE, layers=LAYERS, log=log)
+            )
 
         def region(nbytes: int = LAYERS * 32768) -> Any:
             r = kvspray.Region.alloc(nbytes)
@@ -116,10 +135,15 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             return r
 
         cache, fresh = region(), client()
-        w = client(log=lambda level, text: None)  # so that its thread is in kvs_wait_log all the while
+        # So that its thread is in kvs_wait_log all the while.
+        w = client(log=lambda level, text: None)
         w.register([cache], layout())
         assert w.wait_connected(TIMEOUT_S), w.status()
-        lonely, spare, spoken = client("nobody.sock"), client(), client(log=lambda level, text: None)
+        lonely, spare, spoken = (
+            client("nobody.sock"),
+            client(),
+            client(log=lambda level, text: None),
+        )
         lonely.register([cache], layout())
         spare.register([cache], layout())
         asks = stack.enter_context(kvspray.SchedulerClient(tmp_path / "s.sock", engine=ENGINE))
@@ -137,7 +161,9 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
         rows = [kvspray.LoadPart(cache, 0, 8, cache, 4096, 8, 8)]
         waits = {
             "WorkerClient()": client,
-            "SchedulerClient()": lambda: stack.enter_context(kvspray.SchedulerClient(tmp_path / "s.sock", engine=ENGINE)),
+            "SchedulerClient()": lambda: stack.enter_context(
+                kvspray.SchedulerClient(tmp_path / "s.sock", engine=ENGINE)
+            ),
             "alloc_region": region,
             "Region.reserve": lambda: stack.callback(kvspray.Region.reserve(4096).close),
             "Region.populate": lambda: empty.populate(0, 4096),
@@ -168,18 +194,24 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "decline": lambda: asks.decline(XFER, HASH, "127.0.0.1:9", "not wanted"),
             "admission": lambda: asks.admission(XFER, HASH),
             "store request": lambda: _lib.lib.kvs_request(w._h, 13, b"\x80", 1),
-            "store answer": lambda: _lib.lib.kvs_answer(w._h, 1, 10, ctypes.byref(ctypes.c_uint32()), None, 0),
+            "store answer": lambda: _lib.lib.kvs_answer(
+                w._h, 1, 10, ctypes.byref(ctypes.c_uint32()), None, 0
+            ),
             "store request forgotten": lambda: _lib.lib.kvs_request_forget(w._h, 1),
             "unpin": lambda: _lib.lib.kvs_unpin(w._h, 1),
             "space closed": lambda: _lib.lib.kvs_close_space(w._h, 1),
-            "describe": lambda: w.describe({**layout(), "identity": {"model": "tiny", "weights": "2"}}),
+            "describe": lambda: w.describe(
+                {**layout(), "identity": {"model": "tiny", "weights": "2"}}
+            ),
             "close": spare.close,
             "close, with a log": spoken.close,
             "SchedulerClient.close": asks.close,
         }
         got = {name: gate.turns(call) for name, call in waits.items()}
         assert not [name for name, turns in got.items() if turns is None], "nobody else could run"
-        assert not [name for name, turns in got.items() if turns == 0], "came to no gate: nothing was shown"
+        assert not [name for name, turns in got.items() if turns == 0], (
+            "came to no gate: nothing was shown"
+        )
 
         w = client()
         at_once = {
@@ -191,7 +223,9 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "kvs_strerror": lambda: _lib.strerror(-1),
             "Region.part": lambda: stack.callback(whole.part(0, 4096).close),
         }
-        assert {name: gate.turns(call) for name, call in at_once.items()} == dict.fromkeys(at_once, 0)
+        assert {name: gate.turns(call) for name, call in at_once.items()} == dict.fromkeys(
+            at_once, 0
+        )
 
     held = {name for name in _lib._PROTOTYPES if name in vars(_lib.fast)}
     assert held <= AT_ONCE

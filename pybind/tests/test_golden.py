@@ -1,4 +1,5 @@
-"""The vectors that the Go and the Python side share: both decode each one, and encode its value to the same bytes."""
+"""The vectors that the Go and the Python side share: both decode each one, and encode its value to
+the same bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "testdata" / "golden"
 
 def plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return bytes.fromhex(value["$bin"]) if set(value) == {"$bin"} else {k: plain(v) for k, v in value.items()}
+        return (
+            bytes.fromhex(value["$bin"])
+            if set(value) == {"$bin"}
+            else {k: plain(v) for k, v in value.items()}
+        )
     if isinstance(value, list):
         return [plain(v) for v in value]
     return value
@@ -27,7 +32,9 @@ def plain(value: Any) -> Any:
 def vectors() -> list[Any]:
     found = []
     for path in sorted(GOLDEN.glob("*.json")):
-        found += [pytest.param(v, id=f"{path.stem}-{v['name']}") for v in json.loads(path.read_text())]
+        found += [
+            pytest.param(v, id=f"{path.stem}-{v['name']}") for v in json.loads(path.read_text())
+        ]
     assert found, f"no golden vectors in {GOLDEN}"
     return found
 
@@ -38,17 +45,30 @@ def test_every_kind_has_a_vector() -> None:
 
 
 def test_identity_is_what_a_sidecar_asks_for() -> None:
-    """Each argument that has no default is a pair without which a registration is refused, and the other way round."""
+    """Each argument that has no default is a pair without which a registration is refused, and the
+    other way round."""
     source = (GOLDEN.parents[1] / "parseblock" / "describe.go").read_text()
     key = dict(re.findall(r'(Identity\w+)\s*= "(\w+)"', source))
     table = source.split("var needed = ")[1].split("\n}\n")[0]
     needed = {key[name] for name in re.findall(r"\{(Identity\w+),", table)}
-    asked = {n: p for n, p in inspect.signature(kvspray.identity).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    assert {n for n, p in asked.items() if p.default is p.empty} == needed and set(asked) == needed | {"packing"}
-    said: dict[str, Any] = {n: 1 if n in ("layers", "head_size", "backoff") else "x" for n in needed}
-    want = {n: str(v) for n, v in said.items()}
-    assert kvspray.identity(**said) == want
-    assert kvspray.identity(**said, packing="vec", engine="mine") == {**want, "packing": "vec", "engine": "mine"}
+    asked = {
+        n: p
+        for n, p in inspect.signature(kvspray.identity).parameters.items()
+        if p.kind is p.KEYWORD_ONLY
+    }
+    assert {n for n, p in asked.items() if p.default is p.empty} == needed and set(
+        asked
+    ) == needed | {"packing"}
+    given: dict[str, Any] = {
+        n: 1 if n in ("layers", "head_size", "backoff") else "x" for n in needed
+    }
+    want = {n: str(v) for n, v in given.items()}
+    assert kvspray.identity(**given) == want
+    assert kvspray.identity(**given, packing="vec", engine="mine") == {
+        **want,
+        "packing": "vec",
+        "engine": "mine",
+    }
 
 
 @pytest.mark.parametrize("vector", vectors())

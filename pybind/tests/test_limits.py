@@ -31,9 +31,15 @@ def test_memory_is_read_where_it_is_limited(case: dict[str, Any], tmp_path: path
 
 
 def test_a_pool_needs_room_for_its_process(tmp_path: pathlib.Path) -> None:
-    root = host(tmp_path, {"proc/meminfo": "MemAvailable: 67108864 kB\n", "sys/fs/cgroup/memory.max": f"{4 * GIB}\n"})
+    root = host(
+        tmp_path,
+        {"proc/meminfo": "MemAvailable: 67108864 kB\n", "sys/fs/cgroup/memory.max": f"{4 * GIB}\n"},
+    )
     why = limits.refusal(4 * GIB, root)
-    assert "4096 MiB (4288 MiB with what the process itself needs)" in why and "4096 MiB are left of the limit in /sys/fs/cgroup/memory.max" in why
+    assert (
+        "4096 MiB (4288 MiB with what the process itself needs)" in why
+        and "4096 MiB are left of the limit in /sys/fs/cgroup/memory.max" in why
+    )
     assert limits.refusal(3906 << 20, root) == ""
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
     assert "the host has 65536 MiB" in limits.refusal(64 * GIB, root)
@@ -47,7 +53,10 @@ def test_an_error_has_its_remedy() -> None:
             kvspray.Region.alloc(4096)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert "memory limit" in limits.explain(errno.ENOMEM) and limits.explain(errno.EBADF) == f"Bad file descriptor (errno {errno.EBADF})"
+    assert (
+        "memory limit" in limits.explain(errno.ENOMEM)
+        and limits.explain(errno.EBADF) == f"Bad file descriptor (errno {errno.EBADF})"
+    )
 
 
 def test_limits_that_are_not_known(tmp_path: pathlib.Path) -> None:

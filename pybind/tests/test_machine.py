@@ -1,4 +1,4 @@
-"""What benchmark results say of where they come from."""
+"""What benchmark results have of where they come from."""
 
 import os
 import pathlib
@@ -17,7 +17,12 @@ def sidecar(directory: pathlib.Path, script: str) -> pathlib.Path:
 
 
 def test_nothing_is_missing(tmp_path: pathlib.Path) -> None:
-    m = machine(sidecar(tmp_path, """[ "$*" = "version --json" ] && echo '{"go":"go1.26","version":"abc-dirty"}'"""))
+    m = machine(
+        sidecar(
+            tmp_path,
+            """[ "$*" = "version --json" ] && echo '{"go":"go1.26","version":"abc-dirty"}'""",
+        )
+    )
     assert m["version"] == "abc-dirty" and m["cores"] == os.cpu_count() and m["load_average"] >= 0
     assert all(m[key] for key in ("processor", "kernel", "python"))
     assert machine(None)["version"] is None

@@ -1,4 +1,5 @@
-"""Headers of safetensors files that are wrong are refused by name, and pieces cover each byte of each tensor once."""
+"""Headers of safetensors files that are wrong are refused by name, and pieces cover each byte of
+each tensor once."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvspray.checkpoint import DTYPES, Folder, Manifest, Samples, differences, parse
+from kvspray.checkpoint import DTYPES, Directory, Manifest, Samples, differences, parse
 from kvspray.region import KvsprayError, Region
 from kvspray.weights import CheckpointError, digest
 from kvspray.weightstream import AHEAD, PIECES, Arena, Block, Files, LoadError, Stream
@@ -20,8 +21,8 @@ Header = dict[str, Any]
 
 
 def raw(header: object, data: bytes) -> bytes:
-    said = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(said)) + said + data
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw + data
 
 
 def parsed(content: bytes) -> list[Any]:
@@ -36,12 +37,18 @@ def good(rng: random.Random, tensors: int) -> tuple[Header, bytes]:
         n = DTYPES[dtype] // 8
         for d in shape:
             n *= d
-        header[f"t{i}"] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + n]}
+        header[f"t{i}"] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + n],
+        }
         data += rng.randbytes(n)
     return header, data
 
 
-def folder(dir: pathlib.Path, rng: random.Random, files: int = 2, tensors: int = 12) -> pathlib.Path:
+def checkpoint(
+    dir: pathlib.Path, rng: random.Random, files: int = 2, tensors: int = 12
+) -> pathlib.Path:
     dir.mkdir()
     (dir / "config.json").write_text('{"hidden_size": 4}')
     for i in range(files):
@@ -52,7 +59,10 @@ def folder(dir: pathlib.Path, rng: random.Random, files: int = 2, tensors: int =
 
 
 def one(**over: Any) -> Header:
-    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **over}, "b": {"dtype": "U8", "shape": [3], "data_offsets": [8, 11]}}
+    return {
+        "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **over},
+        "b": {"dtype": "U8", "shape": [3], "data_offsets": [8, 11]},
+    }
 
 
 @pytest.mark.parametrize(
@@ -88,13 +98,20 @@ def test_wrong_headers(header: object, data: int, why: str) -> None:
 
 
 def test_headers_of_wrong_length() -> None:
-    for content in (b"", b"1234567", struct.pack("<Q", 1 << 63) + b"{}", struct.pack("<Q", 3) + b"{}", struct.pack("<Q", 0) + b"{}"):
+    for content in (
+        b"",
+        b"1234567",
+        struct.pack("<Q", 1 << 63) + b"{}",
+        struct.pack("<Q", 3) + b"{}",
+        struct.pack("<Q", 0) + b"{}",
+    ):
         with pytest.raises(CheckpointError, match="header of"):
             parsed(content)
 
 
 def test_random_damage_is_refused_or_harmless() -> None:
-    """Whatever is changed: a CheckpointError, or tensors that lie one after another within the file."""
+    """Whatever is changed: a CheckpointError, or tensors that lie one after another within the
+    file."""
     rng = random.Random(5)
     refused = 0
     for _ in range(3000):
@@ -119,14 +136,18 @@ def test_random_damage_is_refused_or_harmless() -> None:
 
 def test_pieces_have_each_byte_once(tmp_path: pathlib.Path) -> None:
     rng = random.Random(6)
-    m = Folder(folder(tmp_path / "m", rng, tensors=40)).manifest
+    m = Directory(checkpoint(tmp_path / "m", rng, tensors=40)).manifest
     for most in (1, 3, 7, 64, 1000, 1 << 20):
         seen: dict[int, int] = {i: 0 for i in range(len(m.entries))}
         for p in m.pieces(most):
             assert 1 <= p.nbytes <= most and p.start + p.nbytes <= m.files[p.file].size
             for part in p.parts:
                 e = m.entries[part.entry]
-                assert e.file == p.file and e.start + part.offset == p.start + part.at and part.at + part.nbytes <= p.nbytes
+                assert (
+                    e.file == p.file
+                    and e.start + part.offset == p.start + part.at
+                    and part.at + part.nbytes <= p.nbytes
+                )
                 assert part.offset == seen[part.entry]
                 seen[part.entry] += part.nbytes
         assert {i: e.nbytes for i, e in enumerate(m.entries)} == seen
@@ -134,9 +155,11 @@ def test_pieces_have_each_byte_once(tmp_path: pathlib.Path) -> None:
 
 def test_what_was_read_has_the_digest_of_the_folder(tmp_path: pathlib.Path) -> None:
     rng = random.Random(7)
-    dir = folder(tmp_path / "m", rng)
+    dir = checkpoint(tmp_path / "m", rng)
     data = rng.randbytes(300_000)
-    (dir / "model-9.safetensors").write_bytes(raw({"big": {"dtype": "U8", "shape": [300_000], "data_offsets": [0, 300_000]}}, data))
+    (dir / "model-9.safetensors").write_bytes(
+        raw({"big": {"dtype": "U8", "shape": [300_000], "data_offsets": [0, 300_000]}}, data)
+    )
     for piece in (1000, 4096, 1 << 20):
         source = Files(str(dir), 9 * (piece + 4096))
         samples = Samples(source.manifest.entries)
@@ -144,7 +167,10 @@ def test_what_was_read_has_the_digest_of_the_folder(tmp_path: pathlib.Path) -> N
         content = {p.name: p.read_bytes() for p in dir.glob("*.safetensors")}
         for block in stream:
             p = block.piece
-            assert bytes(block.view) == content[source.manifest.files[p.file].name][p.start : p.start + p.nbytes]
+            assert (
+                bytes(block.view)
+                == content[source.manifest.files[p.file].name][p.start : p.start + p.nbytes]
+            )
             for part in p.parts:
                 samples.take(part.entry, part.offset, block.view[part.at : part.at + part.nbytes])
             block.give_back()
@@ -154,7 +180,7 @@ def test_what_was_read_has_the_digest_of_the_folder(tmp_path: pathlib.Path) -> N
 
 
 def test_manifests_travel(tmp_path: pathlib.Path) -> None:
-    m = Folder(folder(tmp_path / "m", random.Random(8))).manifest
+    m = Directory(checkpoint(tmp_path / "m", random.Random(8))).manifest
     sent = json.loads(json.dumps(m.to_json()))
     assert Manifest.from_json(sent, "x") == m
     rng = random.Random(9)
@@ -168,32 +194,44 @@ def test_manifests_travel(tmp_path: pathlib.Path) -> None:
             assert str(err).startswith("x: ")
             continue
         assert all(e.start + e.nbytes <= other.files[e.file].size for e in other.entries)
-    for bad in (None, 1, {}, {**sent, "files": 3}, {**sent, "configs": ["?"]}, {**sent, "digest": 1}, {**sent, "tensors": [[1]]}):
+    for bad in (
+        None,
+        1,
+        {},
+        {**sent, "files": 3},
+        {**sent, "configs": ["?"]},
+        {**sent, "digest": 1},
+        {**sent, "tensors": [[1]]},
+    ):
         with pytest.raises(CheckpointError, match="no manifest"):
             Manifest.from_json(bad, "x")
 
 
 def test_an_index_that_differs_from_the_files(tmp_path: pathlib.Path) -> None:
-    dir = folder(tmp_path / "m", random.Random(10))
-    names = {e.name: Folder(dir).manifest.files[e.file].name for e in Folder(dir).manifest.entries}
+    dir = checkpoint(tmp_path / "m", random.Random(10))
+    names = {
+        e.name: Directory(dir).manifest.files[e.file].name for e in Directory(dir).manifest.entries
+    }
     index = dir / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}))
-    Folder(dir).close()
+    Directory(dir).close()
     for change in ({"f0.t1": "model-1.safetensors"}, {"more": "model-1.safetensors"}):
         index.write_text(json.dumps({"weight_map": names | change}))
         with pytest.raises(CheckpointError, match=next(iter(change))):
-            Folder(dir)
+            Directory(dir)
 
 
 def test_names_that_occur_in_two_files(tmp_path: pathlib.Path) -> None:
-    dir = folder(tmp_path / "m", random.Random(11))
+    dir = checkpoint(tmp_path / "m", random.Random(11))
     (dir / "model-1.safetensors").write_bytes((dir / "model-0.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match="'f0.t0' is in 'model-0.safetensors' and in 'model-1.safetensors'"):
-        Folder(dir)
+    with pytest.raises(
+        CheckpointError, match="'f0.t0' is in 'model-0.safetensors' and in 'model-1.safetensors'"
+    ):
+        Directory(dir)
 
 
 def test_a_file_that_is_written_to_or_cut(tmp_path: pathlib.Path) -> None:
-    dir = folder(tmp_path / "m", random.Random(12))
+    dir = checkpoint(tmp_path / "m", random.Random(12))
     file = dir / "model-0.safetensors"
     source = Files(str(dir), 1 << 20)
     source.check()
@@ -209,15 +247,15 @@ def test_a_file_that_is_written_to_or_cut(tmp_path: pathlib.Path) -> None:
 
 def test_differences_are_named(tmp_path: pathlib.Path) -> None:
     rng = random.Random(13)
-    dir = folder(tmp_path / "m", rng)
-    have = Folder(dir).manifest
+    dir = checkpoint(tmp_path / "m", rng)
+    have = Directory(dir).manifest
     assert differences(have, have) == []
     (dir / "config.json").write_text('{"hidden_size": 5, "_name_or_path": "x", "use_cache": true}')
     header, data = good(rng, 3)
     (dir / "model-1.safetensors").write_bytes(raw(header, data))
-    said = differences(have, Folder(dir).manifest)
-    assert said[0] == "config.json: hidden_size is 5, and 4 in the engine's checkpoint"
-    assert "is missing" in said[1] and said[-1].endswith("more")
+    found = differences(have, Directory(dir).manifest)
+    assert found[0] == "config.json: hidden_size is 5, and 4 in the engine's checkpoint"
+    assert "is missing" in found[1] and found[-1].endswith("more")
 
 
 def test_the_arena_gives_what_is_free() -> None:
@@ -232,7 +270,10 @@ def test_the_arena_gives_what_is_free() -> None:
             n = rng.randrange(1, 200_000)
             at_ = arena.take(n)
             if at_ is not None:
-                assert all(at_ + n <= a or a + b <= at_ for a, b in taken.items()) and at_ + n <= arena.nbytes
+                assert (
+                    all(at_ + n <= a or a + b <= at_ for a, b in taken.items())
+                    and at_ + n <= arena.nbytes
+                )
                 taken[at_] = n
     for at, n in taken.items():
         arena.give(at, n)
@@ -277,10 +318,15 @@ def test_a_host_without_memory_fails_the_load(monkeypatch: pytest.MonkeyPatch) -
     arena.close()
 
 
-def test_the_first_piece_does_not_wait_for_memory_of_others(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_piece_does_not_wait_for_memory_of_others(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dir, most = tmp_path / "m", 4 << 20
     dir.mkdir()
-    header = {f"t{i}": {"dtype": "U8", "shape": [most], "data_offsets": [i * most, (i + 1) * most]} for i in range(12)}
+    header = {
+        f"t{i}": {"dtype": "U8", "shape": [most], "data_offsets": [i * most, (i + 1) * most]}
+        for i in range(12)
+    }
     (dir / "model.safetensors").write_bytes(raw(header, bytes(12 * most)))
     had: list[int] = []
     start = Files.start
@@ -297,8 +343,8 @@ def test_the_first_piece_does_not_wait_for_memory_of_others(tmp_path: pathlib.Pa
     assert len(had) == 12 and had[0] == 1 and max(had) == AHEAD  # the others are used again
 
 
-def test_who_holds_too_much_is_told(tmp_path: pathlib.Path) -> None:
-    dir = folder(tmp_path / "m", random.Random(15), tensors=60)
+def test_a_directory_that_holds_too_much_is_named(tmp_path: pathlib.Path) -> None:
+    dir = checkpoint(tmp_path / "m", random.Random(15), tensors=60)
     source = Files(str(dir), 8 * 8192)
     with pytest.raises(LoadError, match="want at least 8"):
         Stream(source, 1 << 20)

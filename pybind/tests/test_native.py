@@ -1,4 +1,5 @@
-"""The C tests, each under the sanitizers that see something in it, and the whole client suite's core under AddressSanitizer."""
+"""The C tests, each under the sanitizers that see something in it, and the whole client suite's
+core under AddressSanitizer."""
 
 from __future__ import annotations
 
@@ -24,27 +25,47 @@ def compile_c(out: pathlib.Path, *sources: str, flags: str) -> pathlib.Path:
     if shutil.which(cc[0]) is None:
         skip("cc", f"needs a C compiler: {cc[0]} not found; install gcc, or set CC")
     subprocess.run(
-        [*cc, *shlex.split(FLAGS), *shlex.split(flags), f"-I{ROOT}/include", f"-I{ROOT}/src", "-o", str(out), *(str(ROOT / s) for s in sources)],
+        [
+            *cc,
+            *shlex.split(FLAGS),
+            *shlex.split(flags),
+            f"-I{ROOT}/include",
+            f"-I{ROOT}/src",
+            "-o",
+            str(out),
+            *(str(ROOT / s) for s in sources),
+        ],
         check=True,
     )
     return out
 
 
 def run(*command: object, env: dict[str, str] | None = None, timeout: float = 600) -> str:
-    """What the command says. Where it fails, or does not end in time, the test fails with all that it has said."""
+    """What the command prints. Where it fails, or does not end in time, the test fails with all
+    that it has printed."""
     with subprocess.Popen(
-        [str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env={**os.environ, **(env or {})},
+        [str(c) for c in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, **(env or {})},
         start_new_session=True,
     ) as p:
         verdict = ""
         try:
             out, _ = p.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(p.pid, signal.SIGKILL)  # and whatever it has started, which may have its output open
+            # And whatever it has started, which may have its output open.
+            os.killpg(p.pid, signal.SIGKILL)
             out, _ = p.communicate()
             verdict = f"did not end within {timeout:g} s"
     if p.returncode != 0:
-        pytest.fail(f"{shlex.join(map(str, command))} {verdict or f'ended with status {p.returncode}'}; it said:\n{out}", pytrace=False)
+        pytest.fail(
+            f"{shlex.join(map(str, command))} {verdict or f'ended with status {p.returncode}'}; it "
+            f"printed:\n{out}",
+            pytrace=False,
+        )
     return out
 
 
@@ -67,7 +88,9 @@ def test_calls_between_files_go_one_way(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_ring_between_threads(tmp_path: pathlib.Path, sanitizer: str) -> None:
-    binary = compile_c(tmp_path / "litmus", "tests/ring_litmus.c", "src/ring.c", flags=f"-fsanitize={sanitizer}")
+    binary = compile_c(
+        tmp_path / "litmus", "tests/ring_litmus.c", "src/ring.c", flags=f"-fsanitize={sanitizer}"
+    )
     run(binary, "threads", int(RECORDS) // 4, 65536)
     run(binary, "mutate", 20000)
 
@@ -79,27 +102,45 @@ def test_ring_between_processes(tmp_path: pathlib.Path) -> None:
 
 
 def test_msgpack(tmp_path: pathlib.Path) -> None:
-    binary = compile_c(tmp_path / "msgpack", "tests/msgpack_test.c", "src/msgpack.c", flags="-fsanitize=address,undefined")
+    binary = compile_c(
+        tmp_path / "msgpack",
+        "tests/msgpack_test.c",
+        "src/msgpack.c",
+        flags="-fsanitize=address,undefined",
+    )
     assert run(binary).strip() == "ok"
 
 
 def test_a_hostile_sidecar(tmp_path: pathlib.Path) -> None:
     sources = [f"src/{p.name}" for p in sorted((ROOT / "src").glob("*.c"))]
-    binary = compile_c(tmp_path / "hostile", "tests/hostile_test.c", *sources, flags="-fsanitize=address,undefined -fno-sanitize-recover=all -ldl")
+    binary = compile_c(
+        tmp_path / "hostile",
+        "tests/hostile_test.c",
+        *sources,
+        flags="-fsanitize=address,undefined -fno-sanitize-recover=all -ldl",
+    )
     assert run(binary, os.environ.get("KVSPRAY_HOSTILE_ROUNDS", "20000")).strip() == "ok"
 
 
 @pytest.mark.parametrize("kernel", ["old", "full", "single"])
 def test_regions_where_the_kernel_refuses(tmp_path: pathlib.Path, kernel: str) -> None:
-    binary = compile_c(tmp_path / "region", "tests/region_test.c", "src/region.c", "src/system.c", flags="-O2")
+    binary = compile_c(
+        tmp_path / "region", "tests/region_test.c", "src/region.c", "src/system.c", flags="-O2"
+    )
     assert run(binary, kernel).strip() == "ok"
 
 
-@pytest.mark.parametrize("cpus", [1, 1 << 20], ids=["looks", "sleeps"])  # of which on a wait looks before it sleeps
+# Of which on a wait looks before it sleeps.
+@pytest.mark.parametrize("cpus", [1, 1 << 20], ids=["looks", "sleeps"])
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_client_in_threads(tmp_path: pathlib.Path, sanitizer: str, cpus: int) -> None:
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").glob("*.c"))
-    binary = compile_c(tmp_path / "client", "tests/client_test.c", *sources, flags=f"-fsanitize={sanitizer} -DLOOK_CPUS={cpus}")
+    binary = compile_c(
+        tmp_path / "client",
+        "tests/client_test.c",
+        *sources,
+        flags=f"-fsanitize={sanitizer} -DLOOK_CPUS={cpus}",
+    )
     out = run(binary, tmp_path / "s.sock", int(RECORDS) // 10)
     assert "leases" in out
 
@@ -107,21 +148,49 @@ def test_client_in_threads(tmp_path: pathlib.Path, sanitizer: str, cpus: int) ->
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_closing_in_any_order(tmp_path: pathlib.Path, sanitizer: str) -> None:
     flags = f"-fsanitize={sanitizer}"
-    driver = compile_c(tmp_path / "libfake_cuda.so", "tests/fake_cuda.c", flags=f"{flags} -fPIC -shared")
+    driver = compile_c(
+        tmp_path / "libfake_cuda.so", "tests/fake_cuda.c", flags=f"{flags} -fPIC -shared"
+    )
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").glob("*.c"))
-    binary = compile_c(tmp_path / "close", "tests/close_test.c", *sources, flags=f"{flags} -DLOOK_CPUS=1")
+    binary = compile_c(
+        tmp_path / "close", "tests/close_test.c", *sources, flags=f"{flags} -DLOOK_CPUS=1"
+    )
     assert run(binary, 20, env={"KVSPRAY_LIBCUDA": str(driver)}).strip() == "ok"
 
 
 @pytest.mark.skipif("KVSPRAY_LIBRARY" in os.environ, reason="runs inside itself")
 def test_client_under_address_sanitizer(tmp_path: pathlib.Path) -> None:
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").glob("*.c"))
-    library = compile_c(tmp_path / "libkvspray.so", *sources, flags="-fPIC -shared -fsanitize=address,undefined")
-    asan = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
+    library = compile_c(
+        tmp_path / "libkvspray.so", *sources, flags="-fPIC -shared -fsanitize=address,undefined"
+    )
+    asan = subprocess.run(
+        ["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     if not os.path.isabs(asan):
         skip("asan", "needs libasan.so of gcc to preload it; install libasan")
     # Python's own allocations look like leaks, and its fork test is about another library.
-    env = {"LD_PRELOAD": asan, "KVSPRAY_LIBRARY": str(library), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
-    chosen = "session or source_lease or killed_sidecar or malformed or broken or scheduler or full_ring or regions or drain"
+    env = {
+        "LD_PRELOAD": asan,
+        "KVSPRAY_LIBRARY": str(library),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONMALLOC": "malloc",
+    }
+    chosen = (
+        "session or source_lease or killed_sidecar or malformed or broken or scheduler or "
+        "full_ring or regions or drain"
+    )
     tests = sorted((ROOT / "tests").glob("test_client*.py"))
-    run(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, "-k", chosen, env=env)
+    run(
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+        "-k",
+        chosen,
+        env=env,
+    )

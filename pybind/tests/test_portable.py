@@ -1,4 +1,5 @@
-"""The identity that engines of several kinds share: what makes it another one, and what has none."""
+"""The identity that engines of several kinds share: what makes it another one, and what has
+none."""
 
 from __future__ import annotations
 
@@ -11,12 +12,19 @@ import pytest
 from kvspray import portable
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_hidden_layers": 3, "rope_theta": 10000.0, "transformers_version": "5.0", "torch_dtype": "bfloat16",
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
+    "rope_theta": 10000.0, "transformers_version": "5.0", "torch_dtype": "bfloat16",
 }  # fmt: skip
 
 
-def of(path: pathlib.Path, config: dict[str, Any] | str, weights: str = "checkpoint:1", dtype: str = "bfloat16", **settings: object) -> dict[str, str]:
+def of(
+    path: pathlib.Path,
+    config: dict[str, Any] | str,
+    weights: str = "checkpoint:1",
+    dtype: str = "bfloat16",
+    **settings: object,
+) -> dict[str, str]:
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     return portable.identity(path, weights=weights, dtype=dtype, settings=settings)
@@ -24,10 +32,20 @@ def of(path: pathlib.Path, config: dict[str, Any] | str, weights: str = "checkpo
 
 def test_what_is_in_it(tmp_path: pathlib.Path) -> None:
     one = of(tmp_path / "a", CONFIG, quantization=None)
-    assert (one["layers"], one["head_size"], one["kv_heads"], one["weights"]) == ("3", "32", "2", "checkpoint:1")
+    assert (one["layers"], one["head_size"], one["kv_heads"], one["weights"]) == (
+        "3",
+        "32",
+        "2",
+        "checkpoint:1",
+    )
     # Where a copy lies, and which library wrote it, are no part of it.
     assert of(tmp_path / "b", CONFIG | {"transformers_version": "4.1", "dtype": "float32"}) == one
-    for key, value in (("rope_theta", 5e5), ("num_hidden_layers", 4), ("head_dim", 64), ("rms_norm_eps", 1e-5)):
+    for key, value in (
+        ("rope_theta", 5e5),
+        ("num_hidden_layers", 4),
+        ("head_dim", 64),
+        ("rms_norm_eps", 1e-5),
+    ):
         assert of(tmp_path / "b", CONFIG | {key: value})["model_config"] != one["model_config"], key
     assert of(tmp_path / "b", CONFIG, "checkpoint:2") != one
 
@@ -45,10 +63,16 @@ def test_what_is_in_it(tmp_path: pathlib.Path) -> None:
         # What one engine reads and the other does not, or has another default for.
         ({"rope_is_neox_style": False}, "rope_is_neox_style"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention"),
         ({"rope_scaling": {"rope_type": "default", "type": "linear"}}, "linear"),
-        ({"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        (
+            {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default"}},
+            "rope_parameters",
+        ),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_theta"),
         ({"rope_theta": "1e4"}, "rope_theta"),
         ({"qkv_bias": True}, "qkv_bias"),
@@ -62,7 +86,9 @@ def test_what_is_in_it(tmp_path: pathlib.Path) -> None:
         ({"model_type": None}, "model_type"),
     ],
 )
-def test_models_that_were_not_compared(tmp_path: pathlib.Path, more: dict[str, Any], want: str) -> None:
+def test_models_that_were_not_compared(
+    tmp_path: pathlib.Path, more: dict[str, Any], want: str
+) -> None:
     with pytest.raises(portable.NotPortable, match=want):
         of(tmp_path, CONFIG | more)
 
@@ -70,10 +96,26 @@ def test_models_that_were_not_compared(tmp_path: pathlib.Path, more: dict[str, A
 def test_what_both_engines_take_alike(tmp_path: pathlib.Path) -> None:
     config = {k: v for k, v in CONFIG.items() if k != "rope_theta"}
     for more in (
-        {"rope_scaling": None, "sliding_window": None, "mlp_bias": False, "attention_bias": False, "head_dim": None},
+        {
+            "rope_scaling": None,
+            "sliding_window": None,
+            "mlp_bias": False,
+            "attention_bias": False,
+            "head_dim": None,
+        },
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-        {"rope_theta": 10000, "rope_scaling": {"type": "default", "factor": None}, "rope_parameters": None},
-        {"tie_word_embeddings": True, "pretraining_tp": 1, "bos_token_id": 1, "use_cache": True, "hidden_act": "silu"},
+        {
+            "rope_theta": 10000,
+            "rope_scaling": {"type": "default", "factor": None},
+            "rope_parameters": None,
+        },
+        {
+            "tie_word_embeddings": True,
+            "pretraining_tp": 1,
+            "bos_token_id": 1,
+            "use_cache": True,
+            "hidden_act": "silu",
+        },
     ):
         assert of(tmp_path, config | more)["rope"] == "default"
 

@@ -1,4 +1,5 @@
-"""The preload beside a real sidecar, in programs on a driver whose streams are threads (preload_cuda.c)."""
+"""The preload beside a real sidecar, in programs on a driver whose streams are threads
+(preload_cuda.c)."""
 
 from __future__ import annotations
 
@@ -38,37 +39,73 @@ class Build:
     def __init__(self, at: pathlib.Path, flags: str = "", mutant: int = 0) -> None:
         self.at = at
         shared = f"{flags} -fPIC -shared"
-        compile_c(at / "libcuda.so.1", "tests/preload_cuda.c", flags=f"{shared} -Wl,-soname,libcuda.so.1 -Wl,-Bsymbolic")
-        sources = [str(p.relative_to(ROOT)) for d in ("preload", "src") for p in sorted((ROOT / d).glob("*.c"))]
+        compile_c(
+            at / "libcuda.so.1",
+            "tests/preload_cuda.c",
+            flags=f"{shared} -Wl,-soname,libcuda.so.1 -Wl,-Bsymbolic",
+        )
+        sources = [
+            str(p.relative_to(ROOT))
+            for d in ("preload", "src")
+            for p in sorted((ROOT / d).glob("*.c"))
+        ]
         self.library = compile_c(
-            at / "libkvspray_preload.so", *sources, "tests/preload_share.c",
-            flags=f"{shared} -fvisibility=hidden -I{ROOT}/preload -Ddlsym=kvs_real_dlsym -DKVS_MUTANT={mutant} "
-            f"-Wl,--version-script={ROOT}/preload/preload.map -Wl,--wrap=kvs_region_gpu",
-        )  # fmt: skip
-        self.program = compile_c(at / "preload_test", "tests/preload_test.c", str(at / "libcuda.so.1"), flags=f"{flags} -Wl,-rpath,{at}")
+            at / "libkvspray_preload.so",
+            *sources,
+            "tests/preload_share.c",
+            flags=f"{shared} -fvisibility=hidden -I{ROOT}/preload -Ddlsym=kvs_real_dlsym "
+            f"-DKVS_MUTANT={mutant} -Wl,--version-script={ROOT}/preload/preload.map "
+            "-Wl,--wrap=kvs_region_gpu",
+        )
+        self.program = compile_c(
+            at / "preload_test",
+            "tests/preload_test.c",
+            str(at / "libcuda.so.1"),
+            flags=f"{flags} -Wl,-rpath,{at}",
+        )
 
     def start(
-        self, *args: object, socket: pathlib.Path | None = None, preload: str = "report", first: str = "", last: str = "", user: int | None = None,
+        self,
+        *args: object,
+        socket: pathlib.Path | None = None,
+        preload: str = "report",
+        first: str = "",
+        last: str = "",
+        user: int | None = None,
         **env: str,
     ) -> subprocess.Popen[str]:
-        settings = {"KVSPRAY_PRELOAD_MIN_BYTES": "65536", "KVSPRAY_PRELOAD": preload, "KVSPRAY_PRELOAD_SOCKET": str(socket or self.at / "none"), **env}
+        settings = {
+            "KVSPRAY_PRELOAD_MIN_BYTES": "65536",
+            "KVSPRAY_PRELOAD": preload,
+            "KVSPRAY_PRELOAD_SOCKET": str(socket or self.at / "none"),
+            **env,
+        }
         if preload != "none":
             settings["LD_PRELOAD"] = f"{first} {self.library} {last}".strip()
         command = [str(self.program), *map(str, args)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings}, user=user)
+        return subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **settings},
+            user=user,
+        )
 
-    def run(self, *args: object, timeout: float = 300, **how: str | pathlib.Path) -> tuple[int, str, Report, str]:
+    def run(
+        self, *args: object, timeout: float = 300, **how: str | pathlib.Path
+    ) -> tuple[int, str, Report, str]:
         return ended(self.start(*args, **how), timeout)  # type: ignore[arg-type]
 
 
 def ended(p: subprocess.Popen[str], timeout: float = 300) -> tuple[int, str, Report, str]:
-    """Its status, what it said, and the report."""
+    """Its status, what it printed, and the report."""
     try:
         out, err = p.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         p.kill()
         out, err = p.communicate()
-        pytest.fail(f"{p.args} did not end within {timeout} s; it said:\n{out}{err}")
+        pytest.fail(f"{p.args} did not end within {timeout} s; it printed:\n{out}{err}")
     report: Report = collections.defaultdict(int)
     for entry, copies, why in re.findall(r"\]: (cu\w+): (\d+) copies, \d+ bytes: (.*)", err):
         report[entry, why] = int(copies)
@@ -97,7 +134,11 @@ def test_what_passes_by_is_named(build: Build, serve: Serve) -> None:
     code, _, report, err = build.run("reasons", socket=socket)
     assert code == 0, err
     load, either = "cuMemcpyHtoDAsync_v2", "cuMemcpyAsync"
-    assert report.pop((load, CAUGHT)) + report.pop((load, "memory that the sidecar has not mapped yet"), 0) == 400
+    assert (
+        report.pop((load, CAUGHT))
+        + report.pop((load, "memory that the sidecar has not mapped yet"), 0)
+        == 400
+    )
     assert report == {
         (load, "below the threshold"): 1,
         (load, "pageable memory"): 1,
@@ -121,13 +162,18 @@ def test_a_batch_keeps_its_order(build: Build, serve: Serve) -> None:
     code, out, report, err = build.run("batches", socket=socket)
     assert (code, out) == (0, "ok\n"), err
     batch = "cuMemcpyBatchAsync"
-    assert (report[batch, "a batch that has not the order of its stream"], report[batch, CAUGHT]) == (8, 1), err
+    assert (
+        report[batch, "a batch that has not the order of its stream"],
+        report[batch, CAUGHT],
+    ) == (8, 1), err
 
 
 def test_a_free_beside_a_copy_while_the_sidecar_hangs(build: Build, serve: Serve) -> None:
     """A copy that began meanwhile would wait for the driver, which would wait for it."""
     process, socket = serve("a", GRACE)
-    code, out, report, err = build.run("free", process.pid, socket=socket, timeout=60, KVSPRAY_PRELOAD_DEADLINE_MS="500")
+    code, out, report, err = build.run(
+        "free", process.pid, socket=socket, timeout=60, KVSPRAY_PRELOAD_DEADLINE_MS="500"
+    )
     assert (code, out) == (0, "ok\n"), err
     assert report["cuMemcpyHtoDAsync_v2", "while memory is freed"] == 1, err
 
@@ -137,13 +183,18 @@ def test_a_driver_that_hangs(tmp_path: pathlib.Path, serve: Serve) -> None:
     build = Build(tmp_path, "-DKVS_AGAIN_MS=1000")
     process, socket = serve("a", GRACE)
     code, _, _, err = build.run("stuck", process.pid, socket=socket, timeout=60)
-    assert code == -signal.SIGABRT and "the driver has not made a copy of 262144 bytes within 1 s" in err, err
+    assert (
+        code == -signal.SIGABRT
+        and "the driver has not made a copy of 262144 bytes within 1 s" in err
+    ), err
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_another_library_with_the_same_names(build: Build, serve: Serve, where: str) -> None:
     """Each passes a copy on to the next."""
-    other = compile_c(build.at / f"other_{where}.so", "tests/preload_other.c", flags="-fPIC -shared")
+    other = compile_c(
+        build.at / f"other_{where}.so", "tests/preload_other.c", flags="-fPIC -shared"
+    )
     _, socket = serve("a")
     native = build.run("random", 1, OPS, preload="none")
     code, out, report, err = build.run("random", 1, OPS, socket=socket, **{where: str(other)})
@@ -206,12 +257,16 @@ def test_doctor_has_the_counters(build: Build, serve: Serve, tmp_path: pathlib.P
         found: list[dict[str, str]] = []
         while not any("no sidecar" in r["detail"] for r in found) and time.monotonic() < end:
             command = [BINARY, "doctor", "--json", "--http", "off", "--socket", tmp_path / "s"]
-            results = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
+            results = json.loads(
+                subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+            )
             found = [r for r in results if r["name"] == f"preload {program.pid} preload_test"]
     finally:
         program.kill()
         program.communicate()
-    assert [r["state"] for r in found] == ["warn"] and re.search(r"cuMemcpyHtoDAsync_v2: .*\d+ no sidecar", found[0]["detail"]), found
+    assert [r["state"] for r in found] == ["warn"] and re.search(
+        r"cuMemcpyHtoDAsync_v2: .*\d+ no sidecar", found[0]["detail"]
+    ), found
 
 
 def test_random_programs(build: Build, serve: Serve) -> None:
@@ -229,7 +284,9 @@ def test_random_programs(build: Build, serve: Serve) -> None:
     assert len(taken) == 14, taken  # all but two kinds of batch
 
 
-@pytest.mark.parametrize("mutant", [1, 2], ids=["the stream does not wait", "the copy does not wait"])
+@pytest.mark.parametrize(
+    "mutant", [1, 2], ids=["the stream does not wait", "the copy does not wait"]
+)
 def test_a_mutant_without_the_gate(tmp_path: pathlib.Path, serve: Serve, mutant: int) -> None:
     build = Build(tmp_path, mutant=mutant)
     _, socket = serve("a")
@@ -239,7 +296,12 @@ def test_a_mutant_without_the_gate(tmp_path: pathlib.Path, serve: Serve, mutant:
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_threads(tmp_path: pathlib.Path, serve: Serve, sanitizer: str) -> None:
     build = Build(tmp_path, f"-fsanitize={sanitizer}")
-    runtime = subprocess.run(["gcc", f"-print-file-name=lib{sanitizer[0]}san.so"], capture_output=True, text=True, check=True).stdout.strip()
+    runtime = subprocess.run(
+        ["gcc", f"-print-file-name=lib{sanitizer[0]}san.so"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
     env = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1"}
     _, socket = serve("a")
     for what, ops in (("threads", 150), ("random", 400)):
@@ -263,11 +325,15 @@ def test_a_context_is_destroyed(build: Build, serve: Serve, how: str) -> None:
     _, socket = serve("a")
     code, out, report, err = build.run("ends", how, socket=socket, timeout=60)
     assert (code, out) == (0, "ok\n") and caught(report) > 100, err
-    assert report["cuMemcpyHtoDAsync_v2", "after a context has ended"] == (0 if how in ("release", "other") else 200), err
+    assert report["cuMemcpyHtoDAsync_v2", "after a context has ended"] == (
+        0 if how in ("release", "other") else 200
+    ), err
 
 
 @pytest.mark.parametrize("how", ["reset", "release", "released"])
-def test_a_context_ends_before_a_stream_has_come_to_its_copy(build: Build, serve: Serve, how: str) -> None:
+def test_a_context_ends_before_a_stream_has_come_to_its_copy(
+    build: Build, serve: Serve, how: str
+) -> None:
     _, socket = serve("a")
     code, out, report, err = build.run("held", how, socket=socket, timeout=60)
     assert (code, out) == (0, "ok\n") and caught(report) > 100, err
@@ -287,7 +353,9 @@ def test_a_worker_that_was_forked(build: Build, serve: Serve) -> None:
     assert (code, out) == (0, "ok\n") and caught(report) == 20, err
 
 
-def test_a_sidecar_that_may_not_be_killed(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
+def test_a_sidecar_that_may_not_be_killed(
+    build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path
+) -> None:
     """The stream would wait without an end, if it hung."""
     if os.geteuid() != 0:
         skip("root", "needs root: a sidecar of another user, which this process may not signal")
@@ -304,11 +372,15 @@ def test_a_sidecar_that_may_not_be_killed(build: Build, sidecar: Callable[..., S
 def answer(s: Sidecar, status: CompletionStatus, reason: str) -> None:
     copy = s.record("COPY")
     assert copy["body"]["req"] == "preload" and len(copy["body"]["blocks"]) == 24
-    s.complete(copy["lease"], "RECEIVED", status, bytes=0, us=1, transport="", reason=reason, recompute=[])
+    s.complete(
+        copy["lease"], "RECEIVED", status, bytes=0, us=1, transport="", reason=reason, recompute=[]
+    )
 
 
 @pytest.mark.parametrize("side", ["src", "dst"])
-def test_refusals(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path, side: str) -> None:
+def test_refusals(
+    build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path, side: str
+) -> None:
     """The driver makes each copy, and after three of one memory nobody is asked."""
     s = sidecar()
     p = build.start("two", 5, socket=socket_path)
@@ -321,11 +393,22 @@ def test_refusals(build: Build, sidecar: Callable[..., Sidecar], socket_path: pa
     assert (code, out) == (0, "ok\n"), err
     load, refused = "cuMemcpyHtoDAsync_v2", "memory that the sidecar refuses"
     taken = 8 if side == "dst" else 3
-    assert (report[load, CAUGHT], report["", AGAIN], report[load, refused]) == (taken, 3, 10 - taken), err
+    assert (report[load, CAUGHT], report["", AGAIN], report[load, refused]) == (
+        taken,
+        3,
+        10 - taken,
+    ), err
 
 
-@pytest.mark.parametrize("status", [CompletionStatus.FAILED, CompletionStatus.EXPIRED, CompletionStatus.REFUSED])
-def test_a_sidecar_that_fails(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path, status: CompletionStatus) -> None:
+@pytest.mark.parametrize(
+    "status", [CompletionStatus.FAILED, CompletionStatus.EXPIRED, CompletionStatus.REFUSED]
+)
+def test_a_sidecar_that_fails(
+    build: Build,
+    sidecar: Callable[..., Sidecar],
+    socket_path: pathlib.Path,
+    status: CompletionStatus,
+) -> None:
     """It is not asked for a while, and no memory is blamed."""
     s = sidecar()
     p = build.start("few", 5, socket=socket_path)
@@ -334,11 +417,17 @@ def test_a_sidecar_that_fails(build: Build, sidecar: Callable[..., Sidecar], soc
     code, out, report, err = ended(p)
     assert (code, out) == (0, "ok\n"), err
     load = "cuMemcpyHtoDAsync_v2"
-    assert (report[load, CAUGHT], report["", AGAIN], report[load, "after failures of the sidecar"]) == (3, 3, 2), err
+    assert (
+        report[load, CAUGHT],
+        report["", AGAIN],
+        report[load, "after failures of the sidecar"],
+    ) == (3, 3, 2), err
     assert err.count("has failed 3 copies in a row") == 1 and "no room" in err
 
 
-def test_another_sidecar_is_asked_at_once(tmp_path: pathlib.Path, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
+def test_another_sidecar_is_asked_at_once(
+    tmp_path: pathlib.Path, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path
+) -> None:
     build = Build(tmp_path, "-DKVS_PASS_MS=600000")
     s = sidecar()
     p = build.start("few", 250000, socket=socket_path)
@@ -354,7 +443,9 @@ def test_another_sidecar_is_asked_at_once(tmp_path: pathlib.Path, sidecar: Calla
 class Restarts:
     """A sidecar that is killed or stopped again and again, at random times, and started anew."""
 
-    def __init__(self, serve: Serve, tmp_path: pathlib.Path, hurt: Callable[[subprocess.Popen[bytes]], None]) -> None:
+    def __init__(
+        self, serve: Serve, tmp_path: pathlib.Path, hurt: Callable[[subprocess.Popen[bytes]], None]
+    ) -> None:
         self._serve, self._ready, self._hurt = serve, tmp_path / "s.ready", hurt
         self.process, self.socket = serve("s", GRACE)
         self.count = 0
@@ -394,7 +485,8 @@ def kill(p: subprocess.Popen[bytes]) -> None:
 
 
 def stop(p: subprocess.Popen[bytes]) -> None:
-    """The client kills it once the deadline of a copy and the grace have passed, if a copy was open."""
+    """The client kills it once the deadline of a copy and the grace have passed, if a copy was
+    open."""
     p.send_signal(signal.SIGSTOP)
     try:
         p.wait(5)
@@ -410,7 +502,12 @@ def pause(p: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize("hurt", [kill, stop, pause])
-def test_the_sidecar_in_mid_copy(build: Build, serve: Serve, tmp_path: pathlib.Path, hurt: Callable[[subprocess.Popen[bytes]], None]) -> None:
+def test_the_sidecar_in_mid_copy(
+    build: Build,
+    serve: Serve,
+    tmp_path: pathlib.Path,
+    hurt: Callable[[subprocess.Popen[bytes]], None],
+) -> None:
     """Right bytes, no late write, and an end."""
     again = taken = 0
     with Restarts(serve, tmp_path, hurt) as sidecar:
@@ -438,19 +535,23 @@ def test_a_setting_that_is_wrong(build: Build, name: str, value: str) -> None:
     env = {**os.environ, "LD_PRELOAD": str(build.library), f"KVSPRAY_PRELOAD{name}": value}
     p = subprocess.run(["true"], env=env, capture_output=True, text=True)
     assert (p.returncode, p.stderr) == (0, "")
-    assert not name or build.run("few", 1, preload="0", **{f"KVSPRAY_PRELOAD{name}": value})[:2] == (0, "ok\n")
+    assert not name or build.run("few", 1, preload="0", **{f"KVSPRAY_PRELOAD{name}": value})[
+        :2
+    ] == (0, "ok\n")
 
 
-@pytest.mark.parametrize("folder", ["a b", "a:b", "none"])
-def test_the_command_refuses_a_path(tmp_path: pathlib.Path, folder: str) -> None:
+@pytest.mark.parametrize("name", ["a b", "a:b", "none"])
+def test_the_command_refuses_a_path(tmp_path: pathlib.Path, name: str) -> None:
     """The loader splits LD_PRELOAD there, and only warns."""
-    at = tmp_path / folder
+    at = tmp_path / name
     at.mkdir()
     module = pathlib.Path(shutil.copy(ROOT / "python" / "kvspray" / "preload.py", at))
-    if folder != "none":
+    if name != "none":
         (at / "libkvspray_preload.so").touch()
     p = subprocess.run([sys.executable, str(module), "true"], capture_output=True, text=True)
-    assert p.returncode == 1 and p.stderr.startswith(f"kvspray.preload: {at}/libkvspray_preload.so: "), p.stderr
+    assert p.returncode == 1 and p.stderr.startswith(
+        f"kvspray.preload: {at}/libkvspray_preload.so: "
+    ), p.stderr
 
 
 def test_the_command(build: Build, tmp_path: pathlib.Path) -> None:
@@ -458,12 +559,17 @@ def test_the_command(build: Build, tmp_path: pathlib.Path) -> None:
     module = pathlib.Path(shutil.copy(ROOT / "python" / "kvspray" / "preload.py", tmp_path))
     shutil.copy(build.library, tmp_path)
 
-    def said(*command: str, **env: str) -> tuple[int, str]:
-        p = subprocess.run([sys.executable, str(module), *command], capture_output=True, text=True, env={**os.environ, **env})
+    def output_of(*command: str, **env: str) -> tuple[int, str]:
+        p = subprocess.run(
+            [sys.executable, str(module), *command],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **env},
+        )
         return p.returncode, p.stdout + p.stderr
 
     library = str(module.with_name("libkvspray_preload.so"))
-    assert said() == (0, library + "\n")
-    code, out = said("sh", "-c", "echo $LD_PRELOAD 2>/dev/null", LD_PRELOAD="libdl.so.2")
+    assert output_of() == (0, library + "\n")
+    code, out = output_of("sh", "-c", "echo $LD_PRELOAD 2>/dev/null", LD_PRELOAD="libdl.so.2")
     assert code == 0 and f"{library} libdl.so.2\n" in out
-    assert said("/nothing") == (1, "kvspray.preload: /nothing: No such file or directory\n")
+    assert output_of("/nothing") == (1, "kvspray.preload: /nothing: No such file or directory\n")

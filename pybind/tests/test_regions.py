@@ -1,4 +1,5 @@
-"""Regions: parts of one file, more of them than a packet has descriptors, and those that come and go."""
+"""Regions: parts of one file, more of them than a packet has descriptors, and those that come and
+go."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from kvspray.store import Namespace, PageResult, Piece, Space
 
 PAGE = 4096
 PARTS = 1000
-NS = Namespace(weights="w", dtype="bfloat16", layout="l", page_tokens=16, page_bytes=PAGE, algorithm="sglang-sha256")
+NS = Namespace(
+    weights="w",
+    dtype="bfloat16",
+    layout="l",
+    page_tokens=16,
+    page_bytes=PAGE,
+    algorithm="sglang-sha256",
+)
 Make = Any
 
 
@@ -112,8 +120,9 @@ def test_drop_waits(sidecar: Make, lender: Make) -> None:
     for bad in (lambda: w.drop_regions([b]), lambda: w.copy(a, b, [(0, 0, 1)])):
         with pytest.raises(ValueError, match="is not registered"):
             bad()
-    s.tell("close")
-    assert s.expect("add_regions")["regions"][0]["region"] == a.id.hex()  # what is left, in the next session
+    s.command("close")
+    # What is left, in the next session.
+    assert s.expect("add_regions")["regions"][0]["region"] == a.id.hex()
     w.add_regions([b])
     assert s.expect("add_regions")["first"] == 2  # no number is used twice
 
@@ -126,7 +135,10 @@ def test_waiting_for_the_sidecar(sidecar: Make, lender: Make, no_done: bool) -> 
     w.register([])
     assert w.wait_connected(TIMEOUT_S)
     for _ in range(3):
-        assert w.add_regions([lender.alloc(PAGE), lender.alloc(PAGE)], 0.1 if no_done else TIMEOUT_S) != no_done
+        assert (
+            w.add_regions([lender.alloc(PAGE), lender.alloc(PAGE)], 0.1 if no_done else TIMEOUT_S)
+            != no_done
+        )
 
 
 def test_a_copy_of_added_regions(serve: Serve, lender: Make) -> None:
@@ -145,7 +157,8 @@ def test_a_copy_of_added_regions(serve: Serve, lender: Make) -> None:
 
 
 def test_store_without_a_layout(serve: Serve, lender: Make) -> None:
-    """A thousand parts of one file are pools of the store; regions go and come, over restarts of the sidecar, and each is its own memory."""
+    """A thousand parts of one file are pools of the store; regions go and come, over restarts of
+    the sidecar, and each is its own memory."""
     p, socket = serve("a", "store.memory=16MiB")
     w = lender(socket)
     w.register([])
@@ -167,14 +180,18 @@ def test_store_without_a_layout(serve: Serve, lender: Make) -> None:
         assert outcomes(end(w, space(parts[3]).get(hashes(9), [0]))) == [_messages.PAGE_HIT]
         now = bytes(whole.buffer)
         page = before[999 * PAGE :]
-        assert now == before[: 3 * PAGE] + page + before[4 * PAGE :], "another part was read or written"
+        assert now == before[: 3 * PAGE] + page + before[4 * PAGE :], (
+            "another part was read or written"
+        )
         whole.buffer[:] = before
 
     put_and_get()
     used = space(small)
     assert w.drop_regions([small], TIMEOUT_S)
     refused = end(w, used.get(hashes(9), [0]))
-    assert refused.status == CompletionStatus.REFUSED and "no blocks in this session" in refused.reason
+    assert (
+        refused.status == CompletionStatus.REFUSED and "no blocks in this session" in refused.reason
+    )
     p.kill()
     p.wait()
     until(lambda: not w.connected, "the end of the session")

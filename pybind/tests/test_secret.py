@@ -29,7 +29,10 @@ def key_of(v: dict[str, Any]) -> tuple[str, str]:
     """What docs/protocol.md, section 5, has, written down a second time."""
     n = v["namespace"]
     key = bytes.fromhex(n["secret"])
-    texts = ["page/v1", *(n[k] for k in ("weights", "dtype", "layout", "algorithm", "seed", "adapter"))]
+    texts = [
+        "page/v1",
+        *(n[k] for k in ("weights", "dtype", "layout", "algorithm", "seed", "adapter")),
+    ]
     sizes = n["page_tokens"].to_bytes(8, "little") + n["page_bytes"].to_bytes(8, "little")
     space = _mac(key, b"".join(_field(t.encode()) for t in texts) + _field(sizes))
     return space.hex(), _mac(key, space + bytes.fromhex(v["hash"])).hex()

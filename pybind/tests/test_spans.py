@@ -1,4 +1,5 @@
-"""A traceparent that an engine passes on leads to spans of both sidecars; without one there are none."""
+"""A traceparent that an engine passes on leads to spans of both sidecars; without one there are
+none."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
 
 def test_the_body_of_an_intent_has_it_only_where_there_is_one() -> None:
     def body(traceparent: str) -> object:
-        return protocol.decode(Source(b"x" * 16, b"h" * 32, 16, 1, [b""], 0, 1, 1, False, "r", 0, traceparent).body())
+        return protocol.decode(
+            Source(b"x" * 16, b"h" * 32, 16, 1, [b""], 0, 1, 1, False, "r", 0, traceparent).body()
+        )
 
     plain, traced = body(""), body(GIVEN)
     assert isinstance(plain, dict) and isinstance(traced, dict)
@@ -61,7 +64,11 @@ def test_spans_of_real_sidecars(serve: Serve, given: str) -> None:
             process, socket = serve(name, f"trace.otlp={url}", f"node={name}")
             processes.append(process)
             sockets.append(socket)
-            client = stack.enter_context(kvspray.WorkerClient(socket, engine=kvspray.EngineInfo("test", "1", name), layers=LAYERS))
+            client = stack.enter_context(
+                kvspray.WorkerClient(
+                    socket, engine=kvspray.EngineInfo("test", "1", name), layers=LAYERS
+                )
+            )
             region = client.alloc_region(LAYERS * 32768)
             stack.callback(region.close)
             client.register([region], real_layout())
@@ -71,19 +78,33 @@ def test_spans_of_real_sidecars(serve: Serve, given: str) -> None:
         assert asks.wait_connected(TIMEOUT_S) and asks.endpoint is not None
         p, d = clients
         key = kvspray.prefix_hash(range(48))
-        p.intent(b"x" * 16, key, 48, [(1, 2, 3)], ready=48, held=True, req="req-p", traceparent=given)
+        p.intent(
+            b"x" * 16, key, 48, [(1, 2, 3)], ready=48, held=True, req="req-p", traceparent=given
+        )
         d.expect(b"x" * 16, key, asks.endpoint, 48, 0, [(6, 4, 5)], req="req-d", traceparent=given)
         for client in (p, d):
             assert client.wait(TIMEOUT_S)
             assert [c.ok for c in client.poll()] == [True]
         for process in processes:  # what waits is sent before the end
             process.terminate()
-        until(lambda: all(process.poll() is not None for process in processes), "the sidecars end", 60)
+        until(
+            lambda: all(process.poll() is not None for process in processes), "the sidecars end", 60
+        )
         if given != GIVEN:
             assert came == []
             return
         all_of_it = b"".join(came)
         assert bytes.fromhex(TRACE) in all_of_it
-        for name in ("offer", "send", "queue", "wire", "receive", "grant", "arrive", "fence", "commit"):
+        for name in (
+            "offer",
+            "send",
+            "queue",
+            "wire",
+            "receive",
+            "grant",
+            "arrive",
+            "fence",
+            "commit",
+        ):
             assert b"kvspray." + name.encode() in all_of_it, name
         assert b"req-p" in all_of_it and b"req-d" in all_of_it

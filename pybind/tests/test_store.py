@@ -140,12 +140,15 @@ def test_a_question_that_pins_too_much_is_refused(serve: Serve, engines: Any) ->
     for i in range(fit + 1):
         question = e.space.exists(hashes(*pages), pin_s=60)
         found = question.result(TIMEOUT_S)
-        assert found and found.leading == (BLOCKS if i < fit else 0) and question.refused == (i == fit)
+        assert (
+            found and found.leading == (BLOCKS if i < fit else 0) and question.refused == (i == fit)
+        )
     assert not e.space.opening and e.space.session == e.w.status().counters["connects"]
 
 
 def test_another_session_opens_its_own_spaces(serve: Serve, engines: Any) -> None:
-    """A sidecar that restarts: the pages of its memory are gone, and nothing else is found in their place."""
+    """A sidecar that restarts: the pages of its memory are gone, and nothing else is found in their
+    place."""
     p, socket = serve("a", "store.memory=16MiB")
     e = engines(socket)
     assert e.space.ready(TIMEOUT_S)
@@ -240,7 +243,9 @@ def test_more_spaces_than_a_session_has(serve: Serve, engines: Any) -> None:
     until(lambda: first.ready(1) and e.space.ready(1), "both again")
     found = first.exists(hashes(1)).result(TIMEOUT_S)
     assert found and found[0]
-    assert outcomes(e.end(e.space.get(hashes(1), [2]))) == [_messages.PAGE_HIT] and e.read(2) == page
+    assert (
+        outcomes(e.end(e.space.get(hashes(1), [2]))) == [_messages.PAGE_HIT] and e.read(2) == page
+    )
     s.close()
 
 
@@ -252,7 +257,11 @@ def test_ends_wait_for_the_socket(sidecar: Any, engines: Any, socket_path: pathl
     opened = s.expect("pages", kind=11)["named"]
     s.signal(signal.SIGSTOP)
     body = kvspray.protocol.pack({"hashes": bytes(32_000)})
-    asked = list(itertools.takewhile(lambda rc: rc > 0, (lib.kvs_request(e.w._h, 13, body, len(body)) for _ in range(256))))
+    asked = list(
+        itertools.takewhile(
+            lambda rc: rc > 0, (lib.kvs_request(e.w._h, 13, body, len(body)) for _ in range(256))
+        )
+    )
     assert 0 < len(asked) < 256, "the socket is not full"
     e.space.close()
     assert lib.kvs_unpin(e.w._h, asked[0]) == 0
@@ -267,14 +276,19 @@ def test_ends_that_wait_are_bounded(sidecar: Any, engines: Any, socket_path: pat
     e = engines(socket_path, real=False)
     asked = lib.kvs_request(e.w._h, 13, b"\x80", 1)
     s.signal(signal.SIGSTOP)
-    ends = itertools.takewhile(lambda rc: rc == 0, (lib.kvs_unpin(e.w._h, asked) for _ in range(100_000)))
+    ends = itertools.takewhile(
+        lambda rc: rc == 0, (lib.kvs_unpin(e.w._h, asked) for _ in range(100_000))
+    )
     assert 256 < sum(1 for _ in ends) < 100_000
     assert "256 ends of pins and namespaces wait" in e.w.status().error
     s.signal(signal.SIGCONT)
 
 
-def test_a_space_that_another_thread_closes_while_it_opens(serve: Serve, engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread's use of one more space may close it at any time. What the sidecar has answered is of no use then."""
+def test_a_space_that_another_thread_closes_while_it_opens(
+    serve: Serve, engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread's use of one more space may close it at any time. What the sidecar has
+    answered is of no use then."""
     _, socket = serve("a", "store.memory=16MiB")
     e = engines(socket)
     fetch = _Request.fetch

@@ -1,17 +1,22 @@
 #!/usr/bin/env python3
-"""Runs the shell blocks of the getting-started pages, in their order, as a reader of the page would.
+"""Runs the shell blocks of the getting-started pages, in their order, as a reader of the page
+would.
 
 A comment before a block, which no reader sees, has how it runs:
 
     <!-- block: skip REASON -->     not here
-    <!-- block: serves URL ... -->  its first paragraphs go on in the background, from when their URLs answer
+    <!-- block: serves URL ... -->  its first paragraphs go on in the background, from when their
+                                    URLs answer
     <!-- block: shows TEXT -->      what the output of the others has to contain
-    <!-- block: host ADDRESS ... -->  on other hosts, which are network namespaces: its paragraphs one after the other, or
-                                    its only one on each, with the address of that host
-    <!-- block: WORD is TEXT -->    what this reader writes instead of a word of the page; $UID and $RUN are the user's id and a directory
+    <!-- block: host ADDRESS ... -->  on other hosts, which are network namespaces: its paragraphs
+                                    one after the other, or its only one on each, with the address
+                                    of that host
+    <!-- block: WORD is TEXT -->    what this reader writes instead of a word of the page; $UID and
+                                    $RUN are the user's id and a directory
 
-Several of them may stand before a block, one in each line. A block without one has to end with status 0. All of it runs in
-namespaces of its own, so that the pages' ports are free, and nothing that was started outlives the test.
+Several of them may stand before a block, one in each line. A block without one has to end with
+status 0. All of it runs in namespaces of its own, so that the pages' ports are free, and nothing
+that was started outlives the test.
 """
 
 from __future__ import annotations
@@ -37,26 +42,38 @@ from markdown_it import MarkdownIt
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 BUILD = ROOT / ".build"
 OUT = BUILD / "test-docs"
-RUN = pathlib.Path(tempfile.gettempdir()) / f"kvspray-docs-{time.time_ns():x}"  # sockets have short names
+# Sockets have short names.
+RUN = pathlib.Path(tempfile.gettempdir()) / f"kvspray-docs-{time.time_ns():x}"
 BLOCK_S, SERVES_S, SHOWS_S, STOP_S = 300.0, 420.0, 20.0, 60.0
 PAGES = {  # of each environment that a reader may have, in the order of reading
     "venv": ["docs/getting-started.md"],
     "venv-sglang": ["docs/sglang.md", "docs/sglang-pd.md"],
 }
 INSIDE = "KVSPRAY_DOCS_INSIDE"
-COMMENT = re.compile(r"block: (skip|serves|shows|host|(?P<word>\S+) is) (?P<text>.+?)\s*(?:-->|$)", re.M)
-# What a reader without an accelerator adds: SGLang itself has no CPU build, test/sglang has what it lacks.
+COMMENT = re.compile(
+    r"block: (skip|serves|shows|host|(?P<word>\S+) is) (?P<text>.+?)\s*(?:-->|$)", re.M
+)
+# What a reader without an accelerator adds: SGLang itself has no CPU build, test/sglang has what it
+# lacks.
 SHIMS = {
-    "venv": {"vllm": '[ "$1" = serve ] && exec python -m vllm.entrypoints.openai.api_server --model "${@:2}"'},
+    "venv": {
+        "vllm": '[ "$1" = serve ] && '
+        'exec python -m vllm.entrypoints.openai.api_server --model "${@:2}"'
+    },
     "venv-sglang": {
-        "python": 'case "$*" in "-m sglang.launch_server "*) set -- "$@" --device cpu --mem-fraction-static 0.7 --max-total-tokens 2048 '
-        "--max-running-requests 8 --disable-overlap-schedule --skip-server-warmup --enable-cache-report;; esac\n"
+        "python": 'case "$*" in "-m sglang.launch_server "*) set -- "$@" --device cpu '
+        "--mem-fraction-static 0.7 --max-total-tokens 2048 --max-running-requests 8 "
+        "--disable-overlap-schedule --skip-server-warmup --enable-cache-report;; esac\n"
         'exec "$KVSPRAY_DOCS_PYTHON" "$@"'
     },
 }
 ENV = {
     "venv": {},
-    "venv-sglang": {"PYTHONPATH": str(ROOT / "test/sglang/stand_ins"), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
+    "venv-sglang": {
+        "PYTHONPATH": str(ROOT / "test/sglang/stand_ins"),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+    },
 }
 
 
@@ -86,16 +103,30 @@ class Block:
                 self.skip = m["text"]
 
     def parts(self) -> list[tuple[str, str, str]]:
-        """The pieces of it that run by themselves: host, text, and the URL of those that go on in the background."""
-        pieces = re.split(r"\n\s*\n", self.text.strip()) if self.serves or self.hosts else [self.text]
+        """The pieces of it that run by themselves: host, text, and the URL of those that go on in
+        the background."""
+        pieces = (
+            re.split(r"\n\s*\n", self.text.strip()) if self.serves or self.hosts else [self.text]
+        )
         if len(pieces) == 1 and len(self.hosts) > 1:
             own = [lambda text, host=host: text.replace(self.hosts[0], host) for host in self.hosts]
             urls = self.serves * len(own)
-            return [(host, put(pieces[0]), put(urls[i]) if urls else "") for i, (host, put) in enumerate(zip(self.hosts, own, strict=True))]
+            return [
+                (host, put(pieces[0]), put(urls[i]) if urls else "")
+                for i, (host, put) in enumerate(zip(self.hosts, own, strict=True))
+            ]
         if len(self.serves) > len(pieces) or len(self.hosts) not in (0, 1, len(pieces)):
-            raise Failed(f"line {self.line}: {len(pieces)} paragraphs, {len(self.serves)} URLs, {len(self.hosts)} hosts")
-        hosts = self.hosts * len(pieces) if len(self.hosts) == 1 else self.hosts or [""] * len(pieces)
-        return [(hosts[i], text, self.serves[i] if i < len(self.serves) else "") for i, text in enumerate(pieces)]
+            raise Failed(
+                f"line {self.line}: {len(pieces)} paragraphs, {len(self.serves)} URLs, "
+                f"{len(self.hosts)} hosts"
+            )
+        hosts = (
+            self.hosts * len(pieces) if len(self.hosts) == 1 else self.hosts or [""] * len(pieces)
+        )
+        return [
+            (hosts[i], text, self.serves[i] if i < len(self.serves) else "")
+            for i, text in enumerate(pieces)
+        ]
 
 
 def blocks(page: str) -> list[Block]:
@@ -114,7 +145,8 @@ def blocks(page: str) -> list[Block]:
 
 
 class Hosts:
-    """Network namespaces that are joined by a bridge, as hosts on one network. Each page has its own."""
+    """Network namespaces that are joined by a bridge, as hosts on one network. Each page has its
+    own."""
 
     numbers = itertools.count()
 
@@ -130,14 +162,21 @@ class Hosts:
             n = len(self.pids)
             if not n:
                 sh(f"ip link add {self.name} type bridge && ip link set {self.name} up")
-            holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], start_new_session=True)
+            holder = subprocess.Popen(
+                ["unshare", "--net", "sleep", "infinity"], start_new_session=True
+            )
             own = os.readlink("/proc/self/ns/net")
-            until("a network namespace", lambda: os.readlink(f"/proc/{holder.pid}/ns/net") != own, 10)
+            until(
+                "a network namespace", lambda: os.readlink(f"/proc/{holder.pid}/ns/net") != own, 10
+            )
             sh(f"ip link add {self.name}-{n} type veth peer name eth0 netns {holder.pid}")
             sh(f"ip link set {self.name}-{n} master {self.name} up")
             self.pids[address] = holder.pid
             inside = shlex.join(self.command(address))
-            sh(f"{inside} ip link set lo up; {inside} ip address add {address}/24 dev eth0; {inside} ip link set eth0 up")
+            sh(
+                f"{inside} ip link set lo up; {inside} ip address add {address}/24 dev eth0; "
+                f"{inside} ip link set eth0 up"
+            )
             # A host that has none does not find its own address, SGLang finds.
             sh(f"{inside} ip route add default dev eth0")
         return ["nsenter", "--target", str(self.pids[address]), "--net"]
@@ -171,8 +210,9 @@ class Page:
         for command, text in SHIMS[kind].items():
             (shims / command).write_text(f"#!/usr/bin/env bash\n{text}\n")
             (shims / command).chmod(0o755)
-        self.env = {**os.environ, **ENV[kind], "PATH": f"{shims}:{reader}/bin:{os.environ['PATH']}", "XDG_RUNTIME_DIR": str(runtime("here")),
-                    "KVSPRAY_DOCS_PYTHON": f"{reader}/bin/python", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+        self.env = {**os.environ, **ENV[kind], "PATH": f"{shims}:{reader}/bin:{os.environ['PATH']}",
+            "XDG_RUNTIME_DIR": str(runtime("here")), "KVSPRAY_DOCS_PYTHON": f"{reader}/bin/python",
+            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
         self.env.pop("KVSPRAY_BINARY", None)
 
     def run(self) -> tuple[int, list[str]]:
@@ -188,7 +228,9 @@ class Page:
                 started = time.monotonic()
                 try:
                     # What servers report comes a moment after what they did.
-                    until("what it has to show", lambda b=b: self.do(b), SHOWS_S) if b.shows and not b.serves else self.do(b)
+                    until(
+                        "what it has to show", lambda b=b: self.do(b), SHOWS_S
+                    ) if b.shows and not b.serves else self.do(b)
                 except Failed as err:
                     raise Failed(f"{self.name}:{b.line}: {err}\nthe block:\n{b.text}") from err
                 ran += 1
@@ -199,16 +241,31 @@ class Page:
 
     def script(self, text: str) -> str:
         for word, own in self.words.items():
-            text = re.sub(rf"(?<![\w$]){re.escape(word)}(?!\w)", lambda _, own=own: own.replace("$UID", str(os.getuid())).replace("$RUN", str(RUN)), text)
+            text = re.sub(
+                rf"(?<![\w$]){re.escape(word)}(?!\w)",
+                lambda _, own=own: own.replace("$UID", str(os.getuid())).replace("$RUN", str(RUN)),
+                text,
+            )
         state = shlex.quote(str(self.logs / "exports"))
         # A variable that a block exports is there in the reader's later blocks.
-        return f"runtime=$XDG_RUNTIME_DIR\n[ ! -e {state} ] || source {state}\nXDG_RUNTIME_DIR=$runtime\nset -euo pipefail\n{text}\nexport -p >{state}\n"
+        return (
+            f"runtime=$XDG_RUNTIME_DIR\n[ ! -e {state} ] || source "
+            f"{state}\nXDG_RUNTIME_DIR=$runtime\nset -euo pipefail\n{text}\nexport -p >{state}\n"
+        )
 
     def start(self, host: str, text: str, log: pathlib.Path) -> subprocess.Popen[bytes]:
         env = {**self.env, **({"XDG_RUNTIME_DIR": str(runtime(host))} if host else {})}
         command = [*self.hosts.command(host), "bash", "-c", self.script(text)]
         with log.open("ab") as out:
-            return subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+            return subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
 
     def do(self, b: Block) -> bool:
         """Runs a block. False if its output is not yet what it has to be."""
@@ -233,7 +290,9 @@ class Page:
             return False
         for proc, log in self.running:
             if proc.poll() is not None:
-                raise Failed(f"a server has ended with status {proc.poll()}; {log} ends with\n{tail(log)}")
+                raise Failed(
+                    f"a server has ended with status {proc.poll()}; {log} ends with\n{tail(log)}"
+                )
         return True
 
     def finish(self, proc: subprocess.Popen[bytes], log: pathlib.Path) -> None:
@@ -241,15 +300,24 @@ class Page:
             rc = proc.wait(BLOCK_S)
         except subprocess.TimeoutExpired:
             os.killpg(proc.pid, signal.SIGKILL)
-            raise Failed(f"did not end within {BLOCK_S:g} s; {log} ends with\n{tail(log)}") from None
+            raise Failed(
+                f"did not end within {BLOCK_S:g} s; {log} ends with\n{tail(log)}"
+            ) from None
         if rc:
             raise Failed(f"ended with status {rc}; {log} ends with\n{tail(log)}")
 
-    def wait(self, proc: subprocess.Popen[bytes], log: pathlib.Path, inside: list[str], url: str) -> None:
+    def wait(
+        self, proc: subprocess.Popen[bytes], log: pathlib.Path, inside: list[str], url: str
+    ) -> None:
         def answers() -> bool:
             if proc.poll() is not None:
                 raise Failed(f"it ended with status {proc.poll()}; {log} ends with\n{tail(log)}")
-            return subprocess.run([*inside, "curl", "-fs", "-m", "5", "-o", "/dev/null", url]).returncode == 0
+            return (
+                subprocess.run(
+                    [*inside, "curl", "-fs", "-m", "5", "-o", "/dev/null", url]
+                ).returncode
+                == 0
+            )
 
         until(f"an answer of {url}; {log}", answers, SERVES_S)
 
@@ -302,18 +370,25 @@ def inside(argv: list[str]) -> int | None:
     for way in ways[1:] if os.geteuid() else ways:
         way += ["--net", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
         if subprocess.run([*way, "true"], capture_output=True).returncode == 0:
-            return subprocess.run([*way, sys.executable, *argv], env={**os.environ, INSIDE: "1"}).returncode
+            return subprocess.run(
+                [*way, sys.executable, *argv], env={**os.environ, INSIDE: "1"}
+            ).returncode
     return None
 
 
 def main() -> int:
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     ap.add_argument("env", nargs="*", choices=[[], *PAGES], help="whose pages; none: all")
     kinds = ap.parse_args().env or list(PAGES)
     if INSIDE not in os.environ:
         if (rc := inside(sys.argv)) is not None:
             return rc
-        print("SKIPPED test/docs/blocks.py::pages - Skipped: netns: the kernel refuses namespaces to this user")
+        print(
+            "SKIPPED test/docs/blocks.py::pages - Skipped: netns: the kernel refuses namespaces to "
+            "this user"
+        )
         print("docs: no block ran")
         return 0
     sh("ip link set lo up")
@@ -327,7 +402,10 @@ def main() -> int:
         for kind in kinds:
             if not (BUILD / kind / ".stamp-own").exists():
                 absent += PAGES[kind]
-                print(f"SKIPPED test/docs/blocks.py::{kind} - Skipped: sglang: .build/{kind} is not there, make test-sglang makes it")
+                print(
+                    f"SKIPPED test/docs/blocks.py::{kind} - Skipped: sglang: .build/{kind} is not "
+                    "there, make test-sglang makes it"
+                )
                 continue
             for page in PAGES[kind]:
                 n, skipped = Page(page, kind).run()
@@ -343,7 +421,10 @@ def main() -> int:
         shutil.rmtree(RUN, ignore_errors=True)
     for line in marked:
         print(f"  marked in the page: {line}")
-    print(f"docs: {ran} blocks of {len(done)} pages ran, {len(marked)} are marked as not for this machine, {len(absent)} pages without their engine")
+    print(
+        f"docs: {ran} blocks of {len(done)} pages ran, {len(marked)} are marked as not for this "
+        f"machine, {len(absent)} pages without their engine"
+    )
     return 0
 
 

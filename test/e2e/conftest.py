@@ -25,11 +25,15 @@ MODEL = pathlib.Path(os.environ.get("KVSPRAY_MODEL", MODELS / "tiny-llama"))
 HYBRID = MODELS / "tiny-gemma3"
 
 
-# vLLM's wheel has one library for each kind of processor, and its kernels for DeepSeek's caches in that for AMX alone.
+# vLLM's wheel has one library for each kind of processor, and its kernels for DeepSeek's caches in
+# that for AMX alone.
 AMX = " amx_tile " in pathlib.Path("/proc/cpuinfo").read_text()
-MUST_RUN = os.environ.get("KVSPRAY_MUST_RUN", "").split(",")  # amx: on a host that is there to show these
+# amx: on a host that is there to show these.
+MUST_RUN = os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
 needs_amx = pytest.mark.skipif(
-    not AMX and "amx" not in MUST_RUN, reason="amx: this processor has no AMX, without which vLLM has no kernels for CPUs that write or read such a cache"
+    not AMX and "amx" not in MUST_RUN,
+    reason="amx: this processor has no AMX, without which vLLM has no kernels for CPUs that write "
+    "or read such a cache",
 )
 
 
@@ -56,7 +60,11 @@ LAST = {"test_offload_worker.py", "test_truth.py", "test_truth_layouts.py", "tes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", choices=["smoke", "rest"], help="only the smoke tests, or only the others; both without it")
+    parser.addoption(
+        "--part",
+        choices=["smoke", "rest"],
+        help="only the smoke tests, or only the others; both without it",
+    )
 
 
 def in_smoke(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -75,14 +83,20 @@ def in_smoke(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Engines are forked from this process. Once tensors were computed here, torch has threads, which a child does not have and for which it
-    waits without end: LAST comes last, in whatever order files are named.
+    """Engines are forked from this process. Once tensors were computed here, torch has threads,
+    which a child does not have and for which it waits without end: LAST comes last, in whatever
+    order files are named.
 
-    A fault meets every side over every transport, at every second of the moments that it could come at, by turns. `make test-attack` tries all."""
+    A fault meets every side over every transport, at every second of the moments that it could come
+    at, by turns. `make test-attack` tries all."""
     items.sort(key=lambda item: item.path.name in LAST)
     if os.environ.get("KVSPRAY_ATTACK_RUNS"):
         return
-    faults = [item for item in items if item.path.name == "test_faults.py" and isinstance(item, pytest.Function)]
+    faults = [
+        item
+        for item in items
+        if item.path.name == "test_faults.py" and isinstance(item, pytest.Function)
+    ]
     left_out: set[pytest.Item] = {item for item in faults if odd(item, faults)}
     part = config.getoption("--part")
     if part is not None:
@@ -93,10 +107,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def odd(item: pytest.Function, among: list[pytest.Function]) -> bool:
-    """Whether the places of its parameters, each among the values that the test is given for it, add up to an odd number; never without a moment to choose."""
+    """Whether the places of its parameters, each among the values that the test is given for it,
+    add up to an odd number; never without a moment to choose."""
     all_of = [i.callspec.params for i in among if i.originalname == item.originalname]
     params = item.callspec.params
-    places = [list(dict.fromkeys(p[name] for p in all_of)).index(value) for name, value in params.items()]
+    places = [
+        list(dict.fromkeys(p[name] for p in all_of)).index(value) for name, value in params.items()
+    ]
     return "steps" in params and sum(places) % 2 == 1
 
 
@@ -125,7 +142,9 @@ class Cluster:
     transport = "shm"  # what a sidecar's default comes to on one host
     model = MODEL
 
-    def __init__(self, dir: pathlib.Path, config: dict[str, Any] | None = None, start: bool = True) -> None:
+    def __init__(
+        self, dir: pathlib.Path, config: dict[str, Any] | None = None, start: bool = True
+    ) -> None:
         self.dir = dir
         self.sp = rig.Sidecar("sp", dir, config)
         self.sd = rig.Sidecar("sd", dir, config)
@@ -146,7 +165,9 @@ class Cluster:
         kv = {"P": (self.sp, "kv_producer"), "D": (self.sd, "kv_consumer")}.get(name)
         extra = args.pop("extra", {})
         model = str(args.pop("model", self.model))
-        e = engines.Engine(name, model, self.dir / f"{name}.log", self.kv(*kv, **extra) if kv else None, **args)
+        e = engines.Engine(
+            name, model, self.dir / f"{name}.log", self.kv(*kv, **extra) if kv else None, **args
+        )
         self.engines[name] = e
         return e
 
@@ -171,25 +192,54 @@ class Cluster:
 
     def connected(self, timeout: float = 60.0) -> None:
         for e in (self.p, self.d):
-            rig.wait_for(f"engine {e.name} connected", lambda e=e: e.status().get("connected"), timeout)
+            rig.wait_for(
+                f"engine {e.name} connected", lambda e=e: e.status().get("connected"), timeout
+            )
 
     # ---- requests, as a router would send them
 
-    def prefill_first(self, prompt: list[int], n_tokens: int = 12, n: int = 1, loras: Loras = (None, None)) -> engines.Out:
+    def prefill_first(
+        self, prompt: list[int], n_tokens: int = 12, n: int = 1, loras: Loras = (None, None)
+    ) -> engines.Out:
         """loras: the adapters that P and D are asked for, here and below."""
-        p = self.p.add(prompt, 1, kv={"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}, n=n, lora=loras[0])
+        p = self.p.add(
+            prompt,
+            1,
+            kv={"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None},
+            n=n,
+            lora=loras[0],
+        )
         return self.d.add(prompt, n_tokens, kv=p.result().kv, n=n, lora=loras[1]).result()
 
     def start_both(
-        self, prompt: list[int], n_tokens: int = 12, n: int = 1, xfer: str | None = None, loras: Loras = (None, None)
+        self,
+        prompt: list[int],
+        n_tokens: int = 12,
+        n: int = 1,
+        xfer: str | None = None,
+        loras: Loras = (None, None),
     ) -> tuple[engines.Pending, engines.Pending]:
         xfer = xfer or secrets.token_hex(16)
         spray = {"v": 1, "xfer": xfer, "fanout": n}
-        d = self.d.add(prompt, n_tokens, kv={"do_remote_prefill": True, "kvspray": {**spray, "peer": self.sp.endpoint}}, n=n, lora=loras[1])
-        p = self.p.add(prompt, 1, kv={"do_remote_decode": True, "do_remote_prefill": False, "kvspray": spray}, n=n, lora=loras[0])
+        d = self.d.add(
+            prompt,
+            n_tokens,
+            kv={"do_remote_prefill": True, "kvspray": {**spray, "peer": self.sp.endpoint}},
+            n=n,
+            lora=loras[1],
+        )
+        p = self.p.add(
+            prompt,
+            1,
+            kv={"do_remote_decode": True, "do_remote_prefill": False, "kvspray": spray},
+            n=n,
+            lora=loras[0],
+        )
         return p, d
 
-    def both(self, prompt: list[int], n_tokens: int = 12, n: int = 1, loras: Loras = (None, None)) -> engines.Out:
+    def both(
+        self, prompt: list[int], n_tokens: int = 12, n: int = 1, loras: Loras = (None, None)
+    ) -> engines.Out:
         p, d = self.start_both(prompt, n_tokens, n, loras=loras)
         p.result()
         return d.result()

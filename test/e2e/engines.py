@@ -1,7 +1,8 @@
 """Real vLLM engines as forked children of one process that has imported vLLM once.
 
-Each child runs one engine in its own process, without vLLM's extra processes, and steps it as long as it has work: requests
-can be added, and aborted, while others run. Importing takes a quarter of a minute, an engine after that a few seconds.
+Each child runs one engine in its own process, without vLLM's extra processes, and steps it as long
+as it has work: requests can be added, and aborted, while others run. Importing takes a quarter of a
+minute, an engine after that a few seconds.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ ENGINE_ARGS: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 256,
     "kv_cache_memory_bytes": 48 << 20,
-    # In bfloat16 sums depend on how prompts are cut and batched, on some processors more than on others, and now and then a near tie between two
-    # tokens turns, which must not look like a wrong byte.
+    # In bfloat16 sums depend on how prompts are cut and batched, on some processors more than on
+    # others, and now and then a near tie between two tokens turns, which must not look like a wrong
+    # byte.
     "dtype": "float32",
     "disable_log_stats": False,
     "seed": 1,
@@ -58,26 +60,27 @@ Adapter = tuple[str, int, str]  # a LoRA adapter's name, its id in the engine, a
 
 
 def preload(env: dict[str, str] | None = None) -> None:
-    """Imports what engines need. Before this, no thread may have been started that a fork would lose. env: of CUDA engines, which have
-    nothing of a CPU's."""
+    """Imports what engines need. Before this, no thread may have been started that a fork would
+    lose. env: of CUDA engines, which have nothing of a CPU's."""
     os.environ.update(ENV if env is None else env)
     import torch
-    import vllm.v1.core.sched.scheduler  # noqa: F401
-    import vllm.v1.engine.core  # noqa: F401
-    import vllm.v1.engine.llm_engine  # noqa: F401
-    import vllm.v1.executor.multiproc_executor  # noqa: F401
+    import vllm.v1.core.sched.scheduler
+    import vllm.v1.engine.core
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.executor.multiproc_executor
     from vllm import LLM  # noqa: F401
 
     import kvspray_vllm.connector  # noqa: F401
 
     if env is not None:
         return
-    import vllm.v1.worker.cpu_model_runner  # noqa: F401
+    import vllm.v1.worker.cpu_model_runner
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     # As on a CPU without AMX, so that one that has it is asked for the same kernels and blocks.
     torch.cpu._is_amx_tile_supported = lambda: False
-    # Where the processor has AMX, torch sends fp8 products to oneDNN, which ENV keeps from using it.
+    # Where the processor has AMX, torch sends fp8 products to oneDNN, which ENV keeps from using
+    # it.
     scaled_mm = torch._scaled_mm
 
     def without_onednn(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -96,7 +99,8 @@ class Out:
     kv: dict[str, Any] | None
     first_s: float | None  # from add to the first token
     total_s: float
-    logprobs: dict[int, float] = dataclasses.field(default_factory=dict)  # of the first token, where they were asked for
+    # Of the first token, where they were asked for.
+    logprobs: dict[int, float] = dataclasses.field(default_factory=dict)
 
 
 class Pending:
@@ -120,7 +124,13 @@ class Engine:
     _keys = itertools.count(1)
 
     def __init__(
-        self, name: str, model: str, log: pathlib.Path, kv: dict[str, Any] | None = None, env: dict[str, str] | None = None, **args: Any
+        self,
+        name: str,
+        model: str,
+        log: pathlib.Path,
+        kv: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        **args: Any,
     ) -> None:
         self.name = name
         self.log = log
@@ -128,7 +138,11 @@ class Engine:
         self._conn, theirs = ctx.Pipe()
         ranks = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
         # A daemon may have no children of its own; workers end with the engine that they watch.
-        self._proc = ctx.Process(target=_child, args=(name, model, {**ENGINE_ARGS, **args}, kv, env or {}, theirs, self._conn, log), daemon=ranks == 1)
+        self._proc = ctx.Process(
+            target=_child,
+            args=(name, model, {**ENGINE_ARGS, **args}, kv, env or {}, theirs, self._conn, log),
+            daemon=ranks == 1,
+        )
         self._proc.start()
         theirs.close()
         self._done: dict[int, Any] = {}
@@ -143,8 +157,8 @@ class Engine:
         return self
 
     def add(
-        self, prompt: list[int], n_tokens: int = 8, kv: dict[str, Any] | None = None, n: int = 1, rid: str | None = None, logprobs: int | None = None,
-        lora: Adapter | None = None,
+        self, prompt: list[int], n_tokens: int = 8, kv: dict[str, Any] | None = None, n: int = 1,
+        rid: str | None = None, logprobs: int | None = None, lora: Adapter | None = None,
     ) -> Pending:  # fmt: skip
         key = next(Engine._keys)
         rid = rid or f"cmpl-t{key}-0"
@@ -155,7 +169,8 @@ class Engine:
         return self.add(prompt, n_tokens, **kw).result()
 
     def reject(self, kv: dict[str, Any]) -> None:
-        """As vLLM's server does with a request that it refuses itself: the engine core gets its kv_transfer_params alone."""
+        """As vLLM's server does with a request that it refuses itself: the engine core gets its
+        kv_transfer_params alone."""
         self._call("reject", kv)
 
     def metrics(self) -> dict[str, float]:
@@ -180,12 +195,13 @@ class Engine:
         return self._call("steps")
 
     def computed(self, rid: str) -> int:
-        """How many tokens of a request's prompt this engine has computed itself, as its scheduler had it."""
+        """How many tokens of a request's prompt this engine has computed itself, as its scheduler
+        had it."""
         return self._call("computed", rid)
 
     def pause_at(self, steps: int | None) -> None:
-        """Begins no step once that many have computed something; None: goes on. So a test does what it has to between two of them,
-        however long that takes on a busy machine."""
+        """Begins no step once that many have computed something; None: goes on. So a test does what
+        it has to between two of them, however long that takes on a busy machine."""
         self._call("pause_at", steps)
 
     def reload_weights(self, path: pathlib.Path) -> None:
@@ -193,7 +209,8 @@ class Engine:
         self._call("reload_weights", str(path))
 
     def rpc(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls a method of the workers, or a function with each of them, as /collective_rpc of a server does it."""
+        """Calls a method of the workers, or a function with each of them, as /collective_rpc of a
+        server does it."""
         return self._call("rpc", method, *args)
 
     def sleep(self, level: int) -> None:
@@ -210,8 +227,9 @@ class Engine:
         return self._call("status")
 
     def slow_layers(self, seconds: float, sidecar: str) -> None:
-        """Each layer takes that much longer from now on, as those of a larger model do. After the last one of each step this engine asks a sidecar,
-        by its HTTP address, how much has landed there. 0: as before."""
+        """Each layer takes that much longer from now on, as those of a larger model do. After the
+        last one of each step this engine asks a sidecar, by its HTTP address, how much has landed
+        there. 0: as before."""
         self._call("slow_layers", seconds, sidecar)
 
     def landed_by_step(self) -> list[int]:
@@ -223,8 +241,9 @@ class Engine:
         self._call("watch_transfers")
 
     def transfer_ends(self) -> dict[str, dict[str, float]]:
-        """By transfer id, times of this host's clock: "over", the connector learned that its request
-        ends or takes nothing; "released", the worker reported that its blocks have no reader."""
+        """By transfer id, times of this host's clock: "over", the connector learned that its
+        request ends or takes nothing; "released", the worker reported that its blocks have no
+        reader."""
         return self._call("transfer_ends")
 
     def kill(self) -> None:
@@ -262,7 +281,9 @@ class Engine:
         while key not in self._done:
             left = end - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"engine {self.name}: no answer within {timeout:g} s\n{self.tail()}")
+                raise TimeoutError(
+                    f"engine {self.name}: no answer within {timeout:g} s\n{self.tail()}"
+                )
             try:
                 if self._conn.poll(min(left, 1.0)):
                     got, value = self._conn.recv()
@@ -275,7 +296,11 @@ class Engine:
         return value
 
     def tail(self, n: int = 30) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-n:]) if self.log.exists() else ""
+        return (
+            "\n".join(self.log.read_text(errors="replace").splitlines()[-n:])
+            if self.log.exists()
+            else ""
+        )
 
 
 # ---- in the child
@@ -311,7 +336,8 @@ def _child(
             _fork_workers()
         llm = LLM(model, **args)
         if args.get("pipeline_parallel_size", 1) > 1:
-            # What a stage receives vLLM puts into buffers that a first run makes, which a CPU engine without compilation leaves out.
+            # What a stage receives vLLM puts into buffers that a first run makes, which a CPU
+            # engine without compilation leaves out.
             llm.collective_rpc("execute_dummy_batch")
         conn.send((0, True))
         _Loop(llm, conn).run()
@@ -343,9 +369,15 @@ class _SlowLayers:
         self._hooks: list[Any] = []
 
     def hook(self, worker: Any) -> None:
-        layers = [m for m in worker.get_model().modules() if type(m).__name__.endswith("DecoderLayer")]
-        self._hooks = [layer.register_forward_pre_hook(lambda *_: time.sleep(self.seconds)) for layer in layers]
-        self._hooks.append(layers[-1].register_forward_hook(lambda *_: self.landed.append(landed(self.sidecar))))
+        layers = [
+            m for m in worker.get_model().modules() if type(m).__name__.endswith("DecoderLayer")
+        ]
+        self._hooks = [
+            layer.register_forward_pre_hook(lambda *_: time.sleep(self.seconds)) for layer in layers
+        ]
+        self._hooks.append(
+            layers[-1].register_forward_hook(lambda *_: self.landed.append(landed(self.sidecar)))
+        )
 
     def unhook(self) -> None:
         for hook in self._hooks:
@@ -354,12 +386,18 @@ class _SlowLayers:
 
 def landed(sidecar: str) -> int:
     """Bytes of transfers that a sidecar has received so far."""
-    return int(rig.total(rig.parse_metrics(rig.get(sidecar + "/metrics")), "kvspray_rail_bytes_total", direction="in"))
+    return int(
+        rig.total(
+            rig.parse_metrics(rig.get(sidecar + "/metrics")),
+            "kvspray_rail_bytes_total",
+            direction="in",
+        )
+    )
 
 
 def _fork_workers() -> None:
-    """vLLM starts the workers of a CPU engine by a fresh interpreter each, which takes a quarter of a minute to import it; this
-    process has imported it and has no threads yet."""
+    """vLLM starts the workers of a CPU engine by a fresh interpreter each, which takes a quarter of
+    a minute to import it; this process has imported it and has no threads yet."""
     from vllm.v1.executor import multiproc_executor
 
     multiproc_executor.get_mp_context = lambda: mp.get_context("fork")
@@ -397,7 +435,11 @@ class _Loop:
 
     def run(self) -> None:
         while True:
-            busy = self.core.scheduler.has_requests() and not self.paused() and not self.core.is_sleeping()
+            busy = (
+                self.core.scheduler.has_requests()
+                and not self.paused()
+                and not self.core.is_sleeping()
+            )
             while self.conn.poll(0 if busy else 0.2):
                 self.handle(self.conn.recv())
                 busy = not self.paused() and not self.core.is_sleeping()
@@ -422,8 +464,24 @@ class _Loop:
             del self.live[out.request_id]
             tokens = [list(c.token_ids) for c in out.outputs]
             finish = [c.finish_reason for c in out.outputs]
-            near = {t: lp.logprob for t, lp in out.outputs[0].logprobs[0].items()} if out.outputs[0].logprobs else {}
-            self.conn.send((key, Out(tokens, finish, out.kv_transfer_params, first[0] if first else None, time.monotonic() - start, near)))
+            near = (
+                {t: lp.logprob for t, lp in out.outputs[0].logprobs[0].items()}
+                if out.outputs[0].logprobs
+                else {}
+            )
+            self.conn.send(
+                (
+                    key,
+                    Out(
+                        tokens,
+                        finish,
+                        out.kv_transfer_params,
+                        first[0] if first else None,
+                        time.monotonic() - start,
+                        near,
+                    ),
+                )
+            )
 
     def handle(self, what: tuple[Any, ...]) -> None:
         from vllm import SamplingParams
@@ -438,13 +496,19 @@ class _Loop:
             key, rid, prompt, n_tokens, kv, n, logprobs, lora = rest
             # vLLM refuses several greedy samples; the likeliest token alone is the same.
             sp = SamplingParams(
-                temperature=0 if n == 1 else 1, top_k=0 if n == 1 else 1, max_tokens=n_tokens, ignore_eos=True, n=n, output_kind=RequestOutputKind.FINAL_ONLY,
+                temperature=0 if n == 1 else 1, top_k=0 if n == 1 else 1, max_tokens=n_tokens,
+                ignore_eos=True, n=n, output_kind=RequestOutputKind.FINAL_ONLY,
                 extra_args={"kv_transfer_params": kv} if kv else None, logprobs=logprobs,
             )  # fmt: skip
             if n_tokens > 1 and n == 1:
                 sp.output_kind = RequestOutputKind.CUMULATIVE  # for the time of the first token
             self.live[rid] = (key, time.monotonic(), [])
-            self.engine.add_request(rid, {"prompt_token_ids": prompt}, sp, lora_request=LoRARequest(*lora) if lora else None)
+            self.engine.add_request(
+                rid,
+                {"prompt_token_ids": prompt},
+                sp,
+                lora_request=LoRARequest(*lora) if lora else None,
+            )
             return
         key, *args = rest
         try:
@@ -467,7 +531,11 @@ class _Loop:
             self.engine.engine_core.add_request(request)
 
         front = types.SimpleNamespace(engine_core=types.SimpleNamespace(add_request_async=add))
-        asyncio.run(AsyncLLM.notify_kv_transfer_request_rejected(front, f"rejected-{next(Engine._keys)}", kv))
+        asyncio.run(
+            AsyncLLM.notify_kv_transfer_request_rejected(
+                front, f"rejected-{next(Engine._keys)}", kv
+            )
+        )
 
     def do_metrics(self) -> dict[str, float]:
         from prometheus_client import REGISTRY, generate_latest
@@ -513,7 +581,11 @@ class _Loop:
                     ends.setdefault(xfer, {}).setdefault("released", time.time())
             worker_reported(sent, *rest)
 
-        side.finished, side.allocated, side.worker_reported = on_finished, on_allocated, on_worker_reported
+        side.finished, side.allocated, side.worker_reported = (
+            on_finished,
+            on_allocated,
+            on_worker_reported,
+        )
 
     def do_transfer_ends(self) -> dict[str, dict[str, float]]:
         return self.ends
@@ -528,7 +600,8 @@ class _Loop:
         return self.steps
 
     def do_computed(self, rid: str) -> int:
-        return sum(n for name, n in self.computed.items() if name.startswith(rid + "-"))  # vLLM appends to every id
+        # vLLM appends to every id.
+        return sum(n for name, n in self.computed.items() if name.startswith(rid + "-"))
 
     def do_pause_at(self, steps: int | None) -> None:
         self.last_step = steps
@@ -549,7 +622,9 @@ class _Loop:
     def do_set_weights(self, name: str) -> list[str]:
         import kvspray_vllm
 
-        before = list(self.core.model_executor.collective_rpc(kvspray_vllm.set_weights, args=(name,)))
+        before = list(
+            self.core.model_executor.collective_rpc(kvspray_vllm.set_weights, args=(name,))
+        )
         self.engine.reset_prefix_cache(reset_connector=True)
         return before
 
@@ -575,5 +650,7 @@ class _Loop:
             out["sources"] = len(c._scheduler._sources)
             out["loading"] = len(c._scheduler._loading)
             out["loads"] = list(c._scheduler._loading)
-            out["putting"] = len(c._scheduler._store._puts) if c._scheduler._store is not None else 0
+            out["putting"] = (
+                len(c._scheduler._store._puts) if c._scheduler._store is not None else 0
+            )
         return out

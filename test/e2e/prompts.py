@@ -6,7 +6,36 @@ import random
 
 BLOCK = 32
 # Around block borders, chunk borders, and the step size of 256 tokens.
-LENGTHS = (1, 2, 5, 16, 31, 32, 33, 40, 63, 64, 65, 96, 97, 127, 128, 129, 200, 255, 256, 257, 300, 511, 512, 513, 700, 1024, 1500, 2048)
+LENGTHS = (
+    1,
+    2,
+    5,
+    16,
+    31,
+    32,
+    33,
+    40,
+    63,
+    64,
+    65,
+    96,
+    97,
+    127,
+    128,
+    129,
+    200,
+    255,
+    256,
+    257,
+    300,
+    511,
+    512,
+    513,
+    700,
+    1024,
+    1500,
+    2048,
+)
 
 
 def fresh(n: int, seed: object = None) -> list[int]:

@@ -1,5 +1,5 @@
-"""Requests that a decode engine gives up before it has loaded them: the prefill engine learns of it at once, and does not keep its blocks until it has
-waited for the match timeout."""
+"""Requests that a decode engine gives up before it has loaded them: the prefill engine learns of it
+at once, and does not keep its blocks until it has waited for the match timeout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ ARGS = {"max_num_seqs": 4, "enable_prefix_caching": True}
 
 @pytest.fixture(scope="module")
 def c(zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
-    out = Cluster(workdir, {"transports": {"order": ["tcp"]}, "transfer": {"deadline": "90s", "match_timeout": f"{PARTNER:g}s"}})
+    out = Cluster(
+        workdir,
+        {
+            "transports": {"order": ["tcp"]},
+            "transfer": {"deadline": "90s", "match_timeout": f"{PARTNER:g}s"},
+        },
+    )
     out.transport = "tcp"
     try:
         for name in "PD":
@@ -48,7 +54,9 @@ def source_leases(sidecar: rig.Sidecar) -> dict[str, tuple[float, float]]:
     out = {}
     for line in sidecar.lines(sidecar.log):
         if line["msg"] == "transfer" and line["side"] == "source":
-            end = datetime.datetime.fromisoformat(line["time"].rstrip("Z")[:26] + "+00:00").timestamp()
+            end = datetime.datetime.fromisoformat(
+                line["time"].rstrip("Z")[:26] + "+00:00"
+            ).timestamp()
             out[line["xfer"]] = end - line["took_us"] / 1e6, end
     return out
 
@@ -61,7 +69,11 @@ def test_aborts_at_random_times_leave_no_lease(c: Cluster) -> None:
     aborted: dict[str, str] = {}
     for turn in range(ABORTS // 4):
         # As many as D runs at a time keep it busy, so that others wait in its queue.
-        busy = [c.d.add(fresh(40, (c.transport, "busy", turn, i)), 400) for i in range(4)] if turn % 2 else []
+        busy = (
+            [c.d.add(fresh(40, (c.transport, "busy", turn, i)), 400) for i in range(4)]
+            if turn % 2
+            else []
+        )
         several = []
         for i in range(4):
             prompt = fresh(rng.randint(40, 400), (c.transport, "abort", turn, i))
@@ -70,13 +82,25 @@ def test_aborts_at_random_times_leave_no_lease(c: Cluster) -> None:
             how = rng.choice(["prefilled", "concurrent", "decode first"])
             p = d = None
             if how == "decode first":
-                d = c.d.add(prompt, 30, kv={"do_remote_prefill": True, "kvspray": {**spray, "peer": c.sp.endpoint}})
+                d = c.d.add(
+                    prompt,
+                    30,
+                    kv={"do_remote_prefill": True, "kvspray": {**spray, "peer": c.sp.endpoint}},
+                )
                 time.sleep(rng.uniform(0, 0.02))
-            p = c.p.add(prompt, 1, kv={"do_remote_decode": True, "do_remote_prefill": False, "kvspray": spray})
+            p = c.p.add(
+                prompt,
+                1,
+                kv={"do_remote_decode": True, "do_remote_prefill": False, "kvspray": spray},
+            )
             if how == "prefilled":
                 d = c.d.add(prompt, 30, kv=p.result().kv)
             elif d is None:
-                d = c.d.add(prompt, 30, kv={"do_remote_prefill": True, "kvspray": {**spray, "peer": c.sp.endpoint}})
+                d = c.d.add(
+                    prompt,
+                    30,
+                    kv={"do_remote_prefill": True, "kvspray": {**spray, "peer": c.sp.endpoint}},
+                )
             several.append((p, d, how))
             aborted[xfer] = how
         rng.shuffle(several)

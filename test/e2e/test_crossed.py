@@ -1,5 +1,6 @@
-"""Prefill and decode at once, in opposite orders, by engines whose pools hold two of the prompts: each side would hold blocks for what the other
-has not begun, and wait for its deadline. They do not: decode takes blocks only for what prefill has admitted."""
+"""Prefill and decode at once, in opposite orders, by engines whose pools hold two of the prompts:
+each side would hold blocks for what the other has not begun, and wait for its deadline. They do
+not: decode takes blocks only for what prefill has admitted."""
 
 from __future__ import annotations
 
@@ -13,15 +14,24 @@ from conftest import Cluster
 from prompts import fresh
 from test_tokens import Moved
 
-DEADLINE, ADMISSION = 60.0, 45.0  # seconds; the last prompt is admitted when five pairs before it are through, which a busy machine takes its time for
+# seconds; the last prompt is admitted when five pairs before it are through, which a busy machine
+# takes its time for.
+DEADLINE, ADMISSION = 60.0, 45.0
 PROMPTS = 12
 LENGTH = 600  # tokens, and some
-ARGS = {"max_model_len": 1024, "kv_cache_memory_bytes": 3 << 20}  # 1,536 tokens: two prompts and what they decode
+# 1,536 tokens: two prompts and what they decode.
+ARGS = {"max_model_len": 1024, "kv_cache_memory_bytes": 3 << 20}
 
 
 @pytest.fixture(scope="module")
 def c(zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
-    out = Cluster(workdir, {"transports": {"order": ["tcp"]}, "transfer": {"deadline": f"{DEADLINE:g}s", "match_timeout": f"{ADMISSION:g}s"}})
+    out = Cluster(
+        workdir,
+        {
+            "transports": {"order": ["tcp"]},
+            "transfer": {"deadline": f"{DEADLINE:g}s", "match_timeout": f"{ADMISSION:g}s"},
+        },
+    )
     out.transport = "tcp"
     try:
         out.spawn("P", **ARGS)
@@ -41,9 +51,15 @@ def test_full_pools_and_crossed_requests_end(c: Cluster, turn: int) -> None:
     spray = [{"v": 1, "xfer": secrets.token_hex(16), "fanout": 1} for _ in prompts]
     with Moved(c) as moved:
         began = time.monotonic()
-        p = [c.p.add(x, 1, kv={"do_remote_decode": True, "do_remote_prefill": False, "kvspray": s}) for x, s in zip(prompts, spray, strict=True)]
+        p = [
+            c.p.add(x, 1, kv={"do_remote_decode": True, "do_remote_prefill": False, "kvspray": s})
+            for x, s in zip(prompts, spray, strict=True)
+        ]
         crossed = list(zip(prompts, spray, strict=True))[::-1]
-        d = [c.d.add(x, 4, kv={"do_remote_prefill": True, "kvspray": {**s, "peer": c.sp.endpoint}}) for x, s in crossed]
+        d = [
+            c.d.add(x, 4, kv={"do_remote_prefill": True, "kvspray": {**s, "peer": c.sp.endpoint}})
+            for x, s in crossed
+        ]
         for x in p:
             x.result()
         got = [x.result().tokens for x in d][::-1]

@@ -1,4 +1,5 @@
-"""What the demonstration and its set-up do when they are not let through to their end; no engine starts."""
+"""What the demonstration and its set-up do when they are not let through to their end; no engine
+starts."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ sys.exit(demo.main())
 
 def test_signals_while_everything_stops() -> None:
     for first in (signal.SIGTERM, signal.SIGINT):
-        with subprocess.Popen([sys.executable, "-c", SLOW], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as proc:
+        with subprocess.Popen(
+            [sys.executable, "-c", SLOW], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as proc:
             assert proc.stdin is not None and proc.stdout is not None
             try:
                 for line in proc.stdout:
@@ -60,8 +63,15 @@ def test_signals_while_everything_stops() -> None:
 
 
 def test_a_wrong_transport_is_refused_first(tmp_path: pathlib.Path) -> None:
-    env = {**os.environ, "TRANSPORT": "ucx", "TMPDIR": str(tmp_path), "KVSPRAY_BUILD": str(tmp_path / "build")}
-    got = subprocess.run([sys.executable, str(DEMO)], env=env, capture_output=True, text=True, timeout=60)
+    env = {
+        **os.environ,
+        "TRANSPORT": "ucx",
+        "TMPDIR": str(tmp_path),
+        "KVSPRAY_BUILD": str(tmp_path / "build"),
+    }
+    got = subprocess.run(
+        [sys.executable, str(DEMO)], env=env, capture_output=True, text=True, timeout=60
+    )
     assert (got.returncode, got.stdout, got.stderr) == (2, "", "TRANSPORT=ucx: want tcp or shm\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -70,17 +80,21 @@ def test_a_python_that_will_not_do_is_named(tmp_path: pathlib.Path) -> None:
     old = tmp_path / "old"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
-    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}  # not those of a make that runs this
+    # Not those of a make that runs this.
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     for target, version in (("env", "3.8"), ("demo", "3.10")):
         for python in (old, tmp_path / "none"):
             cmd = ["make", "-s", target, f"PYTHON={python}"]
-            got = subprocess.run(cmd, cwd=rig.ROOT, env=env, capture_output=True, text=True, timeout=60)
+            got = subprocess.run(
+                cmd, cwd=rig.ROOT, env=env, capture_output=True, text=True, timeout=60
+            )
             assert got.returncode != 0 and got.stdout == ""
             assert f"{python} is no Python of version {version} or newer" in got.stderr
             assert f"make {target} PYTHON=" in got.stderr
 
 
-# What find_python asks pyenv for, by a user who may not look into PYENV_ROOT; root is another user for that.
+# What find_python asks pyenv for, by a user who may not look into PYENV_ROOT; root is another user
+# for that.
 UNREADABLE = f"""
 import os, sys
 sys.path.insert(0, {str(DEMO.parent)!r})

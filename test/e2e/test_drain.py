@@ -1,4 +1,5 @@
-"""SIGTERM while transfers are under way: those that can end do, and those that cannot are failed and fenced in bounded time."""
+"""SIGTERM while transfers are under way: those that can end do, and those that cannot are failed
+and fenced in bounded time."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from engines import Pending
 from prompts import fresh
 
 DEADLINE, PARTNER, GRACE = 30.0, 3.0, 1.0
-# Long enough for the rest of a prefill on busy cores: an orderly stop that has to end something ends it.
+# Long enough for the rest of a prefill on busy cores: an orderly stop that has to end something
+# ends it.
 PATIENT = 25.0
 # Shorter than the transfer's deadline: what is stuck is ended by the drain and by nothing else.
 SHORT = 1.0
-# A process that has a signal to end, on busy cores; with the times above still far from the deadline.
+# A process that has a signal to end, on busy cores; with the times above still far from the
+# deadline.
 SLACK = 10.0
 LONG = 4400
 STEPS = 12  # of 35
@@ -34,7 +37,11 @@ def c(zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
         workdir,
         {
             "transports": {"order": ["tcp"]},
-            "transfer": {"deadline": f"{DEADLINE:g}s", "match_timeout": f"{PARTNER:g}s", "grace": f"{GRACE:g}s"},
+            "transfer": {
+                "deadline": f"{DEADLINE:g}s",
+                "match_timeout": f"{PARTNER:g}s",
+                "grace": f"{GRACE:g}s",
+            },
             "drain": {"timeout": f"{PATIENT:g}s"},
         },
     )
@@ -56,8 +63,8 @@ def received(c: Cluster, **labels: str) -> int:
 
 
 def under_way(c: Cluster, prompt: list[int]) -> tuple[Pending, Pending]:
-    """Sends the prompt to both, and returns when bytes of it have landed and P is in the middle of it, where it stays until it is released to go
-    on."""
+    """Sends the prompt to both, and returns when bytes of it have landed and P is in the middle of
+    it, where it stays until it is released to go on."""
     before = landed(c)
     start = c.p.steps()
     c.p.pause_at(start + STEPS)
@@ -91,7 +98,9 @@ def works(c: Cluster, seed: object) -> None:
         assert c.both(prompt).tokens == c.r.run(prompt, 12).tokens
         if received(c, outcome="ok") == before + 1:
             return
-        assert time.monotonic() < end, "transfers do not work again\n" + c.sd.tail(15) + "\n" + c.sp.tail(15)
+        assert time.monotonic() < end, (
+            "transfers do not work again\n" + c.sd.tail(15) + "\n" + c.sp.tail(15)
+        )
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -103,7 +112,9 @@ def test_sigterm_lets_a_transfer_end(c: Cluster, side: str) -> None:
     p, d = under_way(c, prompt)
     sidecar.signal(signal.SIGTERM)
     rig.wait_for("draining", lambda: '"draining"' in sidecar.tail(200), 30, tick=0.001)
-    assert received(c, outcome="ok") == before[0], "the transfer was over before SIGTERM came: nothing was shown"
+    assert received(c, outcome="ok") == before[0], (
+        "the transfer was over before SIGTERM came: nothing was shown"
+    )
     c.p.pause_at(None)
     # What comes now is refused, and served all the same.
     late = fresh(100, ("late", side))
@@ -112,7 +123,9 @@ def test_sigterm_lets_a_transfer_end(c: Cluster, side: str) -> None:
     p.result()
     assert ended(sidecar, PATIENT) == 0
     assert '"drained"' in sidecar.tail(200)
-    assert received(c, outcome="ok") == before[0] + 1, "the transfer that was under way did not end well"
+    assert received(c, outcome="ok") == before[0] + 1, (
+        "the transfer that was under way did not end well"
+    )
     c.settle()
     sidecar.start()
     works(c, side)
@@ -131,7 +144,8 @@ def test_sigterm_with_a_lease_that_is_stuck(c: Cluster, side: str) -> None:
         want = c.r.run(prompt, 12).tokens
         before = received(c, outcome="ok")
         p, d = under_way(c, prompt)
-        other.signal(signal.SIGSTOP)  # the lease of this side cannot end: the other side neither moves nor dies
+        # The lease of this side cannot end: the other side neither moves nor dies.
+        other.signal(signal.SIGSTOP)
         sidecar.signal(signal.SIGTERM)
         began = time.monotonic()
         rc = ended(sidecar, SHORT + GRACE + SLACK)
@@ -143,8 +157,11 @@ def test_sigterm_with_a_lease_that_is_stuck(c: Cluster, side: str) -> None:
         c.p.pause_at(None)
         assert d.result().tokens == want
         p.result()
-        assert received(c, outcome="ok") == before, "a transfer whose sidecar ended cannot have ended well"
-        # Fenced, or proved by its exit: either way the blocks are the engines' again long before the deadline.
+        assert received(c, outcome="ok") == before, (
+            "a transfer whose sidecar ended cannot have ended well"
+        )
+        # Fenced, or proved by its exit: either way the blocks are the engines' again long before
+        # the deadline.
         c.settle(timeout=DEADLINE / 2)
         sidecar.start()
         works(c, ("after", side))

@@ -1,6 +1,7 @@
-"""The router's index of vLLM's KV events: real API servers with small caches behind `kvspray proxy`. What the router predicts is compared with
-what the engines found in their prefix caches, while blocks are evicted; the index is whole again after a restart of the router, and empty
-after one of an engine."""
+"""The router's index of vLLM's KV events: real API servers with small caches behind `kvspray
+proxy`. What the router predicts is compared with what the engines found in their prefix caches,
+while blocks are evicted; the index is whole again after a restart of the router, and empty after
+one of an engine."""
 
 from __future__ import annotations
 
@@ -24,21 +25,29 @@ from servers import MODEL_NAME, Process, Server, kvspray_config
 NAMES = ("A", "B")
 ROOM = 8192  # tokens of an engine's cache
 TOKEN = 2048  # bytes of the cache of one token
-WORDS = "the cat sat on a mat and saw that it was good to be in one warm house of stone by some old river".split()
+WORDS = (
+    "the cat sat on a mat and saw that it was good to be in one warm house of stone by some old "
+    "river"
+).split()
 
 
 class Router(Process):
     """kvspray proxy with the events of its engines, and what it predicted for each request."""
 
     def start(self, engines: list[Engine], policy: str = "auto", replay: bool = True) -> Router:
-        cmd = [str(rig.BINARY), "proxy", "--mode", "prefill-first", "--policy", policy, "--listen", f"127.0.0.1:{self.port}",
-               "--log-format", "json"]  # fmt: skip
+        cmd = [str(rig.BINARY), "proxy", "--mode", "prefill-first", "--policy", policy, "--listen",
+            f"127.0.0.1:{self.port}", "--log-format", "json"]  # fmt: skip
         more = [{"events": e.events, **({"replay": e.replay} if replay else {})} for e in engines]
-        self.spawn(cmd + [rig.routed(e.url, "decode", **m) for e, m in zip(engines, more, strict=True)], cwd=rig.ROOT)
+        self.spawn(
+            cmd + [rig.routed(e.url, "decode", **m) for e, m in zip(engines, more, strict=True)],
+            cwd=rig.ROOT,
+        )
         return self
 
     def lines(self, msg: str) -> list[dict[str, Any]]:
-        out = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        out = [
+            json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")
+        ]
         return [line for line in out if line.get("msg") == msg]
 
     def placed(self) -> dict[str, dict[str, Any]]:
@@ -59,21 +68,30 @@ class Engine(Server):
         self.replay = f"tcp://127.0.0.1:{rig.free_port()}"
 
     def run(self, kv: dict[str, Any] | None = None, room: int = ROOM) -> Engine:
-        config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events.replace("127.0.0.1", "*"),
-                  "replay_endpoint": self.replay.replace("127.0.0.1", "*")}  # fmt: skip
-        self.start(hosts.cpu(rig.ROOT / ".build"), MODEL.name, kv, "--kv-events-config", json.dumps(config), "--enable-prompt-tokens-details",
-                   "--max-model-len", "1536", "--kv-cache-memory-bytes", str(room * TOKEN), env={"VLLM_SERVER_DEV_MODE": "1"})  # fmt: skip
+        config = {"enable_kv_cache_events": True, "publisher": "zmq",
+            "endpoint": self.events.replace("127.0.0.1", "*"),
+            "replay_endpoint": self.replay.replace("127.0.0.1", "*")}  # fmt: skip
+        self.start(hosts.cpu(rig.ROOT / ".build"), MODEL.name, kv, "--kv-events-config",
+            json.dumps(config), "--enable-prompt-tokens-details", "--max-model-len", "1536",
+            "--kv-cache-memory-bytes", str(room * TOKEN), env={
+            "VLLM_SERVER_DEV_MODE": "1"})  # fmt: skip
         return self
 
     def post(self, path: str) -> None:
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, b"", method="POST"), timeout=30) as f:
+        with urllib.request.urlopen(
+            urllib.request.Request(self.url + path, b"", method="POST"), timeout=30
+        ) as f:
             f.read()
 
 
 def ask(url: str, rid: str, path: str, body: dict[str, Any]) -> int:
     """The tokens of the prompt that the engine found in its cache."""
     body = {"model": MODEL_NAME, "max_tokens": 2, "temperature": 0, "ignore_eos": True, **body}
-    req = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json", "X-Request-Id": rid})
+    req = urllib.request.Request(
+        url + path,
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "X-Request-Id": rid},
+    )
     with urllib.request.urlopen(req, timeout=120) as f:
         details = json.load(f)["usage"].get("prompt_tokens_details") or {}
     return details.get("cached_tokens") or 0
@@ -89,14 +107,32 @@ def traffic(n: int, seed: str) -> Iterator[tuple[str, dict[str, Any]]]:
         kind = r.randrange(4)
         if kind < 2:
             doc = r.choice(docs)
-            yield "/v1/completions", {"prompt": doc[: r.randrange(40, len(doc))] + fresh(r.randrange(1, 100), (seed, "tail", i))}
+            yield (
+                "/v1/completions",
+                {
+                    "prompt": doc[: r.randrange(40, len(doc))]
+                    + fresh(r.randrange(1, 100), (seed, "tail", i))
+                },
+            )
         elif kind == 2:
-            yield "/v1/completions", {"prompt": r.choice(texts) + " " + " ".join(r.choice(WORDS) for _ in range(r.randrange(20)))}
+            yield (
+                "/v1/completions",
+                {
+                    "prompt": r.choice(texts)
+                    + " "
+                    + " ".join(r.choice(WORDS) for _ in range(r.randrange(20)))
+                },
+            )
         else:
             talk = r.choice(talks)
             if len(talk) > 8:
                 talk.clear()
-            talk.append({"role": "user", "content": " ".join(r.choice(WORDS) for _ in range(r.randrange(5, 40)))})
+            talk.append(
+                {
+                    "role": "user",
+                    "content": " ".join(r.choice(WORDS) for _ in range(r.randrange(5, 40))),
+                }
+            )
             yield "/v1/chat/completions", {"messages": list(talk)}
             talk.append({"role": "assistant", "content": r.choice(WORDS)})
 
@@ -125,8 +161,9 @@ class Score:
 
     def __str__(self) -> str:
         return (
-            f"{self.requests} requests, {self.reported} looked up, {self.hits} with a hit: {self.found} tokens found, {self.predicted} predicted, "
-            f"{self.right} of them right; {self.false} requests with {self.false_tokens} tokens too many"
+            f"{self.requests} requests, {self.reported} looked up, {self.hits} with a hit: "
+            f"{self.found} tokens found, {self.predicted} predicted, {self.right} of them right; "
+            f"{self.false} requests with {self.false_tokens} tokens too many"
         )
 
 
@@ -145,12 +182,20 @@ def engines(zygote: None, workdir: pathlib.Path) -> Iterator[list[Engine]]:
 
 
 @pytest.fixture
-def router(engines: list[Engine], workdir: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Router]:
+def router(
+    engines: list[Engine], workdir: pathlib.Path, request: pytest.FixtureRequest
+) -> Iterator[Router]:
     r = Router(request.node.name, workdir).start(engines)
     try:
         rig.wait_for("the router and its feeds", lambda: r.up() and r.synced(engines), 30)
         # The first check asks for the models.
-        rig.wait_for("models", lambda: not ask(r.url, "first", "/v1/completions", {"prompt": [7] * 3}) and looked_up(r), 30)
+        rig.wait_for(
+            "models",
+            lambda: (
+                not ask(r.url, "first", "/v1/completions", {"prompt": [7] * 3}) and looked_up(r)
+            ),
+            30,
+        )
         yield r
     finally:
         r.stop()
@@ -161,7 +206,10 @@ def looked_up(r: Router) -> bool:
 
 
 def test_predicted_hits_are_those_of_the_engines(engines: list[Engine], router: Router) -> None:
-    found = {f"seq-{i}": ask(router.url, f"seq-{i}", path, body) for i, (path, body) in enumerate(traffic(400, "alone"))}
+    found = {
+        f"seq-{i}": ask(router.url, f"seq-{i}", path, body)
+        for i, (path, body) in enumerate(traffic(400, "alone"))
+    }
     score = Score(router, found)
     print(f"\none after another: {score}")
     assert score.reported == score.requests
@@ -173,12 +221,19 @@ def test_predicted_hits_are_those_of_the_engines(engines: list[Engine], router: 
 
     # A few at once: blocks come and go between a prediction and the engine's own look.
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        jobs = {f"many-{i}": pool.submit(ask, router.url, f"many-{i}", path, body) for i, (path, body) in enumerate(traffic(200, "many"))}
+        jobs = {
+            f"many-{i}": pool.submit(ask, router.url, f"many-{i}", path, body)
+            for i, (path, body) in enumerate(traffic(200, "many"))
+        }
         together = Score(router, {rid: job.result() for rid, job in jobs.items()})
     print(f"four at once: {together}")
     assert together.false_tokens < 0.1 * together.found
 
-    computed = sum(rig.total(e.metrics(), "vllm:prefix_cache_queries_total") - rig.total(e.metrics(), "vllm:prefix_cache_hits_total") for e in engines)
+    computed = sum(
+        rig.total(e.metrics(), "vllm:prefix_cache_queries_total")
+        - rig.total(e.metrics(), "vllm:prefix_cache_hits_total")
+        for e in engines
+    )
     assert computed > 2 * ROOM * len(engines), "few blocks were evicted"
 
 
@@ -186,7 +241,9 @@ def blocks(r: Router) -> dict[str, float]:
     return {k: v for k, v in r.metrics().items() if k.startswith("kvspray_proxy_kv_blocks{")}
 
 
-def test_a_router_that_restarts_knows_everything_within_5_s(engines: list[Engine], router: Router) -> None:
+def test_a_router_that_restarts_knows_everything_within_5_s(
+    engines: list[Engine], router: Router
+) -> None:
     for i, (path, body) in enumerate(traffic(30, "before")):
         ask(router.url, f"before-{i}", path, body)
     # Events follow an answer within moments.
@@ -199,7 +256,11 @@ def test_a_router_that_restarts_knows_everything_within_5_s(engines: list[Engine
         rig.wait_for("the router", again.up, 30)
         rig.wait_for("the whole index", lambda: blocks(again) == want, 30)
         # A replay is counted once its last batch is in the index.
-        rig.wait_for("replays", lambda: again.value("kv_event_replays_total", outcome="ok") == len(engines), 10)
+        rig.wait_for(
+            "replays",
+            lambda: again.value("kv_event_replays_total", outcome="ok") == len(engines),
+            10,
+        )
         took = time.monotonic() - start
         print(f"\n{sum(want.values()):.0f} blocks after {took:.2f} s")
         if os.environ.get("KVSPRAY_MEASURE"):  # a busy machine takes longer
@@ -237,23 +298,35 @@ def test_an_engine_that_restarts(engines: list[Engine], router: Router) -> None:
     ask(a.url, "direct-4", "/v1/completions", {"prompt": fresh(40, "after")})
     rig.wait_for("the new blocks only", lambda: router.value("kv_blocks", url=a.url) == 1, 10)
     assert router.value("kv_event_voids_total", reason="restart") == 1
-    named = [line for line in router.lines("the cached blocks of an engine are forgotten") if line["url"] == a.url]
+    named = [
+        line
+        for line in router.lines("the cached blocks of an engine are forgotten")
+        if line["url"] == a.url
+    ]
     assert len(named) == 1
 
 
 def test_all_that_vllm_keeps_is_replayed(zygote: None, workdir: pathlib.Path) -> None:
-    """vLLM's own publisher with as many batches as it keeps, each of a full step, and more than its sockets queue."""
+    """vLLM's own publisher with as many batches as it keeps, each of a full step, and more than its
+    sockets queue."""
     from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublisher
 
     e = Engine("published", workdir)
     batches, each = 10_000, 64
-    publisher = ZmqEventPublisher(0, e.events.replace("127.0.0.1", "*"), e.replay.replace("127.0.0.1", "*"))
+    publisher = ZmqEventPublisher(
+        0, e.events.replace("127.0.0.1", "*"), e.replay.replace("127.0.0.1", "*")
+    )
     router = Router("replayed", workdir)
     try:
         for i in range(batches):
             hashes = [(i * each + j).to_bytes(32, "big") for j in range(each)]
             tokens = [i % 50_000, *range(each * BLOCK - 1)]
-            publisher.publish(KVEventBatch(ts=time.time(), events=[BlockStored(hashes, None, tokens, BLOCK, None, "GPU", None)]))
+            publisher.publish(
+                KVEventBatch(
+                    ts=time.time(),
+                    events=[BlockStored(hashes, None, tokens, BLOCK, None, "GPU", None)],
+                )
+            )
         rig.wait_for("all is published", publisher._event_queue.empty, 60)
         router.start([e])  # its engine does not answer, but publishes
         start = time.monotonic()
@@ -276,7 +349,8 @@ def test_all_that_vllm_keeps_is_replayed(zygote: None, workdir: pathlib.Path) ->
 
 
 def test_pages_of_the_store_count(zygote: None, workdir: pathlib.Path) -> None:
-    """The engine announces what the store of its node has. Such tokens are no hit on the GPU, but need no prefill."""
+    """The engine announces what the store of its node has. Such tokens are no hit on the GPU, but
+    need no prefill."""
     sidecar = rig.Sidecar("store", workdir, {"store": {"memory": "48MiB"}})
     kv = kvspray_config(sidecar.socket, "kv_both")
     kv["kv_connector_extra_config"]["store"] = True
@@ -293,7 +367,10 @@ def test_pages_of_the_store_count(zygote: None, workdir: pathlib.Path) -> None:
 
         def stored() -> bool:
             ask(e.url, "a step, after which vLLM publishes", "/v1/completions", {"prompt": [5]})
-            return rig.total(e.metrics(), "vllm:kvspray_store_pages_total", op="put", outcome="stored") >= 9
+            return (
+                rig.total(e.metrics(), "vllm:kvspray_store_pages_total", op="put", outcome="stored")
+                >= 9
+            )
 
         rig.wait_for("pages in the store", stored, 30)
         for i in range(4):  # more than the engine's cache holds

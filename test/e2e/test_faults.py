@@ -1,5 +1,6 @@
-"""Whatever dies, stops or is cut: no wrong token, no request past its deadline and grace, the surviving engine serves on, its
-blocks come back, and once the part is back transfers work again without a restart of the engine."""
+"""Whatever dies, stops or is cut: no wrong token, no request past its deadline and grace, the
+surviving engine serves on, its blocks come back, and once the part is back transfers work again
+without a restart of the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from engines import EngineDied, Pending
 from prompts import fresh
 
 DEADLINE, PARTNER, GRACE = 4.0, 1.5, 1.0
-# On top of deadline and grace, for timers and engine steps on busy cores. What an engine then computes by itself takes what it takes.
+# On top of deadline and grace, for timers and engine steps on busy cores. What an engine then
+# computes by itself takes what it takes.
 SLACK = 4.0
 # And on top of them by a sidecar's own clock, for its timers.
 LATE = 0.5
@@ -49,8 +51,11 @@ class Faulty(Cluster):
     def __init__(self, dir: pathlib.Path, transport: str) -> None:
         self.seeds = itertools.count()
         self.slower = 1  # than a machine that does enough of a prefill within DEADLINE
-        super().__init__(dir, {"transfer": self.times(), "transports": {"order": [transport]}}, start=False)
-        # Sidecars reach each other's control side through relays that can be cut (both ends dial); data lanes do not go there.
+        super().__init__(
+            dir, {"transfer": self.times(), "transports": {"order": [transport]}}, start=False
+        )
+        # Sidecars reach each other's control side through relays that can be cut (both ends dial);
+        # data lanes do not go there.
         self.relays: list[rig.Relay] = []
         for s in (self.sp, self.sd):
             relay = rig.Relay(s.endpoint)
@@ -60,7 +65,11 @@ class Faulty(Cluster):
         self.sd.start()
 
     def times(self) -> dict[str, str]:
-        return {"deadline": f"{self.slower * DEADLINE:g}s", "match_timeout": f"{self.slower * PARTNER:g}s", "grace": f"{GRACE:g}s"}
+        return {
+            "deadline": f"{self.slower * DEADLINE:g}s",
+            "match_timeout": f"{self.slower * PARTNER:g}s",
+            "grace": f"{GRACE:g}s",
+        }
 
     @property
     def limit(self) -> float:
@@ -68,7 +77,8 @@ class Faulty(Cluster):
         return GRACE + self.slower * (DEADLINE + SLACK)
 
     def slow_down(self) -> None:
-        """Twice the time for everything, on a machine so busy that a transfer cannot be met in flight."""
+        """Twice the time for everything, on a machine so busy that a transfer cannot be met in
+        flight."""
         self.slower *= 2
         for s in (self.sp, self.sd):
             assert s.stop() == 0
@@ -77,22 +87,35 @@ class Faulty(Cluster):
         self.connected()
 
     def send(self, prompt: list[int]) -> Sent:
-        want, before, xfer, began = self.r.run(prompt, 12).tokens, self.d.metrics(), secrets.token_hex(16), time.monotonic()
+        want, before, xfer, began = (
+            self.r.run(prompt, 12).tokens,
+            self.d.metrics(),
+            secrets.token_hex(16),
+            time.monotonic(),
+        )
         p, d = self.start_both(prompt, xfer=xfer)
         return Sent(prompt, xfer, want, p, d, began, before)
 
     def dispatch(self, what: object, steps: int) -> Sent:
-        """Sends a prompt to both, and returns when P has done that many of its steps and what they gave has landed. P goes on, and stops
-        before its last step until go_on: however busy the machine is, what comes now meets a transfer in flight. Where it is so busy that
-        the deadline has passed before, another prompt is sent, with more time: no part has been attacked yet."""
+        """Sends a prompt to both, and returns when P has done that many of its steps and what they
+        gave has landed. P goes on, and stops before its last step until go_on: however busy the
+        machine is, what comes now meets a transfer in flight. Where it is so busy that the deadline
+        has passed before, another prompt is sent, with more time: no part has been attacked yet."""
         chunks = steps * STEP // CHUNK
         for _ in range(TRIES):
             before, start = self.landed(), self.p.steps()
             self.p.pause_at(start + steps)
             sent = self.send(fresh(LONG, (what, steps, next(self.seeds))))
-            rig.wait_for("P under way", lambda start=start: self.p.steps() >= start + steps, 120, tick=0.001)
+            rig.wait_for(
+                "P under way", lambda start=start: self.p.steps() >= start + steps, 120, tick=0.001
+            )
             try:
-                rig.wait_for("landing", lambda before=before: self.all_of(before + chunks * LAYERS * 65536), self.slower * DEADLINE, tick=0.001)
+                rig.wait_for(
+                    "landing",
+                    lambda before=before: self.all_of(before + chunks * LAYERS * 65536),
+                    self.slower * DEADLINE,
+                    tick=0.001,
+                )
             except rig.Failed:
                 self.go_on()
                 self.answered(what, sent)
@@ -116,7 +139,11 @@ class Faulty(Cluster):
 
     def all_of(self, bytes: float) -> bool:
         """That much has landed, with nothing on its way, and the transfer is not over."""
-        return self.landed() >= bytes and not self.state(self.sp)["leases"]["slices_in_flight"] and self.destinations() == ["landing"]
+        return (
+            self.landed() >= bytes
+            and not self.state(self.sp)["leases"]["slices_in_flight"]
+            and self.destinations() == ["landing"]
+        )
 
     def landed(self) -> float:
         return rig.total(self.sd.metrics(), "kvspray_rail_bytes_total", direction="in")
@@ -125,29 +152,50 @@ class Faulty(Cluster):
         """The lanes between the two sidecars, as each of them numbers them."""
         boots = {s.name: self.state(s)["boot"] for s in (self.sp, self.sd)}
         other = {"sp": boots["sd"], "sd": boots["sp"]}
-        return {s.name: {n["lane"] for n in self.state(s)["lanes"] if n["peer"] == other[s.name]} for s in (self.sp, self.sd)}
+        return {
+            s.name: {n["lane"] for n in self.state(s)["lanes"] if n["peer"] == other[s.name]}
+            for s in (self.sp, self.sd)
+        }
 
     def in_time(self, since: int) -> None:
-        """No transfer that the decode's sidecar ended took longer than its deadline and grace, by that sidecar's own clock. Its traces from one on."""
-        took = [t["took_us"] / 1e6 for t in self.sd.lines(self.sd.transfers)[since:] if t["side"] == "destination"]
+        """No transfer that the decode's sidecar ended took longer than its deadline and grace, by
+        that sidecar's own clock. Its traces from one on."""
+        took = [
+            t["took_us"] / 1e6
+            for t in self.sd.lines(self.sd.transfers)[since:]
+            if t["side"] == "destination"
+        ]
         assert max(took, default=0) <= self.slower * DEADLINE + GRACE + LATE, took
 
     def let_go(self, d: Pending, began: float) -> None:
-        """D's request waits for no transfer any more, at its deadline and grace at the latest: what it lacks is being computed."""
+        """D's request waits for no transfer any more, at its deadline and grace at the latest: what
+        it lacks is being computed."""
         left = max(began + self.limit - time.monotonic(), 0.01)
-        rig.wait_for(f"{d.rid} let go", lambda: not any(r.startswith(d.rid) for r in self.d.status()["loads"]), left)
+        rig.wait_for(
+            f"{d.rid} let go",
+            lambda: not any(r.startswith(d.rid) for r in self.d.status()["loads"]),
+            left,
+        )
 
     def serves_on(self, what: object, sent: Sent | None = None) -> None:
-        """A fresh request while a part is down, beside the one that the fault met: an engine that lives answers, with the right tokens, and
-        no engine waits for a transfer beyond its time."""
+        """A fresh request while a part is down, beside the one that the fault met: an engine that
+        lives answers, with the right tokens, and no engine waits for a transfer beyond its time."""
         prompt = fresh(200, ("meanwhile", what, next(self.seeds)))
         spray = {"v": 1, "xfer": secrets.token_hex(16), "fanout": 1}
         began = time.monotonic()
         d = p = None
         if self.d.alive():
-            d = self.d.add(prompt, 12, kv={"do_remote_prefill": True, "kvspray": {**spray, "peer": self.sp.endpoint}})
+            d = self.d.add(
+                prompt,
+                12,
+                kv={"do_remote_prefill": True, "kvspray": {**spray, "peer": self.sp.endpoint}},
+            )
         if self.p.alive():
-            p = self.p.add(prompt, 1, kv={"do_remote_decode": True, "do_remote_prefill": False, "kvspray": spray})
+            p = self.p.add(
+                prompt,
+                1,
+                kv={"do_remote_decode": True, "do_remote_prefill": False, "kvspray": spray},
+            )
         assert d or p
         if d:
             if sent:
@@ -170,21 +218,30 @@ class Faulty(Cluster):
             assert sent.p.result().tokens == [sent.want[0][:1]], what
 
     def hit(self, sent: Sent, known: bool) -> None:
-        """The fault met the transfer in flight: D did not get it, and computed what had not come: where its sidecar could still report what
-        that was, no more than this."""
+        """The fault met the transfer in flight: D did not get it, and computed what had not come:
+        where its sidecar could still report what that was, no more than this."""
         after = self.d.metrics()
         computed, total = self.d.computed(sent.d.rid), len(sent.prompt)
-        assert computed >= total - (STEPS - 1) * STEP, f"the fault came too late: {computed} tokens were computed"
+        assert computed >= total - (STEPS - 1) * STEP, (
+            f"the fault came too late: {computed} tokens were computed"
+        )
         if known:
-            assert computed <= total - sent.landed, f"{computed} tokens were computed, though {sent.landed} of {total} had come"
+            assert computed <= total - sent.landed, (
+                f"{computed} tokens were computed, though {sent.landed} of {total} had come"
+            )
         else:
-            assert computed == total, f"{computed} tokens were computed: there was no report that the others had come"
+            assert computed == total, (
+                f"{computed} tokens were computed: there was no report that the others had come"
+            )
 
         def grew(name: str, **labels: str) -> float:
             return rig.total(after, name, **labels) - rig.total(sent.before, name, **labels)
 
         assert grew("vllm:kvspray_recompute_tokens_total") >= computed
-        lost = sum(grew("vllm:kvspray_transfers_total", side="received", outcome=o) for o in ("failed", "expired", "lost", "cancelled"))
+        lost = sum(
+            grew("vllm:kvspray_transfers_total", side="received", outcome=o)
+            for o in ("failed", "expired", "lost", "cancelled")
+        )
         assert lost >= 1, "the fault came too late: no transfer was lost"
 
     def works_again(self) -> None:
@@ -192,7 +249,9 @@ class Faulty(Cluster):
         self.connected()
         end = time.monotonic() + 30
         while True:  # a prober may need a moment to trust a part that is back
-            before = rig.total(self.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok")
+            before = rig.total(
+                self.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok"
+            )
             seed = next(self.seeds)
             prompt = fresh(500, ("again", seed))
             want = self.r.run(prompt, 12).tokens
@@ -202,10 +261,19 @@ class Faulty(Cluster):
                 for e in self.engines.values():
                     e.clear_prefix_cache()
                 alone = {name: e.run(prompt, 12).tokens for name, e in self.engines.items()}
-                raise AssertionError(f"prompt {seed}: {got}, want {want}; again {again}; each alone {alone}")
-            if rig.total(self.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok") == before + 1:
+                raise AssertionError(
+                    f"prompt {seed}: {got}, want {want}; again {again}; each alone {alone}"
+                )
+            if (
+                rig.total(
+                    self.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok"
+                )
+                == before + 1
+            ):
                 return
-            assert time.monotonic() < end, "transfers do not work again\n" + self.sd.tail(15) + "\n" + self.sp.tail(15)
+            assert time.monotonic() < end, (
+                "transfers do not work again\n" + self.sd.tail(15) + "\n" + self.sp.tail(15)
+            )
 
     def heal(self) -> None:
         for relay in self.relays:
@@ -321,13 +389,15 @@ def test_kill_9_of_an_engine_between_prefill_and_decode(c: Faulty, name: str) ->
 @pytest.mark.parametrize("steps", WHEN[:2])
 @pytest.mark.parametrize("side", ["sp", "sd"])
 def test_a_stopped_sidecar(c: Faulty, side: str, steps: int) -> None:
-    """Where D's own prefills take longer than the deadline, as on a busy machine, the deadline ends the load: then all is done again, with
-    more time."""
+    """Where D's own prefills take longer than the deadline, as on a busy machine, the deadline ends
+    the load: then all is done again, with more time."""
     for _ in range(TRIES):
         why = stopped_sidecar(c, side, steps)
         if side == "sd" or why and all("does not answer" in reason for reason in why):
             return
-        assert why and all("does not answer" in reason or "deadline" in reason for reason in why), why
+        assert why and all("does not answer" in reason or "deadline" in reason for reason in why), (
+            why
+        )
         c.slow_down()
     pytest.fail(f"D gave no load up for its silence, {TRIES} times")
 
@@ -345,8 +415,17 @@ def stopped_sidecar(c: Faulty, side: str, steps: int) -> list[str]:
         c.serves_on((side, "stopped", steps), sent)
         c.hit(sent, known=side != "sd")
         # A sidecar that is stopped writes none.
-        why = [t.get("reason", "") for t in c.sd.lines(c.sd.transfers)[ended:] if t["side"] == "destination"] if side == "sp" else []
-        # Its own engine may not take a block back before it is dead: the shim kills it after deadline and grace.
+        why = (
+            [
+                t.get("reason", "")
+                for t in c.sd.lines(c.sd.transfers)[ended:]
+                if t["side"] == "destination"
+            ]
+            if side == "sp"
+            else []
+        )
+        # Its own engine may not take a block back before it is dead: the shim kills it after
+        # deadline and grace.
         assert sidecar.proc.wait(2 * c.limit) == -signal.SIGKILL
         assert time.monotonic() - stopped >= GRACE, "killed before its grace was over"
         c.settle(timeout=c.limit)
@@ -389,7 +468,11 @@ def test_kill_9_of_the_decode_engine(c: Faulty, steps: int) -> None:
     c.settle(timeout=c.limit)
 
     def source_ends() -> list[str]:
-        return [t["outcome"] for t in c.sp.lines(c.sp.transfers) if t["side"] == "source" and t["xfer"] == sent.xfer]
+        return [
+            t["outcome"]
+            for t in c.sp.lines(c.sp.transfers)
+            if t["side"] == "source" and t["xfer"] == sent.xfer
+        ]
 
     ends = rig.wait_for("a line of the transfer", source_ends, 10)
     assert "ok" not in ends, f"the fault came too late: {ends}"

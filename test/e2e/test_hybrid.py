@@ -1,5 +1,6 @@
-"""A model whose layers do not all see the whole prompt: vLLM keeps several cache groups with block tables of their own over the same
-memory, and takes back blocks that a sliding window has left. Tokens equal a plain engine's, and of each window only the end moves.
+"""A model whose layers do not all see the whole prompt: vLLM keeps several cache groups with block
+tables of their own over the same memory, and takes back blocks that a sliding window has left.
+Tokens equal a plain engine's, and of each window only the end moves.
 
 So where an engine has pipeline stages that are unlike, of which one lacks a kind of layer."""
 
@@ -62,13 +63,20 @@ def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> It
 
 
 def moves(case: Case, n: int, skip: int = 0) -> int:
-    """The bytes of a prompt that D lacks: all tokens but the last of full layers, and the blocks in the window of the others. Of the first of
-    those P has less where its blocks are smaller: it has given up what no layer sees any more."""
+    """The bytes of a prompt that D lacks: all tokens but the last of full layers, and the blocks in
+    the window of the others. Of the first of those P has less where its blocks are smaller: it has
+    given up what no layer sees any more."""
     if not case.hybrid:
         return (n - skip) * (FULL + SLIDING) * BYTES
     n -= 1  # the last one is D's
     seen = max(n - WINDOW + 1, 0)
-    first = max(skip, *(seen // block * block for block in (case.p.get("block_size", 32), case.d.get("block_size", 32))))
+    first = max(
+        skip,
+        *(
+            seen // block * block
+            for block in (case.p.get("block_size", 32), case.d.get("block_size", 32))
+        ),
+    )
     return ((n - skip) * FULL + (n - first) * SLIDING) * BYTES
 
 
@@ -83,7 +91,8 @@ def test_tokens_are_those_of_one_engine(c: Cluster, mode: str, n: int) -> None:
         got = c.prefill_first(prompt) if mode == "first" else c.both(prompt)
     assert got.tokens == c.r.run(prompt, 12).tokens
     if case.hybrid and n == 1:
-        assert moved.all == 0 and moved.bytes == 0, vars(moved)  # nothing but the token that D computes itself
+        # Nothing but the token that D computes itself.
+        assert moved.all == 0 and moved.bytes == 0, vars(moved)
     else:
         moved.all_loaded(1)
         assert moved.bytes == moves(case, n), vars(moved)
@@ -106,9 +115,13 @@ def test_a_prefix_that_decode_has_is_left_out(c: Cluster) -> None:
 
 
 def test_the_last_token_of_a_block_that_only_the_last_of_the_prompt_sees(c: Cluster) -> None:
-    """D computes the last token of the prompt. It looks back to the end of a block that the token after it sees no more."""
+    """D computes the last token of the prompt. It looks back to the end of a block that the token
+    after it sees no more."""
     case: Case = c.case  # type: ignore[attr-defined]
-    prompts = [fresh(WINDOW - 1 + 32 * (1 + i % 4), (case.name, "edge", i)) for i in range(12 if case is CASES[0] else 2)]
+    prompts = [
+        fresh(WINDOW - 1 + 32 * (1 + i % 4), (case.name, "edge", i))
+        for i in range(12 if case is CASES[0] else 2)
+    ]
     with Moved(c) as moved:
         started = [c.start_both(p) for p in prompts]
         got = [d.result().tokens for _, d in started]
@@ -148,7 +161,8 @@ def test_preemption_in_mid_send(c: Cluster) -> None:
 
 
 def test_a_window_that_moves_on_while_prefill_decodes(c: Cluster) -> None:
-    """P was asked for more than one token: it takes back, and gives to others, the blocks at the start of the window that D still wants."""
+    """P was asked for more than one token: it takes back, and gives to others, the blocks at the
+    start of the window that D still wants."""
     case: Case = c.case  # type: ignore[attr-defined]
     for i, n_tokens in enumerate((2, 40, 90)):
         prompt = fresh(700, (case.name, "decodes", i))
@@ -162,8 +176,9 @@ def test_a_window_that_moves_on_while_prefill_decodes(c: Cluster) -> None:
 
 
 def test_a_load_that_fails_is_recomputed(c: Cluster) -> None:
-    """Where all layers see the whole prompt, from the first block that has not come. Elsewhere all of it: of a window nothing has come, and
-    an engine with several groups could not even receive single blocks."""
+    """Where all layers see the whole prompt, from the first block that has not come. Elsewhere all
+    of it: of a window nothing has come, and an engine with several groups could not even receive
+    single blocks."""
     case: Case = c.case  # type: ignore[attr-defined]
     prompt, came = fresh(700, (case.name, "fails")), 2 * STEP
 
@@ -175,14 +190,18 @@ def test_a_load_that_fails_is_recomputed(c: Cluster) -> None:
     c.p.pause_at(start + 2)
     with Moved(c) as moved:
         p, d = c.start_both(prompt)
-        rig.wait_for("the first two steps landed", lambda: c.p.steps() == start + 2 and landed() == want, 30)
+        rig.wait_for(
+            "the first two steps landed", lambda: c.p.steps() == start + 2 and landed() == want, 30
+        )
         assert c.d.status()["loading"] == 1
         p.abort()
         c.p.pause_at(None)
         got = d.result()
     assert got.tokens == c.r.run(prompt, 12).tokens
     lacks = len(prompt) - (0 if case.hybrid else came)
-    assert moved.ok == 0 and moved.recomputed == lacks - case.hybrid and c.d.computed(d.rid) == lacks, vars(moved)
+    assert (
+        moved.ok == 0 and moved.recomputed == lacks - case.hybrid and c.d.computed(d.rid) == lacks
+    ), vars(moved)
     c.settle(timeout=20)
 
 
@@ -190,17 +209,29 @@ def test_every_transferred_page_has_one_hash(c: Cluster) -> None:
     c.settle()
     sides = []
     for s in (c.sp, c.sd):
-        sides.append({tuple(b[k] for k in ("xfer", "hash", "dest", "group", "layer", "block")): b["sha256"] for b in s.lines(s.hashes)})
+        sides.append(
+            {
+                tuple(b[k] for k in ("xfer", "hash", "dest", "group", "layer", "block")): b[
+                    "sha256"
+                ]
+                for b in s.lines(s.hashes)
+            }
+        )
     assert len(sides[1]) > 100
     assert sides[0] == sides[1]
 
 
-# How many layers the stages of each engine have, of sliding, sliding, full, sliding, sliding, full: of each engine one lacks a kind.
+# How many layers the stages of each engine have, of sliding, sliding, full, sliding, sliding, full:
+# of each engine one lacks a kind.
 STAGES = (("5,1", None), (None, "2,4"))
 
 
-@pytest.fixture(scope="module", params=STAGES, ids=lambda s: f"stages of {s[0] or 'all'} to {s[1] or 'all'}")
-def staged(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+@pytest.fixture(
+    scope="module", params=STAGES, ids=lambda s: f"stages of {s[0] or 'all'} to {s[1] or 'all'}"
+)
+def staged(
+    zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest
+) -> Iterator[Cluster]:
     dir = workdir / "-".join((of or "all").replace(",", "") for of in request.param)
     dir.mkdir()
     out = Cluster(dir, {"transports": {"order": ["shm"]}})
@@ -211,7 +242,14 @@ def staged(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) 
             with pytest.MonkeyPatch.context() as m:
                 if layers:
                     m.setenv("VLLM_PP_LAYER_PARTITION", layers)
-                out.spawn(name, **({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"} if layers else {}))
+                out.spawn(
+                    name,
+                    **(
+                        {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+                        if layers
+                        else {}
+                    ),
+                )
         out.spawn("R")
         yield out.up()
         for s in (out.sp, out.sd):
@@ -234,7 +272,8 @@ def test_tokens_of_unlike_pipeline_stages(staged: Cluster, mode: str, n: int) ->
 
 
 def test_a_load_of_stages_that_fails_is_recomputed(staged: Cluster) -> None:
-    """Where prefill has stages it has begun a second step before the first has ended, and where decode has some each of them receives it."""
+    """Where prefill has stages it has begun a second step before the first has ended, and where
+    decode has some each of them receives it."""
     c = staged
     prompt, came = fresh(700, (c.dir.name, "fails")), 2 * STEP
 
@@ -246,7 +285,9 @@ def test_a_load_of_stages_that_fails_is_recomputed(staged: Cluster) -> None:
     c.p.pause_at(start + 2)
     with Moved(c) as moved:
         p, d = c.start_both(prompt)
-        rig.wait_for("the first two steps landed", lambda: c.p.steps() == start + 2 and landed() == want, 30)
+        rig.wait_for(
+            "the first two steps landed", lambda: c.p.steps() == start + 2 and landed() == want, 30
+        )
         p.abort()
         c.p.pause_at(None)
         got = d.result()

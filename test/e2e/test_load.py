@@ -1,4 +1,5 @@
-"""`kvspray load`: other weights for an engine that sleeps. Its tokens are then those of an engine that was started with them, and what fails serves nothing."""
+"""`kvspray load`: other weights for an engine that sleeps. Its tokens are then those of an engine
+that was started with them, and what fails serves nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ import pathlib, sys, torch
 from safetensors.torch import load_file, save_file
 gen = torch.Generator().manual_seed(11)
 (file,) = pathlib.Path(sys.argv[1]).glob("*.safetensors")
-tensors = {k: t[torch.randperm(len(t), generator=gen)] if t.dim() > 1 else t for k, t in load_file(file).items()}
+def permuted(t):
+    return t[torch.randperm(len(t), generator=gen)] if t.dim() > 1 else t
+tensors = {k: permuted(t) for k, t in load_file(file).items()}
 how, names = sys.argv[2], sorted(tensors)
 name = names[len(names) // 2]
 if how == "shape":
@@ -52,7 +55,9 @@ print(name)
 def made(workdir: pathlib.Path, name: str, how: str) -> tuple[pathlib.Path, str]:
     dir = workdir / name
     shutil.copytree(MODEL, dir)
-    run = subprocess.run([sys.executable, "-c", MAKE, str(dir), how], check=True, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", MAKE, str(dir), how], check=True, capture_output=True, text=True
+    )
     return dir, run.stdout.strip()
 
 
@@ -135,7 +140,9 @@ def c(zygote: None, workdir: pathlib.Path, b: pathlib.Path) -> Iterator[Cluster]
 
 
 @pytest.mark.parametrize("copies", ["none", "sidecar"])
-def test_tokens_are_those_of_an_engine_that_was_started_with_them(c: Cluster, b: pathlib.Path, copies: str) -> None:
+def test_tokens_are_those_of_an_engine_that_was_started_with_them(
+    c: Cluster, b: pathlib.Path, copies: str
+) -> None:
     old = c.p.run(PROMPT, 12).tokens
     new = c.r.run(PROMPT, 12).tokens
     assert old != new, "the other weights say the same: nothing would be shown"
@@ -158,7 +165,9 @@ def test_tokens_are_those_of_an_engine_that_was_started_with_them(c: Cluster, b:
 
 
 @pytest.mark.parametrize("how", ["shape", "dtype", "missing", "more"])
-def test_another_shape_is_refused_before_a_byte_changes(c: Cluster, workdir: pathlib.Path, how: str) -> None:
+def test_another_shape_is_refused_before_a_byte_changes(
+    c: Cluster, workdir: pathlib.Path, how: str
+) -> None:
     old = c.d.run(PROMPT, 12).tokens
     dir, name = made(workdir, how, how)
     (said,) = c.d.rpc("kvspray_load_check", request(dir))
@@ -172,7 +181,12 @@ def test_damaged_folders_are_refused(c: Cluster, workdir: pathlib.Path) -> None:
     shutil.copytree(MODEL, dir)
     file = dir / "model.safetensors"
     os.truncate(file, file.stat().st_size - 100)
-    for source, why in ((dir, "cut"), (workdir / "nowhere", "not a directory"), ("relative", "absolute path"), ("ftp://x", "absolute path")):
+    for source, why in (
+        (dir, "cut"),
+        (workdir / "nowhere", "not a directory"),
+        ("relative", "absolute path"),
+        ("ftp://x", "absolute path"),
+    ):
         (said,) = c.d.rpc("kvspray_load_check", request(source))
         assert why in said["error"], said
 
@@ -203,7 +217,9 @@ def slow(c: Cluster) -> Iterator[None]:
     c.d.rpc(slowly, 0.0)
 
 
-def test_a_file_that_changes_meanwhile(c: Cluster, slow: None, b: pathlib.Path, workdir: pathlib.Path) -> None:
+def test_a_file_that_changes_meanwhile(
+    c: Cluster, slow: None, b: pathlib.Path, workdir: pathlib.Path
+) -> None:
     for what in ("written", "cut"):
         dir = workdir / f"to-be-{what}"
         shutil.copytree(b, dir)
@@ -234,7 +250,13 @@ def test_a_load_that_is_stopped(c: Cluster, slow: None, b: pathlib.Path) -> None
     # Or another takes its place in the middle, once its command is silent.
     r = Rank(c.d).begin(asked)
     other = Rank(c.d, "other")
-    for said in other.call("arm") + other.call("cancel", "x") + other.call("begin", asked, "x") + other.call("finish") + other.call("release"):
+    for said in (
+        other.call("arm")
+        + other.call("cancel", "x")
+        + other.call("begin", asked, "x")
+        + other.call("finish")
+        + other.call("release")
+    ):
         assert r.token in said["error"], said
     c.d.rpc(constant, "QUIET_S", 0.0)
     loaded(c.d, request(MODEL))
@@ -355,7 +377,12 @@ def written(worker: Any) -> None:
 def test_weights_of_others_in_between(c: Cluster, b: pathlib.Path, how: str) -> None:
     r = Rank(c.d).begin(request(b))
     assert r.ended()["state"] == "loaded"
-    for method in ("reload_weights", "update_weights", "start_weight_update", "execute_dummy_batch"):
+    for method in (
+        "reload_weights",
+        "update_weights",
+        "start_weight_update",
+        "execute_dummy_batch",
+    ):
         with pytest.raises(RuntimeError, match=f"{method} is refused"):
             c.d.rpc(method)
     if how == "reload":
@@ -405,9 +432,13 @@ def test_no_memory_is_left(c: Cluster, b: pathlib.Path, slow: None) -> None:
             assert r.ended()["state"] == "failed"
         for _ in range(4):
             c.d.rpc(failing)
-            assert "No such sample" in Rank(c.d).begin(request(b, copies=copies, socket=c.sd.socket)).ended()["error"]
+            assert (
+                "No such sample"
+                in Rank(c.d).begin(request(b, copies=copies, socket=c.sd.socket)).ended()["error"]
+            )
             c.d.rpc(slowly, 0.003)
-    assert arenas() < before + 4, "each of 12 loads has left one, or more"  # sessions have some while they are replaced
+    # Sessions have some while they are replaced.
+    assert arenas() < before + 4, "each of 12 loads has left one, or more"
     loaded(c.d, request(MODEL))
 
 
@@ -436,7 +467,8 @@ def test_the_directory_is_another_one_now(c: Cluster, workdir: pathlib.Path) -> 
         (said,) = e.rpc("kvspray_load_check", request(model))
         assert name in said["error"] and "is missing" in said["error"], said
         loaded(e, request(MODEL))
-        # Nothing is known of the start: only by force, and then each part of a fused parameter must come.
+        # Nothing is known of the start: only by force, and then each part of a fused parameter must
+        # come.
         e.rpc(forget)
         (said,) = e.rpc("kvspray_load_check", request(MODEL))
         assert "--force" in said["error"], said
@@ -447,7 +479,9 @@ def test_the_directory_is_another_one_now(c: Cluster, workdir: pathlib.Path) -> 
         assert e.run(PROMPT, 12).tokens == old
         # The loader's own complaint has the tensor's name.
         said = Rank(e).begin(request(made(workdir, "forced", "shape")[0], force=True)).ended()
-        assert said["state"] == "failed" and "after it was given the tensor 'model." in said["error"], said
+        assert (
+            said["state"] == "failed" and "after it was given the tensor 'model." in said["error"]
+        ), said
         # A draft model.
         e.rpc(with_draft)
         for said in e.rpc("kvspray_load_check", request(MODEL)) + Rank(e).call("arm"):
@@ -486,7 +520,9 @@ def test_the_sidecar_dies_in_the_middle(c: Cluster, slow: None, b: pathlib.Path)
     for i in range(6):
         asked = request(b, copies="sidecar", socket=c.sd.socket, piece_bytes=8192)
         r = Rank(c.d).begin(asked)
-        rig.wait_for("copies", lambda i=i, r=r: r.call("poll", "0")[0]["by_sidecar"] > 5 * i, 20, tick=0.001)
+        rig.wait_for(
+            "copies", lambda i=i, r=r: r.call("poll", "0")[0]["by_sidecar"] > 5 * i, 20, tick=0.001
+        )
         c.sd.kill()
         said = r.ended()
         assert said["state"] == "loaded", said
@@ -527,7 +563,9 @@ def test_from_another_node(c: Cluster, b: pathlib.Path) -> None:
         assert c.d.run(PROMPT, 12).tokens == c.r.run(PROMPT, 12).tokens
         # As for a GPU: the sidecar has the memory of the pieces once, and copies from it, too.
         loaded(c.d, request(MODEL))
-        done = loaded(c.d, request(offer.url, socket=c.sd.socket, piece_bytes=1 << 20, copies="sidecar"))
+        done = loaded(
+            c.d, request(offer.url, socket=c.sd.socket, piece_bytes=1 << 20, copies="sidecar")
+        )
         assert done["by_sidecar"] >= 2
         assert c.d.run(PROMPT, 12).tokens == c.r.run(PROMPT, 12).tokens
         # The offer ends in the middle of another load.
@@ -556,16 +594,29 @@ def server(zygote: None, workdir: pathlib.Path) -> Iterator[str]:
     """vllm serve with A, in processes of its own."""
     port = rig.free_port()
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager",
-        "--max-model-len", "1024", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(16 << 20), "--dtype", "float32", "--served-model-name", "m",
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--host",
+        "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024",
+        "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(16 << 20), "--dtype", "float32",
+        "--served-model-name", "m",
     ]  # fmt: skip
-    env = {**os.environ, **ENV, **SERVES, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    env = {
+        **os.environ,
+        **ENV,
+        **SERVES,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
     log = workdir / "server.log"
     with open(log, "wb") as f:
         proc = subprocess.Popen(command, env=env, stdout=f, stderr=f)
     url = f"http://127.0.0.1:{port}"
     try:
-        rig.wait_for("the server", lambda: proc.poll() is not None or rig.get(url + "/health") == "", 300, tick=0.5)
+        rig.wait_for(
+            "the server",
+            lambda: proc.poll() is not None or rig.get(url + "/health") == "",
+            300,
+            tick=0.5,
+        )
         assert proc.poll() is None, log.read_text()[-3000:]
         yield url
     finally:
@@ -574,14 +625,24 @@ def server(zygote: None, workdir: pathlib.Path) -> Iterator[str]:
 
 
 def said_by(url: str) -> str:
-    body = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}).encode()
-    ask = urllib.request.Request(url + "/v1/completions", body, {"Content-Type": "application/json"})
+    body = json.dumps(
+        {"model": "m", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    ).encode()
+    ask = urllib.request.Request(
+        url + "/v1/completions", body, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(ask, timeout=60) as f:
         return str(json.loads(f.read())["choices"][0]["text"])
 
 
 def command(url: str, source: str | pathlib.Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([rig.BINARY, "load", str(source), "--engine", url, *more], capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(
+        [rig.BINARY, "load", str(source), "--engine", url, *more],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
 
 
 def asleep(url: str) -> bool:
@@ -598,13 +659,19 @@ def test_the_command(server: str, b: pathlib.Path, workdir: pathlib.Path) -> Non
     assert new != old and said_by(server) == new
 
     run = command(server, made(workdir, "server-shape", "shape")[0])
-    assert run.returncode == 1 and "another shape" in run.stderr and "The engine is as it was" in run.stderr, run.stderr
+    assert (
+        run.returncode == 1
+        and "another shape" in run.stderr
+        and "The engine is as it was" in run.stderr
+    ), run.stderr
     assert said_by(server) == new
 
     run = command(server, MODEL, "--stay-asleep", "--level", "1")
     assert run.returncode == 0 and "asleep, with the new weights" in run.stdout, run
     assert asleep(server)
-    with urllib.request.urlopen(urllib.request.Request(server + "/wake_up", method="POST"), timeout=60) as f:
+    with urllib.request.urlopen(
+        urllib.request.Request(server + "/wake_up", method="POST"), timeout=60
+    ) as f:
         assert json.loads(f.read())["status"] == "awake"
     assert said_by(server) == old
 
@@ -612,13 +679,20 @@ def test_the_command(server: str, b: pathlib.Path, workdir: pathlib.Path) -> Non
     wide = workdir / "served"
     shutil.copytree(b, wide)
     run = subprocess.run(
-        [sys.executable, "-c", UNCONFIRMED, server, request(wide)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", UNCONFIRMED, server, request(wide)], capture_output=True, text=True,
+        check=True
     )  # fmt: skip
     with pytest.raises(urllib.error.HTTPError) as err:
-        urllib.request.urlopen(urllib.request.Request(server + "/wake_up", method="POST"), timeout=60)
+        urllib.request.urlopen(
+            urllib.request.Request(server + "/wake_up", method="POST"), timeout=60
+        )
     assert err.value.code == 500 and asleep(server)
     run = command(server, b)
-    assert run.returncode == 1 and "the load unconfirmed is under way" in run.stderr and "sleeps" not in run.stderr, run.stderr
+    assert (
+        run.returncode == 1
+        and "the load unconfirmed is under way" in run.stderr
+        and "sleeps" not in run.stderr
+    ), run.stderr
     time.sleep(16)
     run = command(server, b)
     assert run.returncode == 0, run.stderr
@@ -628,13 +702,15 @@ def test_the_command(server: str, b: pathlib.Path, workdir: pathlib.Path) -> Non
 UNCONFIRMED = """
 import json, sys, urllib.request
 def post(path, body=None):
-    ask = urllib.request.Request(sys.argv[1] + path, json.dumps(body).encode() if body else b"", {"Content-Type": "application/json"})
+    data = json.dumps(body).encode() if body else b""
+    ask = urllib.request.Request(sys.argv[1] + path, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(ask, timeout=60) as f:
         return json.loads(f.read() or "null")
 def rpc(method, *args):
-    (reported,) = post("/collective_rpc", {"method": "kvspray_load_" + method, "args": list(args)})["results"]
-    assert "error" not in reported, reported
-    return reported
+    body = {"method": "kvspray_load_" + method, "args": list(args)}
+    (answer,) = post("/collective_rpc", body)["results"]
+    assert "error" not in answer, answer
+    return answer
 digest = rpc("check", sys.argv[2])["digest"]
 rpc("arm", "unconfirmed")
 post("/sleep?level=2")

@@ -23,7 +23,7 @@ import pytest
 
 from kvspray import offer as offering
 from kvspray import weightstream
-from kvspray.checkpoint import Folder, Manifest
+from kvspray.checkpoint import Directory, Manifest
 from kvspray.weights import CheckpointError
 from kvspray.weightstream import Files, LoadError, Peer, Stream
 
@@ -42,7 +42,9 @@ def checkpoint(dir: pathlib.Path, seed: int = 1, nbytes: int = 40 << 20) -> path
             header[f"f{i}.t{j}"] = {"dtype": "U8", "shape": [n], "data_offsets": [at, at + n]}
             at += n
         said = json.dumps(header).encode()
-        (dir / f"model-{i}.safetensors").write_bytes(struct.pack("<Q", len(said)) + said + rng.randbytes(at))
+        (dir / f"model-{i}.safetensors").write_bytes(
+            struct.pack("<Q", len(said)) + said + rng.randbytes(at)
+        )
     return dir
 
 
@@ -50,7 +52,16 @@ class Offer:
     """The command."""
 
     def __init__(self, folder: pathlib.Path, sidecar: rig.Sidecar) -> None:
-        command = [sys.executable, "-m", "kvspray.offer", str(folder), "--listen", "127.0.0.1:0", "--socket", sidecar.socket]
+        command = [
+            sys.executable,
+            "-m",
+            "kvspray.offer",
+            str(folder),
+            "--listen",
+            "127.0.0.1:0",
+            "--socket",
+            sidecar.socket,
+        ]
         self.proc = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.proc.stdout is not None
         said = self.proc.stdout.readline()
@@ -93,14 +104,19 @@ def fetched(peer: Peer, folder: pathlib.Path) -> int:
     got = 0
     for block in Stream(peer, PIECE):
         p = block.piece
-        assert bytes(block.view) == content[peer.manifest.files[p.file].name][p.start : p.start + p.nbytes]
+        assert (
+            bytes(block.view)
+            == content[peer.manifest.files[p.file].name][p.start : p.start + p.nbytes]
+        )
         got += p.nbytes
         block.give_back()
     peer.check()
     return got
 
 
-def test_every_byte_comes(folder: pathlib.Path, offer: Offer, sidecars: tuple[rig.Sidecar, rig.Sidecar]) -> None:
+def test_every_byte_comes(
+    folder: pathlib.Path, offer: Offer, sidecars: tuple[rig.Sidecar, rig.Sidecar]
+) -> None:
     for _ in range(2):
         peer = Peer(offer.url, sidecars[1].socket, ARENA)
         assert fetched(peer, folder) == peer.manifest.nbytes
@@ -108,7 +124,9 @@ def test_every_byte_comes(folder: pathlib.Path, offer: Offer, sidecars: tuple[ri
         peer.close()
 
 
-def test_several_at_once(folder: pathlib.Path, offer: Offer, sidecars: tuple[rig.Sidecar, rig.Sidecar]) -> None:
+def test_several_at_once(
+    folder: pathlib.Path, offer: Offer, sidecars: tuple[rig.Sidecar, rig.Sidecar]
+) -> None:
     got: list[object] = []
 
     def one() -> None:
@@ -127,7 +145,9 @@ def test_several_at_once(folder: pathlib.Path, offer: Offer, sidecars: tuple[rig
     assert got == [True] * 3
 
 
-def test_a_folder_that_is_written_to_is_offered_no_more(folder: pathlib.Path, offer: Offer, sidecars: tuple[rig.Sidecar, rig.Sidecar]) -> None:
+def test_a_folder_that_is_written_to_is_offered_no_more(
+    folder: pathlib.Path, offer: Offer, sidecars: tuple[rig.Sidecar, rig.Sidecar]
+) -> None:
     peer = Peer(offer.url, sidecars[1].socket, ARENA)
     blocks = iter(Stream(peer, PIECE))
     next(blocks).give_back()
@@ -140,7 +160,9 @@ def test_a_folder_that_is_written_to_is_offered_no_more(folder: pathlib.Path, of
 
 
 @pytest.mark.parametrize("who", ["from", "to", "offer"])
-def test_a_process_dies_in_the_middle(who: str, folder: pathlib.Path, offer: Offer, sidecars: tuple[rig.Sidecar, rig.Sidecar]) -> None:
+def test_a_process_dies_in_the_middle(
+    who: str, folder: pathlib.Path, offer: Offer, sidecars: tuple[rig.Sidecar, rig.Sidecar]
+) -> None:
     peer = Peer(offer.url, sidecars[1].socket, ARENA)
     blocks = iter(Stream(peer, 1 << 20))
     next(blocks).give_back()
@@ -166,11 +188,14 @@ def test_wrong_requests(offer: Offer, sidecars: tuple[rig.Sidecar, rig.Sidecar])
     good = {"xfer": "00" * 16, "file": 0, "start": 0, "nbytes": 10, "digest": peer.manifest.digest}
     peer.close()
     bad: list[Any] = [
-        [], {}, {**good, "digest": "x"}, {**good, "xfer": "0"}, {**good, "file": 9}, {**good, "start": 1 << 60}, {**good, "nbytes": 0},
-        {**good, "nbytes": True}, {**good, "start": -1}, {**good, "file": "0"},
+        [], {}, {**good, "digest": "x"}, {**good, "xfer": "0"}, {**good, "file": 9},
+        {**good, "start": 1 << 60}, {**good, "nbytes": 0}, {**good, "nbytes": True},
+        {**good, "start": -1}, {**good, "file": "0"},
     ]  # fmt: skip
     for body in bad:
-        ask = urllib.request.Request(offer.url + "/v1/pieces", json.dumps(body).encode(), method="POST")
+        ask = urllib.request.Request(
+            offer.url + "/v1/pieces", json.dumps(body).encode(), method="POST"
+        )
         with pytest.raises(urllib.error.HTTPError) as err:
             urllib.request.urlopen(ask, timeout=10)
         assert err.value.code == 409 and json.loads(err.value.read())["error"]
@@ -186,7 +211,9 @@ def test_addresses_that_offer_nothing(sidecars: tuple[rig.Sidecar, rig.Sidecar])
         Peer(sidecars[0].url, sidecars[1].socket, ARENA)
 
 
-def test_a_failed_read_leaves_nothing_that_still_writes(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_read_leaves_nothing_that_still_writes(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The range of its piece goes to another one."""
     monkeypatch.setattr(weightstream, "READ_BYTES", 1 << 20)
     files = Files(str(folder), ARENA)
@@ -214,7 +241,7 @@ def test_a_failed_read_leaves_nothing_that_still_writes(folder: pathlib.Path, mo
 
 
 def test_a_file_whose_time_is_set_back(folder: pathlib.Path) -> None:
-    opened = Folder(folder)
+    opened = Directory(folder)
     file = folder / "model-0.safetensors"
     s = file.stat()
     with open(file, "r+b") as f:
@@ -229,7 +256,7 @@ def test_a_file_whose_time_is_set_back(folder: pathlib.Path) -> None:
 def test_an_index_without_a_map(folder: pathlib.Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": ["f0.t0"]}')
     with pytest.raises(CheckpointError, match="no map weight_map"):
-        Folder(folder)
+        Directory(folder)
 
 
 def test_an_answer_in_drops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +285,12 @@ def test_an_answer_in_drops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_manifest_of_many_files_takes_one_pass() -> None:
     n = 20_000
-    said = {"files": [[f"f{i}", 1] for i in range(n)], "tensors": [[f"t{i}", "U8", [1], i, 0] for i in range(n)], "configs": [], "digest": "d"}
+    said = {
+        "files": [[f"f{i}", 1] for i in range(n)],
+        "tensors": [[f"t{i}", "U8", [1], i, 0] for i in range(n)],
+        "configs": [],
+        "digest": "d",
+    }
     began = time.monotonic()
     assert len(Manifest.from_json(said, "x").entries) == n
     assert time.monotonic() - began < 10, "minutes, if each file looks at all tensors"
@@ -283,7 +315,15 @@ def test_memory_comes_back_from_whoever_takes_nothing(
     try:
         began = time.monotonic()
         for i in range(2):
-            one.request({"xfer": f"{i:032x}", "file": 0, "start": 0, "nbytes": 4 << 20, "digest": one.manifest.digest})
+            one.request(
+                {
+                    "xfer": f"{i:032x}",
+                    "file": 0,
+                    "start": 0,
+                    "nbytes": 4 << 20,
+                    "digest": one.manifest.digest,
+                }
+            )
         assert time.monotonic() - began < 20
     finally:
         one.close()

@@ -1,5 +1,5 @@
-"""A real engine whose blocks go to host memory and come back by copies of the sidecar: tokens equal to a plain engine's, also while the
-sidecar is killed and stopped."""
+"""A real engine whose blocks go to host memory and come back by copies of the sidecar: tokens equal
+to a plain engine's, also while the sidecar is killed and stopped."""
 
 from __future__ import annotations
 
@@ -26,16 +26,28 @@ class Node(Cluster):
 
     def spawn(self, name: str, **args: Any) -> engines.Engine:
         extra = {
-            "spec_name": "KVSprayOffloadingSpec", "spec_module_path": "kvspray_vllm.offload", "cpu_bytes_to_use": 32 << 20,
-            "socket": self.sd.socket,
+            "spec_name": "KVSprayOffloadingSpec", "spec_module_path": "kvspray_vllm.offload",
+            "cpu_bytes_to_use": 32 << 20, "socket": self.sd.socket,
         }  # fmt: skip
-        kv = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra} if name == "D" else None
+        kv = (
+            {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            }
+            if name == "D"
+            else None
+        )
         args = {**ROOM, **args} if name == "D" else {"enable_prefix_caching": False, **args}
         self.engines[name] = engines.Engine(name, str(MODEL), self.dir / f"{name}.log", kv, **args)
         return self.engines[name]
 
     def copies(self, outcome: str = "ok") -> float:
-        return rig.total(rig.parse_metrics(rig.get(self.sd.url + "/metrics")), "kvspray_copy_copies_total", outcome=outcome)
+        return rig.total(
+            rig.parse_metrics(rig.get(self.sd.url + "/metrics")),
+            "kvspray_copy_copies_total",
+            outcome=outcome,
+        )
 
     def loaded(self) -> float:
         return rig.total(self.d.metrics(), "vllm:kv_offload_load_bytes_total")

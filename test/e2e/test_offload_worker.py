@@ -1,4 +1,5 @@
-"""The offloading worker beside a real sidecar, without an engine: more jobs than the sidecar takes at a time, and a sidecar that hangs."""
+"""The offloading worker beside a real sidecar, without an engine: more jobs than the sidecar takes
+at a time, and a sidecar that hangs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ import cluster as rig
 import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvspray_vllm import offload
@@ -27,7 +33,9 @@ NOBODY, PR_SET_DUMPABLE = 65534, 4
 
 @pytest.fixture
 def sidecar(tmp_path: pathlib.Path) -> Iterator[rig.Sidecar]:
-    out = rig.Sidecar("offload", tmp_path, {"engine": {"allowed_uids": [0, NOBODY]}, "transfer": {"grace": "1s"}}).start()
+    out = rig.Sidecar(
+        "offload", tmp_path, {"engine": {"allowed_uids": [0, NOBODY]}, "transfer": {"grace": "1s"}}
+    ).start()
     try:
         yield out
     finally:
@@ -40,15 +48,23 @@ class Blocks:
     def __init__(self, socket: str) -> None:
         whole = torch.randint(-128, 127, (LAYERS, BLOCKS, PAGE), dtype=torch.int8)
         self.tensors = [CanonicalKVCacheTensor(whole[i], PAGE) for i in range(LAYERS)]
-        kv = CanonicalKVCaches(self.tensors, [[CanonicalKVCacheRef(t, PAGE) for t in range(LAYERS)]])
+        kv = CanonicalKVCaches(
+            self.tensors, [[CanonicalKVCacheRef(t, PAGE) for t in range(LAYERS)]]
+        )
         self.pool = offload.Pool([PAGE] * LAYERS, 1, BLOCKS)
         config = SimpleNamespace(engine_id="e", parallel=SimpleNamespace(rank=0, world_size=1))
         self.session = offload.Session(socket, config, kv, self.pool, False)  # type: ignore[arg-type]
-        self.worker = offload.Worker(self.session, offload.HostCopies(kv, self.pool, 1), offload.Pieces(kv, self.session, self.pool, 1))
+        self.worker = offload.Worker(
+            self.session,
+            offload.HostCopies(kv, self.pool, 1),
+            offload.Pieces(kv, self.session, self.pool, 1),
+        )
         assert self.session.client.wait_connected(60), self.session.client.status()
 
     def store(self, job: int, blocks: list[int], chunks: list[int]) -> None:
-        self.worker.submit_store(job, GPULoadStoreSpec(blocks, [len(blocks)], [0]), CPULoadStoreSpec(chunks))
+        self.worker.submit_store(
+            job, GPULoadStoreSpec(blocks, [len(blocks)], [0]), CPULoadStoreSpec(chunks)
+        )
 
 
 def test_more_jobs_than_the_sidecar_takes(sidecar: rig.Sidecar) -> None:
@@ -75,14 +91,16 @@ def test_more_jobs_than_the_sidecar_takes(sidecar: rig.Sidecar) -> None:
         b.worker.shutdown()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="root: a sidecar of another user, which the engine may not signal")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="root: a sidecar of another user, which the engine may not signal"
+)
 def test_a_sidecar_of_another_user_hangs(sidecar: rig.Sidecar) -> None:
     """This process may not kill it, so it gets no copy, and vLLM's thread waits for none."""
     for p in (pathlib.Path(sidecar.socket), *pathlib.Path(sidecar.socket).parents[:4]):
         p.chmod(0o777)
     engine = subprocess.Popen(
-        [sys.executable, __file__, sidecar.socket], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        [sys.executable, __file__, sidecar.socket], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )  # fmt: skip
     assert engine.stdin is not None and engine.stdout is not None
     try:

@@ -1,8 +1,10 @@
-"""Prefill and decode engines that are not alike: other block sizes, other tensor parallelism. Their tokens equal a plain engine's, and
-nothing that should have moved was computed again. (Pipeline stages are in test_hybrid.py.)
+"""Prefill and decode engines that are not alike: other block sizes, other tensor parallelism. Their
+tokens equal a plain engine's, and nothing that should have moved was computed again. (Pipeline
+stages are in test_hybrid.py.)
 
-Numbers are float32, as in all of these tests: ranks' sums are rounded in another order than one engine's, and in bf16 that alone
-changes greedy tokens, with no transfer at all. Moved blocks are copied as they are, whatever its size.
+Numbers are float32, as in all of these tests: ranks' sums are rounded in another order than one
+engine's, and in bf16 that alone changes greedy tokens, with no transfer at all. Moved blocks are
+copied as they are, whatever its size.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from prompts import fresh
 from test_tokens import LAYERS, TOKEN, Moved
 
 LENGTHS = (1, 31, 33, 64, 65, 200, 513)
-FEW = (1, 33, 200)  # of engines with ranks, which poll for each other and take seconds for a request where cores are few
+# Of engines with ranks, which poll for each other and take seconds for a request where cores are
+# few.
+FEW = (1, 33, 200)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +78,12 @@ def test_tokens_are_those_of_one_engine(c: Cluster, mode: str) -> None:
         assert got.tokens == c.r.run(prompt, 12).tokens, n
         # Each of D's ranks has a transfer of its own, and together they receive what one would.
         receivers = case.ranks(case.d)
-        assert (moved.ok, moved.all, moved.recomputed, moved.alone) == (receivers, receivers, 0, 0), (n, vars(moved))
+        assert (moved.ok, moved.all, moved.recomputed, moved.alone) == (
+            receivers,
+            receivers,
+            0,
+            0,
+        ), (n, vars(moved))
         assert moved.computed <= 1, (n, vars(moved))
         assert moved.bytes == n * LAYERS * TOKEN, (n, vars(moved))
         c.settle()
@@ -88,7 +97,9 @@ def test_a_prefix_that_decode_has_is_left_out(c: Cluster) -> None:
     with Moved(c) as moved:
         got = c.prefill_first(prompt)
     assert got.tokens == c.r.run(prompt, 12).tokens
-    assert moved.hit == 2 * block and moved.loaded == 300 - 2 * block and moved.recomputed == 0, vars(moved)
+    assert moved.hit == 2 * block and moved.loaded == 300 - 2 * block and moved.recomputed == 0, (
+        vars(moved)
+    )
     c.settle()
 
 
@@ -104,11 +115,20 @@ def test_many_at_once(c: Cluster) -> None:
 
 
 def test_ranks_are_told_once(c: Cluster) -> None:
-    """The decode side supposes that the prefill engine is as its own, learns otherwise once, and grants right from then on."""
-    before = rig.total(c.sd.metrics(), "kvspray_control_messages_total", direction="in", type="grant_reply")
+    """The decode side supposes that the prefill engine is as its own, learns otherwise once, and
+    grants right from then on."""
+    before = rig.total(
+        c.sd.metrics(), "kvspray_control_messages_total", direction="in", type="grant_reply"
+    )
     prompt = fresh(100, "told")
     c.prefill_first(prompt)
     case: Case = c.case  # type: ignore[attr-defined]
-    replies = rig.total(c.sd.metrics(), "kvspray_control_messages_total", direction="in", type="grant_reply") - before
-    assert replies == max(case.ranks(case.p), case.ranks(case.d)), replies  # one for each part: none of them was a correction
+    replies = (
+        rig.total(
+            c.sd.metrics(), "kvspray_control_messages_total", direction="in", type="grant_reply"
+        )
+        - before
+    )
+    # One for each part: none of them was a correction.
+    assert replies == max(case.ranks(case.p), case.ranks(case.d)), replies
     c.settle()

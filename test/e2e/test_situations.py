@@ -1,5 +1,6 @@
-"""Situations in which other connectors have failed: aborts while a load waits, also below MultiConnector, and a prefill engine that restarts between
-its answer and the decode. Each time the engines serve on, with the tokens of an engine alone, and hold no block."""
+"""Situations in which other connectors have failed: aborts while a load waits, also below
+MultiConnector, and a prefill engine that restarts between its answer and the decode. Each time the
+engines serve on, with the tokens of an engine alone, and hold no block."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Alone(Kind):
 
 
 class Beside(Both, Kind):
-    """Below MultiConnector, which reports the end of a request once both connectors have: a second report ends vLLM's engine."""
+    """Below MultiConnector, which reports the end of a request once both connectors have: a second
+    report ends vLLM's engine."""
 
     name = "multi"
 
@@ -36,7 +38,10 @@ class Beside(Both, Kind):
 def c(request: pytest.FixtureRequest, zygote: None, workdir: pathlib.Path) -> Iterator[Kind]:
     dir = workdir / request.param.name
     dir.mkdir()
-    out = request.param(dir, {"transports": {"order": ["tcp"]}, "transfer": {"deadline": "60s", "match_timeout": "5s"}})
+    out = request.param(
+        dir,
+        {"transports": {"order": ["tcp"]}, "transfer": {"deadline": "60s", "match_timeout": "5s"}},
+    )
     try:
         for name in "PD":
             out.spawn(name, max_num_seqs=N)
@@ -117,7 +122,8 @@ def test_rejections_before_admission_release_the_prefill(c: Kind) -> None:
 
 
 def test_an_answer_that_was_used_names_no_cache(c: Kind) -> None:
-    """A router sends a request again, or a client another prompt with the answer. P's blocks hold other prompts by then."""
+    """A router sends a request again, or a client another prompt with the answer. P's blocks hold
+    other prompts by then."""
     free = {name: c.engines[name].free_blocks() for name in "PD"}
     prompt, other = fresh(400, (c.name, "again")), fresh(400, (c.name, "another"))
     kv = c.p.run(prompt, 1, kv=dict(PREFILL)).kv
@@ -128,18 +134,23 @@ def test_an_answer_that_was_used_names_no_cache(c: Kind) -> None:
         c.p.run(fresh(400, (c.name, "instead", i)), 1)
     assert c.d.clear_prefix_cache()
     forged = {**kv, "remote_request_id": "cmpl-none", "remote_block_ids": [[1 << 30]]}
-    again = [c.d.add(p, 8, kv=dict(given)) for p, given in ((prompt, kv), (other, kv), (other, forged))]
+    again = [
+        c.d.add(p, 8, kv=dict(given)) for p, given in ((prompt, kv), (other, kv), (other, forged))
+    ]
     assert [a.result().tokens for a in again] == [want[0], want[1], want[1]]
     held_nothing(c, free)
 
 
 def test_a_prefill_engine_that_restarts_has_other_blocks(c: Kind) -> None:
-    """The decode has the answer of the engine before: its blocks hold something else by now, or nothing."""
+    """The decode has the answer of the engine before: its blocks hold something else by now, or
+    nothing."""
     prompts = [fresh(400, (c.name, "restart", i)) for i in range(N)]
     given = [c.p.run(p, 1, kv=dict(PREFILL)).kv for p in prompts]
     c.p.kill()
     c.spawn("P", max_num_seqs=N).wait_up()
-    rig.wait_for("P's sessions", lambda: rig.total(c.sp.metrics(), "kvspray_engine_sessions") >= 2, 60)
+    rig.wait_for(
+        "P's sessions", lambda: rig.total(c.sp.metrics(), "kvspray_engine_sessions") >= 2, 60
+    )
     for i in range(N):  # the same blocks, other bytes
         c.p.run(fresh(400, (c.name, "others", i)), 1)
     for p, kv in zip(prompts, given, strict=True):
@@ -149,7 +160,8 @@ def test_a_prefill_engine_that_restarts_has_other_blocks(c: Kind) -> None:
 
 
 def test_a_prefill_node_dies_while_loads_wait_and_comes_back(c: Kind) -> None:
-    """Engine and sidecar at once: no end of the loads ever comes from there. Half of them are aborted by then."""
+    """Engine and sidecar at once: no end of the loads ever comes from there. Half of them are
+    aborted by then."""
     free = c.d.free_blocks()
     prompts = [fresh(400, (c.name, "node", i)) for i in range(N)]
     given = [c.p.run(p, 1, kv=dict(PREFILL)).kv for p in prompts]

@@ -1,5 +1,6 @@
-"""Sleep and wake-up by a real sidecar, which is killed and stopped meanwhile. Memory of this process stands for the GPU's: it is
-unmapped and mapped again at the same addresses, so that a late copy would be seen."""
+"""Sleep and wake-up by a real sidecar, which is killed and stopped meanwhile. Memory of this
+process stands for the GPU's: it is unmapped and mapped again at the same addresses, so that a late
+copy would be seen."""
 
 from __future__ import annotations
 
@@ -30,7 +31,14 @@ KEPT = ("weights",)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 FIXED, NONE = 0x10, 0
 
 
@@ -88,7 +96,9 @@ def test_faults(sidecar: rig.Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
         memory.map(handle)
         allocator.current_tag = "weights"
         allocator._python_malloc_callback(handle)
-        views[handle[2]] = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(handle[2]), dtype=np.uint8)
+        views[handle[2]] = np.frombuffer(
+            (ctypes.c_uint8 * nbytes).from_address(handle[2]), dtype=np.uint8
+        )
 
     def fault(after: float) -> None:
         time.sleep(after)

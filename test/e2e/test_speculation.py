@@ -91,13 +91,17 @@ def test_a_prefix_that_decode_has(c: Cluster) -> None:
 
 PAIRS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
     "ngram at decode": (None, DRAFTS["ngram"]),
-    "drafts of other lengths": ({**DRAFTS["draft_model"], "num_speculative_tokens": 1}, DRAFTS["draft_model"]),
+    "drafts of other lengths": (
+        {**DRAFTS["draft_model"], "num_speculative_tokens": 1},
+        DRAFTS["draft_model"],
+    ),
 }
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_speculation_that_differs(zygote: None, workdir: pathlib.Path, pair: str) -> None:
-    """Prefill reserves other blocks behind a prompt than decode, and their caches of the prompt are equal."""
+    """Prefill reserves other blocks behind a prompt than decode, and their caches of the prompt are
+    equal."""
     dir = workdir / pair.replace(" ", "-")
     dir.mkdir()
     c = Cluster(dir, {"transports": {"order": ["shm"]}})

@@ -1,5 +1,6 @@
-"""Real engines that use the store of their node: tokens equal to a plain engine's, hits of what another engine has computed, and nothing held
-afterwards; also with preemption, aborts, a sidecar that restarts, a store that is too small, and beside transfers."""
+"""Real engines that use the store of their node: tokens equal to a plain engine's, hits of what
+another engine has computed, and nothing held afterwards; also with preemption, aborts, a sidecar
+that restarts, a store that is too small, and beside transfers."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ def listening(endpoint: str) -> Iterator[Callable[[], list[Any]]]:
             out = []
             while socket.poll(0):
                 _, _, payload = socket.recv_multipart()
-                out += [e for e in decoder.decode(payload).events if getattr(e, "ownership", None) == "kvspray"]
+                out += [
+                    e
+                    for e in decoder.decode(payload).events
+                    if getattr(e, "ownership", None) == "kvspray"
+                ]
             return out
 
         yield events
@@ -49,7 +54,8 @@ def collect(events: list[Any], pages: dict[Any, list[int]]) -> int:
 
 
 class Node(Cluster):
-    """One sidecar with a store, two engines, and a plain one. The engine P has room for 2,048 tokens."""
+    """One sidecar with a store, two engines, and a plain one. The engine P has room for 2,048
+    tokens."""
 
     def __init__(self, dir: pathlib.Path, store: dict[str, Any]) -> None:
         super().__init__(dir, {"store": store}, start=False)
@@ -57,13 +63,21 @@ class Node(Cluster):
 
     def spawn(self, name: str, **args: Any) -> engines.Engine:
         kv = None if name == "R" else self.kv(self.sp, "kv_both", store=True)
-        args = {"kv_cache_memory_bytes": 4 << 20, "max_model_len": 1536, **args} if name == "P" else args
+        args = (
+            {"kv_cache_memory_bytes": 4 << 20, "max_model_len": 1536, **args}
+            if name == "P"
+            else args
+        )
         self.engines[name] = engines.Engine(name, str(MODEL), self.dir / f"{name}.log", kv, **args)
         return self.engines[name]
 
     def settle(self, timeout: float = 60.0) -> None:
         for name, e in self.engines.items():
-            rig.wait_for(f"engine {name} idle", lambda e=e: e.idle() and e.status().get("putting", 0) == 0, timeout)
+            rig.wait_for(
+                f"engine {name} idle",
+                lambda e=e: e.idle() and e.status().get("putting", 0) == 0,
+                timeout,
+            )
 
     def forget(self, e: engines.Engine) -> None:
         """Its prefix cache is empty; this needs every block to be free."""
@@ -78,7 +92,9 @@ class Node(Cluster):
 
 def pages(e: engines.Engine, op: str, *outcomes: str) -> int:
     m = e.metrics()
-    return int(sum(rig.total(m, "vllm:kvspray_store_pages_total", op=op, outcome=o) for o in outcomes))
+    return int(
+        sum(rig.total(m, "vllm:kvspray_store_pages_total", op=op, outcome=o) for o in outcomes)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +123,9 @@ def test_another_engine_loads_what_one_has_computed(c: Node) -> None:
     before = pages(c.d, "get", "memory", "disk")
     for p in prompts:
         c.check([p], c.d)
-    assert pages(c.d, "get", "memory", "disk") - before == sum((len(p) - 1) // BLOCK for p in prompts)
+    assert pages(c.d, "get", "memory", "disk") - before == sum(
+        (len(p) - 1) // BLOCK for p in prompts
+    )
     assert pages(c.d, "get", "miss", "failed", "damaged") == 0
 
 
@@ -142,7 +160,9 @@ def test_forced_preemption(c: Node) -> None:
     try:
         c.d.preempt_all()
     except RuntimeError:
-        pass  # blocks were being saved: vLLM does not reset its cache then; the requests are preempted all the same
+        # Blocks were being saved: vLLM does not reset its cache then; the requests are preempted
+        # all the same.
+        pass
     assert [w.result().tokens for w in waiting] == want
 
 
@@ -161,7 +181,8 @@ def test_abort_while_a_prompt_loads(c: Node) -> None:
 
 
 def test_transfers_and_the_store_in_one_engine(c: Node) -> None:
-    """P loads a prompt's first part, computes the rest, and sends all of it to D, which saves nothing twice."""
+    """P loads a prompt's first part, computes the rest, and sends all of it to D, which saves
+    nothing twice."""
     base = fresh(640, "pd")
     c.check([base], c.p)
     c.settle()
@@ -171,16 +192,27 @@ def test_transfers_and_the_store_in_one_engine(c: Node) -> None:
     loaded = pages(c.p, "get", "memory", "disk")
     c.forget(c.d)
     assert c.prefill_first(prompt, 12).tokens == c.r.run(prompt, 12).tokens
-    assert rig.total(c.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok") == moved + 1
+    assert (
+        rig.total(c.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok")
+        == moved + 1
+    )
     assert pages(c.p, "get", "memory", "disk") == loaded + 20
 
 
-def test_events_tell_an_index_what_the_store_has(zygote: None, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A listener of vLLM's publisher learns of each page that the store has, and of one that is gone."""
+def test_events_tell_an_index_what_the_store_has(
+    zygote: None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A listener of vLLM's publisher learns of each page that the store has, and of one that is
+    gone."""
     c = Node(pathlib.Path(tmp_path_factory.mktemp("events")), {"memory": "2MiB"})
     try:
         endpoint = f"ipc://{c.dir}/events"
-        c.spawn("P", kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint))
+        c.spawn(
+            "P",
+            kv_events_config=KVEventsConfig(
+                enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint
+            ),
+        )
         with listening(endpoint) as store_events:
             c.engines["P"].wait_up()
             prompt = fresh(300, "events")
@@ -188,11 +220,15 @@ def test_events_tell_an_index_what_the_store_has(zygote: None, tmp_path_factory:
             c.settle()
             c.p.run(fresh(5, "a step, after which vLLM publishes"), 4)
             there: dict[Any, list[int]] = {}
-            rig.wait_for("events", lambda: collect(store_events(), there) == pages(c.p, "put", "stored"), 30)
+            rig.wait_for(
+                "events", lambda: collect(store_events(), there) == pages(c.p, "put", "stored"), 30
+            )
             # 339 tokens, the last of which was never computed.
             assert len(there) == 10
             whole = range(0, len(prompt) - BLOCK + 1, BLOCK)
-            assert {tuple(t) for t in there.values()} >= {tuple(prompt[i : i + BLOCK]) for i in whole}
+            assert {tuple(t) for t in there.values()} >= {
+                tuple(prompt[i : i + BLOCK]) for i in whole
+            }
             gone = set(there)
             for i in range(3):  # more than the store holds
                 c.p.run(fresh(900, ("events", i)), 4)
@@ -202,7 +238,9 @@ def test_events_tell_an_index_what_the_store_has(zygote: None, tmp_path_factory:
             removed: set[Any] = set()
 
             def some_removed() -> bool:
-                removed.update(h for e in store_events() if isinstance(e, BlockRemoved) for h in e.block_hashes)
+                removed.update(
+                    h for e in store_events() if isinstance(e, BlockRemoved) for h in e.block_hashes
+                )
                 return bool(removed & gone)
 
             rig.wait_for("an event that pages are gone", some_removed, 30)

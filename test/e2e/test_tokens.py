@@ -1,4 +1,5 @@
-"""Greedy tokens of a prefill/decode pair equal those of a plain engine, and nothing that should have moved was recomputed."""
+"""Greedy tokens of a prefill/decode pair equal those of a plain engine, and nothing that should
+have moved was recomputed."""
 
 from __future__ import annotations
 
@@ -22,8 +23,14 @@ TRIES = 4  # of what a busy machine may spoil
 def c(zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
     out = Cluster(workdir, {"transports": {"order": ["shm"]}, "transfer": {"match_timeout": "3s"}})
     try:
-        # P's pool holds two long prompts at most, and lets them in before it checks that both fit: so that it has to preempt.
-        out.spawn("P", kv_cache_memory_bytes=12 << 20, scheduler_reserve_full_isl=False, long_prefill_token_threshold=128)
+        # P's pool holds two long prompts at most, and lets them in before it checks that both fit:
+        # so that it has to preempt.
+        out.spawn(
+            "P",
+            kv_cache_memory_bytes=12 << 20,
+            scheduler_reserve_full_isl=False,
+            long_prefill_token_threshold=128,
+        )
         out.spawn("D")
         out.spawn("R")
         yield out.up()
@@ -61,7 +68,9 @@ class Moved:
 
     def all_loaded(self, requests: int) -> None:
         """Every request had its transfer, and computed at most its last token."""
-        assert (self.ok, self.all, self.recomputed, self.alone) == (requests, requests, 0, 0), vars(self)
+        assert (self.ok, self.all, self.recomputed, self.alone) == (requests, requests, 0, 0), vars(
+            self
+        )
         assert self.computed <= requests and self.routed == self.bytes > 0, vars(self)
 
 
@@ -85,7 +94,14 @@ def test_an_unmodified_nixl_router_sees_its_keys(c: Cluster) -> None:
     kv = c.p.run(fresh(40), 1, kv={"do_remote_decode": True, "do_remote_prefill": False}).kv
     assert kv is not None
     assert kv["do_remote_prefill"] is True and kv["do_remote_decode"] is False
-    assert {"remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"} <= set(kv)
+    assert {
+        "remote_block_ids",
+        "remote_engine_id",
+        "remote_request_id",
+        "remote_host",
+        "remote_port",
+        "tp_size",
+    } <= set(kv)
     assert kv["kvspray"]["v"] == 1 and kv["kvspray"]["peer"] == c.sp.endpoint
     prompt = fresh(40, "nobody came")
     got = c.d.run(prompt, 4, kv={**kv, "kvspray": {**kv["kvspray"], "v": 9}})
@@ -96,13 +112,25 @@ def test_an_unmodified_nixl_router_sees_its_keys(c: Cluster) -> None:
 def test_a_router_that_names_the_wrong_sidecar_is_told(c: Cluster) -> None:
     """D's own: no transfer can come from there, and D does not wait."""
     prompt = fresh(90, "own sidecar")
-    kv = {"do_remote_prefill": True, "kvspray": {"v": 1, "xfer": "ab" * 16, "fanout": 1, "peer": c.sd.endpoint}}
+    kv = {
+        "do_remote_prefill": True,
+        "kvspray": {"v": 1, "xfer": "ab" * 16, "fanout": 1, "peer": c.sd.endpoint},
+    }
     before = c.d.metrics()
     same(c.d.run(prompt, 12, kv=kv), c.r.run(prompt, 12))
     after = c.d.metrics()
     for reason, want in (("prefill_refused", 1), ("prefill_gone", 0), ("admission_timeout", 0)):
-        assert sum(rig.total(m, "vllm:kvspray_local_prefills_total", reason=reason) * sign for m, sign in ((after, 1), (before, -1))) == want, reason
-    assert f"{c.sd.endpoint} was asked for the prefill, refused: it is this engine's own sidecar" in c.d.log.read_text(errors="replace")
+        assert (
+            sum(
+                rig.total(m, "vllm:kvspray_local_prefills_total", reason=reason) * sign
+                for m, sign in ((after, 1), (before, -1))
+            )
+            == want
+        ), reason
+    assert (
+        f"{c.sd.endpoint} was asked for the prefill, refused: it is this engine's own sidecar"
+        in c.d.log.read_text(errors="replace")
+    )
     c.settle()
 
 
@@ -117,12 +145,16 @@ def test_prefix_hits_on_decode_move_only_what_is_missing(c: Cluster) -> None:
             got = mode(longer + fresh(40, mode.__name__))
         same(got, c.r.run(longer + fresh(40, mode.__name__), 12))
         moved.all_loaded(1)
-        assert moved.hit >= 160 and moved.bytes <= (300 - 160 + BLOCK) // BLOCK * BLOCK * LAYERS * TOKEN
+        assert (
+            moved.hit >= 160
+            and moved.bytes <= (300 - 160 + BLOCK) // BLOCK * BLOCK * LAYERS * TOKEN
+        )
     c.settle()
 
 
 def test_prefix_hits_on_prefill_wait_for_their_computation(c: Cluster) -> None:
-    """Two prompts with a common start, dispatched together: the second hits blocks that the first has not computed yet."""
+    """Two prompts with a common start, dispatched together: the second hits blocks that the first
+    has not computed yet."""
     base = fresh(600, "prefix on P")
     prompts = [base + fresh(30 + i, i) for i in range(4)]
     with Moved(c) as moved:
@@ -160,7 +192,10 @@ def test_prompt_list_with_only_the_first_params(c: Cluster) -> None:
     """A router passes on the first prompt's params for all of them; the others match by hash."""
     prompts = [fresh(60 + 20 * i, ("list", i)) for i in range(4)]
     runs = [
-        c.p.add(p, 1, kv={"do_remote_decode": True, "do_remote_prefill": False}, rid=f"cmpl-list-{i}") for i, p in enumerate(prompts)
+        c.p.add(
+            p, 1, kv={"do_remote_decode": True, "do_remote_prefill": False}, rid=f"cmpl-list-{i}"
+        )
+        for i, p in enumerate(prompts)
     ]
     kv = runs[0].result().kv
     for r in runs[1:]:
@@ -194,7 +229,8 @@ def test_another_prompt_under_the_same_transfer_id_is_never_served(c: Cluster) -
 
 
 def test_preemption_by_a_full_pool(c: Cluster) -> None:
-    """Two prompts that fit one by one, not together, chunk by chunk in turn: P takes the second one's blocks in mid send."""
+    """Two prompts that fit one by one, not together, chunk by chunk in turn: P takes the second
+    one's blocks in mid send."""
     prompts = [fresh(3200, ("big", i)) for i in range(2)]
     before = c.p.metrics()
     with Moved(c) as moved:
@@ -204,7 +240,9 @@ def test_preemption_by_a_full_pool(c: Cluster) -> None:
         got = [d.result() for _, d in runs]
     for p, out in zip(prompts, got, strict=True):
         same(out, c.r.run(p, 12))
-    assert rig.total(c.p.metrics(), "vllm:num_preemptions_total") > rig.total(before, "vllm:num_preemptions_total")
+    assert rig.total(c.p.metrics(), "vllm:num_preemptions_total") > rig.total(
+        before, "vllm:num_preemptions_total"
+    )
     moved.all_loaded(2)
     c.settle()
 
@@ -223,7 +261,9 @@ def test_preemption_by_hand_at_several_points(c: Cluster, when: int) -> None:
         p.result()
     same(got, c.r.run(prompt, 12))
     assert moved.recomputed == 0, vars(moved)
-    assert c.p.computed(p.rid) == len(prompt) + when * STEP, "what was preempted was not in the middle"
+    assert c.p.computed(p.rid) == len(prompt) + when * STEP, (
+        "what was preempted was not in the middle"
+    )
     c.settle()
 
 
@@ -235,11 +275,17 @@ def test_abort_on_either_side(c: Cluster) -> None:
             start = c.p.steps()
             c.p.pause_at(start + after)
             p, d = c.start_both(prompt)
-            rig.wait_for("P under way", lambda after=after, start=start: c.p.steps() >= start + after, 60, tick=0.001)
+            rig.wait_for(
+                "P under way",
+                lambda after=after, start=start: c.p.steps() >= start + after,
+                60,
+                tick=0.001,
+            )
             (p if side == "p" else d).abort()
             c.p.pause_at(None)
             if side == "p":
-                same(d.result(timeout=45), c.r.run(prompt, 12))  # D computes it itself, or had it already
+                # D computes it itself, or had it already.
+                same(d.result(timeout=45), c.r.run(prompt, 12))
             else:
                 p.result()
             c.settle(timeout=25)
@@ -254,9 +300,11 @@ def test_abort_on_either_side(c: Cluster) -> None:
 
 @pytest.mark.parametrize("n", [2048, 4096])
 def test_long_prompts_stream_while_prefill_runs(c: Cluster, n: int) -> None:
-    """P goes on at its own pace, and nothing waits for anything. Its layers take time, as those of a larger model do; what has landed when the
-    last layer of its last step is done is what D's sidecar has then. All that the steps before have computed must be there, and the last one's
-    layers but two: with pushes that come a step late, or only at a step's end, that can never be. A machine that was busy just then gets another try."""
+    """P goes on at its own pace, and nothing waits for anything. Its layers take time, as those of
+    a larger model do; what has landed when the last layer of its last step is done is what D's
+    sidecar has then. All that the steps before have computed must be there, and the last one's
+    layers but two: with pushes that come a step late, or only at a step's end, that can never be. A
+    machine that was busy just then gets another try."""
     steps = n // STEP
     want = ((steps - 1) * LAYERS + LAYERS - 2) * STEP * TOKEN
     assert want > 0.75 * n * LAYERS * TOKEN
@@ -278,8 +326,12 @@ def test_long_prompts_stream_while_prefill_runs(c: Cluster, n: int) -> None:
         if by_step[-1] >= want and by_step[half] >= half * LAYERS * STEP * TOKEN:
             break
     else:
-        pytest.fail(f"{TRIES} times less had landed than {want} bytes at the end, and what half of the steps compute at half of them; the last time {by_step}")
+        pytest.fail(
+            f"{TRIES} times less had landed than {want} bytes at the end, and what half of the "
+            f"steps compute at half of them; the last time {by_step}"
+        )
     c.settle()
+
     # The trace's value of it, and make demo judges, is the same as at P.
     def last() -> dict[str, Any]:
         return [t for t in c.sp.lines(c.sp.transfers) if t["side"] == "source"][-1]
@@ -292,7 +344,14 @@ def test_every_transferred_page_has_one_hash(c: Cluster) -> None:
     c.settle()
     sides = []
     for s in (c.sp, c.sd):
-        sides.append({tuple(b[k] for k in ("xfer", "hash", "dest", "group", "layer", "block")): b["sha256"] for b in s.lines(s.hashes)})
+        sides.append(
+            {
+                tuple(b[k] for k in ("xfer", "hash", "dest", "group", "layer", "block")): b[
+                    "sha256"
+                ]
+                for b in s.lines(s.hashes)
+            }
+        )
     assert len(sides[1]) > 1000
     assert sides[0] == sides[1]
 
@@ -301,5 +360,7 @@ def test_metrics_of_both_sides(c: Cluster) -> None:
     c.settle()
     p, d = c.p.metrics(), c.d.metrics()
     assert rig.total(p, "vllm:kvspray_transfers_total", side="sent", outcome="ok") > 0
-    assert rig.total(d, "vllm:kvspray_transfer_seconds_count") == rig.total(d, "vllm:kvspray_transfers_total", side="received", outcome="ok")
+    assert rig.total(d, "vllm:kvspray_transfer_seconds_count") == rig.total(
+        d, "vllm:kvspray_transfers_total", side="received", outcome="ok"
+    )
     assert rig.total(p, "vllm:kvspray_bytes_total", side="sent") > 0

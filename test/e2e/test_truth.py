@@ -1,8 +1,10 @@
-"""Real tensors, made and filled by vLLM's own code, moved by real sidecars, and read back by vLLM's own indexing.
+"""Real tensors, made and filled by vLLM's own code, moved by real sidecars, and read back by vLLM's
+own indexing.
 
-Nothing here computes an offset: views come from create_kv_cache_views, the CPU backend's pages from its own kernel, and what is
-registered is what the connector would register for them. Each of vLLM's layouts that a CPU can hold is tried against others, with
-other block sizes and other tensor parallelism. So are hybrids: attention and recurrent states of two groups, in one pool of pages.
+Nothing here computes an offset: views come from create_kv_cache_views, the CPU backend's pages from
+its own kernel, and what is registered is what the connector would register for them. Each of vLLM's
+layouts that a CPU can hold is tried against others, with other block sizes and other tensor
+parallelism. So are hybrids: attention and recurrent states of two groups, in one pool of pages.
 """
 
 from __future__ import annotations
@@ -72,18 +74,27 @@ class Kind:
     mla: bool = False
 
     def __str__(self) -> str:
-        return f"{self.backend}-{self.order}-n{self.block}-tp{self.tp}-{str(self.dtype).removeprefix('torch.')}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.backend}-{self.order}-n{self.block}-tp{self.tp}-{dtype}"
 
     def spec(self, own: int) -> Any:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
         if self.mla:
-            return MLAAttentionSpec(block_size=self.block, num_kv_heads=1, head_size=576, dtype=self.dtype)
-        return FullAttentionSpec(block_size=self.block, num_kv_heads=own, head_size=self.head_size, dtype=self.dtype)
+            return MLAAttentionSpec(
+                block_size=self.block, num_kv_heads=1, head_size=576, dtype=self.dtype
+            )
+        return FullAttentionSpec(
+            block_size=self.block, num_kv_heads=own, head_size=self.head_size, dtype=self.dtype
+        )
 
 
 def make(sidecar: rig.Sidecar, kind: Kind, engine: str) -> Engine:
-    from vllm.v1.kv_cache_interface import KVCacheTensor, compute_layout_strides, create_kv_cache_views
+    from vllm.v1.kv_cache_interface import (
+        KVCacheTensor,
+        compute_layout_strides,
+        create_kv_cache_views,
+    )
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     from kvspray_vllm import caches, layout
@@ -95,24 +106,46 @@ def make(sidecar: rig.Sidecar, kind: Kind, engine: str) -> Engine:
         names = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
         nbytes = LAYERS * BLOCKS * spec.page_size_bytes
         interleaved = LAYERS * spec.page_size_bytes if order.is_block_outermost else None
-        layer, block, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, order, fixed_strides=(None, interleaved, None, None, None))
+        layer, block, *_ = compute_layout_strides(
+            spec, BLOCKS, LAYERS, order, fixed_strides=(None, interleaved, None, None, None)
+        )
         r = worker(sidecar, engine, rank, kind.tp, LAYERS, nbytes)
-        views = create_kv_cache_views(r.memory[0], spec, BLOCKS, order, KVCacheTensor(nbytes, names, layer, block))
+        views = create_kv_cache_views(
+            r.memory[0], spec, BLOCKS, order, KVCacheTensor(nbytes, names, layer, block)
+        )
         described = []
         chosen = None
         for i, view in enumerate(views):
             strategy, params, place = caches.layer_of(
-                names[i], spec, view, BLOCKS, kind.backend, [HEADS], layout.Ranks(tp=rank, tp_size=kind.tp), layout.TRANSPOSED
+                names[i],
+                spec,
+                view,
+                BLOCKS,
+                kind.backend,
+                [HEADS],
+                layout.Ranks(tp=rank, tp_size=kind.tp),
+                layout.TRANSPOSED,
             )
             assert place.storage.address == r.memory[0].untyped_storage().data_ptr()
             this = strategy, params
             assert chosen in (None, this)
             chosen = this
             described.append(
-                {"name": names[i], "index": i, "region": 0, "base": place.base, "block_stride": place.block_stride, "page_bytes": place.page_bytes}
+                {
+                    "name": names[i],
+                    "index": i,
+                    "region": 0,
+                    "base": place.base,
+                    "block_stride": place.block_stride,
+                    "page_bytes": place.page_bytes,
+                }
             )
         assert chosen is not None
-        register(r, str(kind.dtype).removeprefix("torch."), [group(kind.block, chosen[0], chosen[1], BLOCKS, described)])
+        register(
+            r,
+            str(kind.dtype).removeprefix("torch."),
+            [group(kind.block, chosen[0], chosen[1], BLOCKS, described)],
+        )
         out.ranks.append(r)
         out.views.append(views)
     connected(*out.ranks)
@@ -123,8 +156,8 @@ Fill = Callable[[Rank, Kind, list[torch.Tensor], torch.Tensor], None]
 
 
 def check(peer: str, p: Engine, d: Engine, pk: Kind, dk: Kind, fill: Fill, tokens: int) -> None:
-    """fill writes a prompt as the engine does. The receivers' memory must become what filling it there would have made of it, to the last
-    byte."""
+    """fill writes a prompt as the engine does. The receivers' memory must become what filling it
+    there would have made of it, to the last byte."""
     before = [[m.clone() for m in r.memory] for r in d.ranks]
     content = torch.randn(LAYERS, tokens, HEADS, 2, pk.head_size).to(pk.dtype)
     draw(p.ranks, [(pk.block, BLOCKS)], tokens)
@@ -133,7 +166,12 @@ def check(peer: str, p: Engine, d: Engine, pk: Kind, dk: Kind, fill: Fill, token
         fill(r, pk, views, content)
     move(peer, p.ranks, d.ranks, tokens)
     for r, views, was in zip(d.ranks, d.views, before, strict=True):
-        compare(r, was, lambda r=r, views=views: fill(r, dk, views, content), f"{pk} to {dk}, {tokens} tokens")
+        compare(
+            r,
+            was,
+            lambda r=r, views=views: fill(r, dk, views, content),
+            f"{pk} to {dk}, {tokens} tokens",
+        )
 
 
 def by_index(rank: Rank, kind: Kind, views: list[torch.Tensor], content: torch.Tensor) -> None:
@@ -149,16 +187,32 @@ def by_kernel(rank: Rank, kind: Kind, views: list[torch.Tensor], content: torch.
     from vllm import _custom_ops as ops
 
     tokens = content.shape[1]
-    slots = torch.tensor([rank.table[t // kind.block] * kind.block + t % kind.block for t in range(tokens)], dtype=torch.int64)
+    slots = torch.tensor(
+        [rank.table[t // kind.block] * kind.block + t % kind.block for t in range(tokens)],
+        dtype=torch.int64,
+    )
     for layer, view in enumerate(views):
         b, h, n, _ = view.shape
         keys, values = view.view(b, h, 2 * n, -1).chunk(2, dim=2)
         own = content[layer][:, list(rank.heads(HEADS))]
-        ops.cpu_attn_reshape_and_cache(own[:, :, 0].contiguous(), own[:, :, 1].contiguous(), keys, values, slots, "vec", 1.0, 1.0, "auto")
+        ops.cpu_attn_reshape_and_cache(
+            own[:, :, 0].contiguous(),
+            own[:, :, 1].contiguous(),
+            keys,
+            values,
+            slots,
+            "vec",
+            1.0,
+            1.0,
+            "auto",
+        )
 
 
-def attention(rank: Rank, kind: Kind, views: list[torch.Tensor], tokens: int, query: torch.Tensor) -> torch.Tensor:
-    """What vLLM's CPU backend makes of the cache: the attention of one token after the prompt, with its kernel."""
+def attention(
+    rank: Rank, kind: Kind, views: list[torch.Tensor], tokens: int, query: torch.Tensor
+) -> torch.Tensor:
+    """What vLLM's CPU backend makes of the cache: the attention of one token after the prompt, with
+    its kernel."""
     from vllm import _custom_ops as ops
 
     table = torch.tensor([rank.table], dtype=torch.int32)
@@ -170,17 +224,39 @@ def attention(rank: Rank, kind: Kind, views: list[torch.Tensor], tokens: int, qu
         b, h, n, _ = view.shape
         keys, values = view.view(b, h, 2 * n, -1).chunk(2, dim=2)
         meta = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=1, num_heads=own, num_kv_heads=own, head_dim=kind.head_size, seq_lens=lens, dtype=kind.dtype, query_start_loc=start,
-            causal=True, sliding_window_size=-1, isa="vec", enable_kv_split=False,
+            num_reqs=1, num_heads=own, num_kv_heads=own, head_dim=kind.head_size, seq_lens=lens,
+            dtype=kind.dtype, query_start_loc=start, causal=True, sliding_window_size=-1,
+            isa="vec", enable_kv_split=False,
         )  # fmt: skip
         o = torch.empty_like(q)
-        ops.cpu_attention_with_kv_cache(q, keys, values, o, start, lens, kind.head_size**-0.5, True, None, -1, table, 0.0, meta, None)
+        ops.cpu_attention_with_kv_cache(
+            q,
+            keys,
+            values,
+            o,
+            start,
+            lens,
+            kind.head_size**-0.5,
+            True,
+            None,
+            -1,
+            table,
+            0.0,
+            meta,
+            None,
+        )
         out.append(o)
     return torch.stack(out)
 
 
-PAIRS = [(Kind(a, 16), Kind(ORDERS[(i + 1 + i % 4) % len(ORDERS)], n, tp)) for i, a in enumerate(ORDERS) for n, tp in ((16, 1), (64, 2))]
-PAIRS += [(Kind(a, 32, 2), Kind(ORDERS[(i + 2) % len(ORDERS)], 16, 4)) for i, a in enumerate(ORDERS)]
+PAIRS = [
+    (Kind(a, 16), Kind(ORDERS[(i + 1 + i % 4) % len(ORDERS)], n, tp))
+    for i, a in enumerate(ORDERS)
+    for n, tp in ((16, 1), (64, 2))
+]
+PAIRS += [
+    (Kind(a, 32, 2), Kind(ORDERS[(i + 2) % len(ORDERS)], 16, 4)) for i, a in enumerate(ORDERS)
+]
 PAIRS += [(Kind("LBNHC", 16, 8), Kind("BHLNC", 48)), (Kind("LHBNC", 48), Kind("LBNHC", 16, 8))]
 
 
@@ -197,12 +273,17 @@ def test_every_order_of_vllm(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind
 
 
 CPU = [Kind("LBHNC", n, tp, "CPU_ATTN", dtype, 32) for n, tp, dtype in (
-    (32, 1, torch.bfloat16), (32, 2, torch.bfloat16), (64, 1, torch.bfloat16), (96, 4, torch.bfloat16), (32, 1, torch.float32), (64, 2, torch.float32),
+    (32, 1, torch.bfloat16), (32, 2, torch.bfloat16), (64, 1, torch.bfloat16),
+    (96, 4, torch.bfloat16), (32, 1, torch.float32), (64, 2, torch.float32),
 )]  # fmt: skip
 
 
-@pytest.mark.parametrize(("pk", "dk"), [(a, b) for a in CPU for b in CPU if a.dtype == b.dtype], ids=str)
-def test_pages_of_the_cpu_backend(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) -> None:
+@pytest.mark.parametrize(
+    ("pk", "dk"), [(a, b) for a in CPU for b in CPU if a.dtype == b.dtype], ids=str
+)
+def test_pages_of_the_cpu_backend(
+    sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind
+) -> None:
     sp, sd = sidecars
     p, d = make(sp, pk, f"p{pk}"), make(sd, dk, f"d{dk}")
     try:
@@ -210,33 +291,64 @@ def test_pages_of_the_cpu_backend(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk:
             check(sp.endpoint, p, d, pk, dk, by_kernel, tokens)
             # And read by the kernel that reads them: both engines see the same prompt.
             query = torch.randn(1, HEADS, pk.head_size).to(pk.dtype)
-            want = torch.cat([attention(r, pk, views, tokens, query) for r, views in zip(p.ranks, p.views, strict=True)], dim=2)
-            got = torch.cat([attention(r, dk, views, tokens, query) for r, views in zip(d.ranks, d.views, strict=True)], dim=2)
+            want = torch.cat(
+                [
+                    attention(r, pk, views, tokens, query)
+                    for r, views in zip(p.ranks, p.views, strict=True)
+                ],
+                dim=2,
+            )
+            got = torch.cat(
+                [
+                    attention(r, dk, views, tokens, query)
+                    for r, views in zip(d.ranks, d.views, strict=True)
+                ],
+                dim=2,
+            )
             torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
     finally:
         p.close()
         d.close()
 
 
-@pytest.mark.parametrize(("pn", "ptp", "dn", "dtp"), [(16, 1, 16, 1), (16, 2, 64, 1), (64, 1, 16, 4)])
-def test_latents_of_mla(sidecars: tuple[rig.Sidecar, rig.Sidecar], pn: int, ptp: int, dn: int, dtp: int) -> None:
-    """By vLLM's reference backend, and by that for AMX, which wants blocks of 32: they leave the same rows, so that either may prefill. Where the
-    processor has no AMX the reference writes the larger blocks, too."""
+@pytest.mark.parametrize(
+    ("pn", "ptp", "dn", "dtp"), [(16, 1, 16, 1), (16, 2, 64, 1), (64, 1, 16, 4)]
+)
+def test_latents_of_mla(
+    sidecars: tuple[rig.Sidecar, rig.Sidecar], pn: int, ptp: int, dn: int, dtp: int
+) -> None:
+    """By vLLM's reference backend, and by that for AMX, which wants blocks of 32: they leave the
+    same rows, so that either may prefill. Where the processor has no AMX the reference writes the
+    larger blocks, too."""
     from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
     sp, sd = sidecars
-    pk, dk = (Kind("LBHNC", n, tp, "AMX_MLA" if AMX and n != 16 else "CPU_MLA", mla=True) for n, tp in ((pn, ptp), (dn, dtp)))
+    pk, dk = (
+        Kind("LBHNC", n, tp, "AMX_MLA" if AMX and n != 16 else "CPU_MLA", mla=True)
+        for n, tp in ((pn, ptp), (dn, dtp))
+    )
     impl = {"CPU_MLA": CPUMLAImpl, "AMX_MLA": AMXMLAImpl}
     p, d = make(sp, pk, f"pm{pn}{ptp}"), make(sd, dk, f"dm{dn}{dtp}")
 
     def fill(rank: Rank, kind: Kind, views: list[torch.Tensor], content: torch.Tensor) -> None:
         tokens = content.shape[1]
-        slots = torch.tensor([rank.table[t // kind.block] * kind.block + t % kind.block for t in range(tokens)], dtype=torch.int64)
+        slots = torch.tensor(
+            [rank.table[t // kind.block] * kind.block + t % kind.block for t in range(tokens)],
+            dtype=torch.int64,
+        )
         latent = content.reshape(LAYERS, tokens, -1).repeat(1, 1, 8)[:, :, :576]
         for layer, view in enumerate(views):
             # The backend's own method; it uses nothing of the object.
-            impl[kind.backend].do_kv_cache_update(None, latent[layer][:, :512], latent[layer][:, None, 512:], view.squeeze(1), slots, "auto", torch.ones(1))
+            impl[kind.backend].do_kv_cache_update(
+                None,
+                latent[layer][:, :512],
+                latent[layer][:, None, 512:],
+                view.squeeze(1),
+                slots,
+                "auto",
+                torch.ones(1),
+            )
 
     try:
         for tokens in (1, 50, 130):
@@ -247,45 +359,64 @@ def test_latents_of_mla(sidecars: tuple[rig.Sidecar, rig.Sidecar], pn: int, ptp:
 
 
 LINEAR_GROUPS = 2
-LONGEST = 8192  # tokens: where states of earlier blocks are not kept, a request's only one is that of the model's longest prompt
+# tokens: where states of earlier blocks are not kept, a request's only one is that of the model's
+# longest prompt.
+LONGEST = 8192
 
 
 @dataclasses.dataclass(frozen=True)
 class Hybrid:
-    """An engine with full attention and linear attention. order: of its convolutions. align: states are kept at the ends of blocks, in block
-    tables that count them like attention's; otherwise a request has one block for its state."""
+    """An engine with full attention and linear attention. order: of its convolutions. align: states
+    are kept at the ends of blocks, in block tables that count them like attention's; otherwise a
+    request has one block for its state."""
 
     of: Linear
     order: str = "SD"
     tp: int = 1
     align: bool = False
-    wider: int = 0  # tokens that a block has more than a state needs: behind the state, the page has no owner
+    # Tokens that a block has more than a state needs: behind the state, the page has no owner.
+    wider: int = 0
     pages: str = "LBHNC"
 
     def __str__(self) -> str:
-        return f"{self.of.kind}{self.of.k_heads}-{self.order}-tp{self.tp}-{'align' if self.align else 'one'}-{self.pages}-wider{self.wider}"
+        kind, mode = f"{self.of.kind}{self.of.k_heads}", "align" if self.align else "one"
+        return f"{kind}-{self.order}-tp{self.tp}-{mode}-{self.pages}-wider{self.wider}"
 
     def specs(self) -> tuple[Any, Any]:
-        """Of attention, and of linear attention. vLLM makes blocks of attention as wide as a state, and pads states to them."""
+        """Of attention, and of linear attention. vLLM makes blocks of attention as wide as a state,
+        and pads states to them."""
         from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Backend
         from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
         linear = MambaSpec(
-            block_size=LONGEST, shapes=self.of.shapes(self.tp), dtypes=(torch.bfloat16, STATE_DTYPE), mamba_cache_mode="align" if self.align else "none",
-            mamba_type={"gdn": Backend.GDN_ATTN, "mamba2": Backend.MAMBA2, "kda": Backend.GDN_ATTN}[self.of.kind],
+            block_size=LONGEST, shapes=self.of.shapes(self.tp),
+            dtypes=(torch.bfloat16, STATE_DTYPE), mamba_cache_mode="align" if self.align
+            else "none", mamba_type={"gdn": Backend.GDN_ATTN, "mamba2": Backend.MAMBA2,
+            "kda": Backend.GDN_ATTN}[self.of.kind],
         )  # fmt: skip
-        token = FullAttentionSpec(block_size=1, num_kv_heads=HEADS // self.tp, head_size=16, dtype=torch.bfloat16).page_size_bytes
+        token = FullAttentionSpec(
+            block_size=1, num_kv_heads=HEADS // self.tp, head_size=16, dtype=torch.bfloat16
+        ).page_size_bytes
         block = -(-linear.page_size_bytes // (16 * token)) * 16 + self.wider
-        attention = FullAttentionSpec(block_size=block, num_kv_heads=HEADS // self.tp, head_size=16, dtype=torch.bfloat16)
-        linear = dataclasses.replace(linear, page_size_padded=attention.page_size_bytes, block_size=block if self.align else LONGEST)
+        attention = FullAttentionSpec(
+            block_size=block, num_kv_heads=HEADS // self.tp, head_size=16, dtype=torch.bfloat16
+        )
+        linear = dataclasses.replace(
+            linear,
+            page_size_padded=attention.page_size_bytes,
+            block_size=block if self.align else LONGEST,
+        )
         return attention, linear
 
     def tables(self, tokens: int) -> list[list[int]]:
-        """As vLLM's block pool hands out blocks: each to one group, and block 0 to none; it stands where there is no state any more."""
+        """As vLLM's block pool hands out blocks: each to one group, and block 0 to none; it stands
+        where there is no state any more."""
         attention, linear = self.specs()
         n = -(-tokens // attention.block_size)
         free = random.sample(range(1, BLOCKS), n + LINEAR_GROUPS)
-        states = [[0] * ((tokens - 1) // linear.block_size) + [free.pop()] for _ in range(LINEAR_GROUPS)]
+        states = [
+            [0] * ((tokens - 1) // linear.block_size) + [free.pop()] for _ in range(LINEAR_GROUPS)
+        ]
         return [free, *states]
 
 
@@ -299,7 +430,12 @@ class HybridRank:
     states: list[list[tuple[torch.Tensor, torch.Tensor]]]  # [group][layer]: conv, recurrent
 
     def attend(self, content: torch.Tensor) -> None:
-        by_index(self.r, Kind("LBHNC", self.kind.specs()[0].block_size, self.kind.tp), self.views, content)
+        by_index(
+            self.r,
+            Kind("LBHNC", self.kind.specs()[0].block_size, self.kind.tp),
+            self.views,
+            content,
+        )
 
     def slot(self, group: int, tokens: int) -> int:
         return self.r.tables[1 + group][(tokens - 1) // self.kind.specs()[1].block_size]
@@ -327,7 +463,11 @@ class Prompt:
 
 
 def make_hybrid(sidecar: rig.Sidecar, kind: Hybrid, engine: str) -> list[HybridRank]:
-    from vllm.v1.kv_cache_interface import KVCacheTensor, compute_layout_strides, create_kv_cache_views
+    from vllm.v1.kv_cache_interface import (
+        KVCacheTensor,
+        compute_layout_strides,
+        create_kv_cache_views,
+    )
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     from kvspray_vllm import caches, layout
@@ -343,51 +483,89 @@ def make_hybrid(sidecar: rig.Sidecar, kind: Hybrid, engine: str) -> list[HybridR
         groups, every = [], []
         for g in range(1 + LINEAR_GROUPS):
             spec = specs[min(g, 1)]
-            names = [f"model.layers.{g + i * (1 + LINEAR_GROUPS)}.{'linear_attn' if g else 'self_attn.attn'}" for i in range(LAYERS)]
+            module = "linear_attn" if g else "self_attn.attn"
+            names = [f"model.layers.{g + i * (1 + LINEAR_GROUPS)}.{module}" for i in range(LAYERS)]
             interleaved = LAYERS * page if order.is_block_outermost else None
-            layer, block, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, order, fixed_strides=(None, interleaved, None, None, None))
-            views = create_kv_cache_views(r.memory[0], spec, BLOCKS, order, KVCacheTensor(nbytes, names, layer, block))
+            layer, block, *_ = compute_layout_strides(
+                spec, BLOCKS, LAYERS, order, fixed_strides=(None, interleaved, None, None, None)
+            )
+            views = create_kv_cache_views(
+                r.memory[0], spec, BLOCKS, order, KVCacheTensor(nbytes, names, layer, block)
+            )
             every.append(views)
             described = []
             for i, view in enumerate(views):
                 place = caches.place_of(names[i], view, BLOCKS)
-                described.append({"name": names[i], "index": g * LAYERS + i, "region": 0, "base": place.base, "block_stride": place.block_stride,
-                                  "page_bytes": place.page_bytes})  # fmt: skip
+                described.append({"name": names[i], "index": g * LAYERS + i, "region": 0,
+                    "base": place.base, "block_stride": place.block_stride,
+                    "page_bytes": place.page_bytes})  # fmt: skip
             if g:
                 strategy, params = kind.of.strategy, kind.of.params(kind.order, rank, kind.tp)
             else:
                 of = layout.Ranks(tp=rank, tp_size=kind.tp)
-                strategy, params, _ = caches.layer_of(names[0], spec, views[0], BLOCKS, "FLASH_ATTN", [HEADS], of, layout.TRANSPOSED)
+                strategy, params, _ = caches.layer_of(
+                    names[0], spec, views[0], BLOCKS, "FLASH_ATTN", [HEADS], of, layout.TRANSPOSED
+                )
             groups.append(group(spec.block_size, strategy, params, BLOCKS, described))
         register(r, "bfloat16", groups)
-        out.append(HybridRank(kind, r, every[0], [[bind(v, specs[1].shapes, specs[1].dtypes) for v in views] for views in every[1:]]))
+        out.append(
+            HybridRank(
+                kind,
+                r,
+                every[0],
+                [[bind(v, specs[1].shapes, specs[1].dtypes) for v in views] for views in every[1:]],
+            )
+        )
     connected(*(h.r for h in out))
     return out
 
 
-def one_more(ranks: list[HybridRank], weights: list[list[Weights]], x: Inputs, tokens: int) -> torch.Tensor:
-    """What the layers make of a token after the prompt, by vLLM's kernels: [group and layer, head, dim]."""
+def one_more(
+    ranks: list[HybridRank], weights: list[list[Weights]], x: Inputs, tokens: int
+) -> torch.Tensor:
+    """What the layers make of a token after the prompt, by vLLM's kernels: [group and layer, head,
+    dim]."""
     out = []
     for g, ws in enumerate(weights):
         for i, w in enumerate(ws):
-            out.append(torch.cat([step(h.kind.of, h.kind.order, h.r.rank, h.kind.tp, w, x, *h.states[g][i], h.slot(g, tokens), False)[0] for h in ranks]))
+            out.append(
+                torch.cat(
+                    [
+                        step(
+                            h.kind.of,
+                            h.kind.order,
+                            h.r.rank,
+                            h.kind.tp,
+                            w,
+                            x,
+                            *h.states[g][i],
+                            h.slot(g, tokens),
+                            False,
+                        )[0]
+                        for h in ranks
+                    ]
+                )
+            )
     return torch.stack(out)
 
 
 def differences(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """How far two outputs are apart in each layer and head, as a part of the largest number there: by model and layer they are 0.1 or 4000."""
+    """How far two outputs are apart in each layer and head, as a part of the largest number there:
+    by model and layer they are 0.1 or 4000."""
     return (got.float() - want.float()).abs().amax(dim=-1) / want.float().abs().amax(dim=-1)
 
 
 def prefill(p: list[HybridRank], weights: list[list[Weights]], tokens: int) -> Prompt:
-    """The layers compute a prompt, by vLLM's kernels where it has them for CPUs; and what they left, put together from the ranks."""
+    """The layers compute a prompt, by vLLM's kernels where it has them for CPUs; and what they
+    left, put together from the ranks."""
     of, tp = p[0].kind.of, p[0].kind.tp
     shapes = of.shapes(1)
     every = range(LINEAR_GROUPS), range(LAYERS)
     channels = sum(of.sections)
     prompt = Prompt(torch.randn(LAYERS, tokens, HEADS, 2, 16).to(torch.bfloat16),
-                    [[torch.randn(channels, 3).to(torch.bfloat16) for _ in every[1]] for _ in every[0]],
-                    [[torch.randn(shapes[1]).to(STATE_DTYPE) for _ in every[1]] for _ in every[0]])  # fmt: skip
+        [[torch.randn(channels, 3).to(torch.bfloat16) for _ in every[1]] for _ in every[0]],
+        [[torch.randn(shapes[1]).to(STATE_DTYPE) for _ in every[1]]
+        for _ in every[0]])  # fmt: skip
     for h in p:
         prompt.write(h, tokens)
     if of.kind == "kda":
@@ -405,7 +583,8 @@ def prefill(p: list[HybridRank], weights: list[list[Weights]], tokens: int) -> P
 
 
 def looked_up(h: HybridRank, g: int, i: int, tokens: int) -> None:
-    """Where vLLM's own helpers look for the state of the request, when they carry it on into its next block, it lies."""
+    """Where vLLM's own helpers look for the state of the request, when they carry it on into its
+    next block, it lies."""
     with conv_order(h.kind.order):
         for view, spec_of in zip(h.states[g][i], h.kind.of.copy_specs, strict=True):
             spec = spec_of(view, h.r.tables[1 + g], (tokens - 1) // h.kind.specs()[1].block_size, 1)
@@ -428,7 +607,9 @@ HYBRIDS = [
 
 
 @pytest.mark.parametrize(("pk", "dk"), HYBRIDS, ids=str)
-def test_states_of_hybrids(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Hybrid, dk: Hybrid) -> None:
+def test_states_of_hybrids(
+    sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Hybrid, dk: Hybrid
+) -> None:
     sp, sd = sidecars
     p, d = make_hybrid(sp, pk, f"ph{pk}{dk}"), make_hybrid(sd, dk, f"dh{pk}{dk}")
     kernels = pk.of.kind != "kda"  # vLLM has none for KDA on CPUs
@@ -445,13 +626,21 @@ def test_states_of_hybrids(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Hybrid
             before = [[m.clone() for m in h.r.memory] for h in d]
             move(sp.endpoint, [h.r for h in p], [h.r for h in d], tokens)
             for h, was in zip(d, before, strict=True):
-                compare(h.r, was, functools.partial(prompt.write, h, tokens), f"{pk} to {dk}, {tokens} tokens")
+                compare(
+                    h.r,
+                    was,
+                    functools.partial(prompt.write, h, tokens),
+                    f"{pk} to {dk}, {tokens} tokens",
+                )
                 for g in range(LINEAR_GROUPS):
                     for i in range(LAYERS):
                         looked_up(h, g, i, tokens)
             if noise is not None:
                 want = one_more(p, weights, x, tokens)
-                apart, before_it = differences(one_more(d, weights, x, tokens), want), differences(noise, want)
+                apart, before_it = (
+                    differences(one_more(d, weights, x, tokens), want),
+                    differences(noise, want),
+                )
                 assert float(apart.max()) < 2e-2, f"{pk} to {dk}, {tokens} tokens: {apart}"
                 # Two or three heads in a thousand are by chance as near as that.
                 assert float(before_it.max()) > 0.2, "the token does not depend on the state"
@@ -463,26 +652,32 @@ def test_states_of_hybrids(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Hybrid
 
 
 def tiny_qwen3_next(dir: pathlib.Path) -> Linear:
-    """Writes a random model of three layers of GDN and one of attention. vLLM's kernels want heads of 64 at least."""
+    """Writes a random model of three layers of GDN and one of attention. vLLM's kernels want heads
+    of 64 at least."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     of = Linear("gdn", 2, 64, 4, 64)
     tok = tiny_model.tokenizer()
     tok.save_pretrained(dir)
     model = Qwen3NextForCausalLM(
-        Qwen3NextConfig(
-            vocab_size=tiny_model.VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=32, layer_types=["linear_attention"] * 3 + ["full_attention"], linear_conv_kernel_dim=WIDTH, linear_num_key_heads=of.k_heads,
-            linear_key_head_dim=of.k_dim, linear_num_value_heads=of.v_heads, linear_value_head_dim=of.v_dim, num_experts=2, num_experts_per_tok=2,
-            moe_intermediate_size=64, shared_expert_intermediate_size=64, mlp_only_layers=[0, 1, 2], max_position_embeddings=tiny_model.POSITIONS,
-            bos_token_id=tok.bos_token_id, eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id,
-        )
+        Qwen3NextConfig(vocab_size=tiny_model.VOCAB, hidden_size=128, intermediate_size=256,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        layer_types=["linear_attention"] * 3 + ["full_attention"], linear_conv_kernel_dim=WIDTH,
+        linear_num_key_heads=of.k_heads, linear_key_head_dim=of.k_dim,
+        linear_num_value_heads=of.v_heads, linear_value_head_dim=of.v_dim, num_experts=2,
+        num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+        mlp_only_layers=[0, 1, 2], max_position_embeddings=tiny_model.POSITIONS,
+        bos_token_id=tok.bos_token_id, eos_token_id=tok.eos_token_id,
+        pad_token_id=tok.pad_token_id)
     )  # fmt: skip
     gen = torch.Generator().manual_seed(tiny_model.SEED)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() >= 2:
-                p.copy_(torch.randn(p.shape, generator=gen) * (1.0 if "embed" in name else 2.0 / p.shape[-1] ** 0.5))
+                p.copy_(
+                    torch.randn(p.shape, generator=gen)
+                    * (1.0 if "embed" in name else 2.0 / p.shape[-1] ** 0.5)
+                )
     model.to(torch.bfloat16).save_pretrained(dir)
     return of
 
@@ -493,11 +688,17 @@ class Stepped:
     def __init__(self, model: pathlib.Path) -> None:
         from vllm import LLM
 
-        self.engine = LLM(model=str(model), **{**engines.ENGINE_ARGS, "max_num_batched_tokens": 1024, "dtype": "bfloat16"}).llm_engine
+        self.engine = LLM(
+            model=str(model),
+            **{**engines.ENGINE_ARGS, "max_num_batched_tokens": 1024, "dtype": "bfloat16"},
+        ).llm_engine
         self.core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]
-        self.kv = self.core.model_executor.driver_worker.worker.model_runner.kv_cache_config
-        context = self.core.model_executor.driver_worker.worker.model_runner.compilation_config.static_forward_context
-        self.caches = {name: context[name].kv_cache for g in self.kv.kv_cache_groups for name in g.layer_names}
+        runner = self.core.model_executor.driver_worker.worker.model_runner
+        self.kv = runner.kv_cache_config
+        context = runner.compilation_config.static_forward_context
+        self.caches = {
+            name: context[name].kv_cache for g in self.kv.kv_cache_groups for name in g.layer_names
+        }
         first = self.caches[self.kv.kv_cache_groups[0].layer_names[0]][0]
         self.memory = torch.empty(0, dtype=torch.int8).set_(first.untyped_storage())
 
@@ -505,9 +706,14 @@ class Stepped:
         """Prefills a prompt. Returns its blocks, of each group."""
         from vllm import SamplingParams
 
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True))
+        self.engine.add_request(
+            name,
+            {"prompt_token_ids": prompt},
+            SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True),
+        )
         (rid,) = [r for r in self.core.scheduler.requests if r.startswith(name)]
-        while self.core.scheduler.requests[rid].num_computed_tokens < len(prompt):  # a step ends where a block does
+        # A step ends where a block does.
+        while self.core.scheduler.requests[rid].num_computed_tokens < len(prompt):
             self.engine.step()
         return [list(ids) for ids in self.core.scheduler.kv_cache_manager.get_block_ids(rid)]
 
@@ -527,21 +733,49 @@ class Stepped:
             states = self.caches[name]
             if isinstance(states, torch.Tensor):
                 packing = layout.cpu_packing(self.engine.vllm_config)
-                strategy, params, place = caches.layer_of(name, g.kv_cache_spec, states, self.kv.num_blocks, "CPU_ATTN", [2], layout.Ranks(), packing)
+                strategy, params, place = caches.layer_of(
+                    name,
+                    g.kv_cache_spec,
+                    states,
+                    self.kv.num_blocks,
+                    "CPU_ATTN",
+                    [2],
+                    layout.Ranks(),
+                    packing,
+                )
                 base, stride, page = place.base, place.block_stride, place.page_bytes
             else:
                 conv = states[0]
                 base, stride = conv.storage_offset() * conv.itemsize, conv.stride(0) * conv.itemsize
-                strategy, params, page = of.strategy, of.params("SD", 0, 1), g.kv_cache_spec.state_content_size_bytes
-            place_of = {"name": name, "index": len(out), "region": 0, "base": base, "block_stride": stride, "page_bytes": page}
-            out.append(group(g.kv_cache_spec.block_size, strategy, params, self.kv.num_blocks, [place_of]))
+                strategy, params, page = (
+                    of.strategy,
+                    of.params("SD", 0, 1),
+                    g.kv_cache_spec.state_content_size_bytes,
+                )
+            place_of = {
+                "name": name,
+                "index": len(out),
+                "region": 0,
+                "base": base,
+                "block_stride": stride,
+                "page_bytes": page,
+            }
+            out.append(
+                group(g.kv_cache_spec.block_size, strategy, params, self.kv.num_blocks, [place_of])
+            )
         return out
 
 
-@pytest.mark.skipif(not os.environ.get("KVSPRAY_TRUTH"), reason="truth: starts an engine of its own, a quarter of a minute: make test-truth")
-def test_an_engine_goes_on_from_moved_states(sidecars: tuple[rig.Sidecar, rig.Sidecar], workdir: pathlib.Path) -> None:
-    """Real vLLM with a real model: a prompt's caches are copied away, the engine prefills it again into other blocks, everything that it has
-    is overwritten, and what was copied is moved there. It must go on as if nothing had been; without the move it does not."""
+@pytest.mark.skipif(
+    not os.environ.get("KVSPRAY_TRUTH"),
+    reason="truth: starts an engine of its own, a quarter of a minute: make test-truth",
+)
+def test_an_engine_goes_on_from_moved_states(
+    sidecars: tuple[rig.Sidecar, rig.Sidecar], workdir: pathlib.Path
+) -> None:
+    """Real vLLM with a real model: a prompt's caches are copied away, the engine prefills it again
+    into other blocks, everything that it has is overwritten, and what was copied is moved there. It
+    must go on as if nothing had been; without the move it does not."""
     sp, sd = sidecars
     os.environ.update(engines.ENV)
     dir = workdir / "qwen3-next"
@@ -574,7 +808,9 @@ def test_an_engine_goes_on_from_moved_states(sidecars: tuple[rig.Sidecar, rig.Si
                 tokens_of.append(e.finish(f"d{i}{moved}"))
                 e.engine.abort_request([f"other{i}{moved}"])
             assert tokens_of[0] == want, f"{tokens} tokens"
-            assert tokens == 1 or tokens_of[1] != want, f"{tokens} tokens: none of them depends on the caches"
+            assert tokens == 1 or tokens_of[1] != want, (
+                f"{tokens} tokens: none of them depends on the caches"
+            )
     finally:
         p.close()
         d.close()

@@ -215,7 +215,8 @@ def start(sidecar: rig.Sidecar, name: str, model: Model, e: Engine) -> list[Work
             kv,
             tensors,
             {n: layer.backend for n, layer in model.items()},
-            kv_heads=[HEADS, *({layer.heads for layer in model.values()} - {HEADS, 1})],  # a draft's
+            # A draft's.
+            kv_heads=[HEADS, *({layer.heads for layer in model.values()} - {HEADS, 1})],
             ranks=layout.Ranks(tp=rank, tp_size=e.tp),
             packing="",
         )

@@ -1,4 +1,5 @@
-"""Weights that are replaced while engines live: KV of the old ones is never taken for KV of the new ones."""
+"""Weights that are replaced while engines live: KV of the old ones is never taken for KV of the new
+ones."""
 
 from __future__ import annotations
 
@@ -37,13 +38,16 @@ from safetensors.torch import load_file, save_file
 gen = torch.Generator().manual_seed(7)
 for f in pathlib.Path(sys.argv[1]).glob("*.safetensors"):
     tensors = load_file(f)
-    save_file({k: t[torch.randperm(len(t), generator=gen)] if t.dim() > 1 else t for k, t in tensors.items()}, f, metadata={"format": "pt"})
+    for k, t in tensors.items():
+        tensors[k] = t[torch.randperm(len(t), generator=gen)] if t.dim() > 1 else t
+    save_file(tensors, f, metadata={"format": "pt"})
 """
 
 
 @pytest.fixture(scope="module")
 def others(workdir: pathlib.Path) -> pathlib.Path:
-    """The same model with other weights, made in a process of its own: see pytest_collection_modifyitems."""
+    """The same model with other weights, made in a process of its own: see
+    pytest_collection_modifyitems."""
     dir = workdir / "others"
     shutil.copytree(MODEL, dir)
     subprocess.run([sys.executable, "-c", SHUFFLE, str(dir)], check=True)
@@ -81,7 +85,8 @@ elif sys.argv[2] == "fp8":
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+    config = json.loads(path.read_text()) | {"quantization_config": quantization}
+    path.write_text(json.dumps(config))
 else:
     tensors = {k: t.float() for k, t in tensors.items()}
 save_file(tensors, file, metadata={"format": "pt"})
@@ -121,7 +126,8 @@ def test_kv_of_other_weights_is_not_taken(c: Cluster, others: pathlib.Path) -> N
     old = c.r.run(prompt, 12).tokens
     assert exchanged(c, prompt).tokens == old
 
-    # Held for D, and then P has other weights: what it holds is not P's any more, and new prompts are computed with the new ones.
+    # Held for D, and then P has other weights: what it holds is not P's any more, and new prompts
+    # are computed with the new ones.
     held = fresh(200, "held")
     kv = c.p.run(held, 1, kv={"do_remote_decode": True, "do_remote_prefill": False}).kv
     c.p.reload_weights(others)
@@ -129,7 +135,10 @@ def test_kv_of_other_weights_is_not_taken(c: Cluster, others: pathlib.Path) -> N
         assert c.d.run(held, 12, kv=kv).tokens == c.r.run(held, 12).tokens
     assert (moved.ok, moved.bytes) == (0, 0), vars(moved)
     c.settle(timeout=20)
-    assert kept_apart(c, fresh(310, "P is ahead")).tokens == c.r.run(fresh(310, "P is ahead"), 12).tokens
+    assert (
+        kept_apart(c, fresh(310, "P is ahead")).tokens
+        == c.r.run(fresh(310, "P is ahead"), 12).tokens
+    )
 
     # D follows, and they agree again.
     c.d.reload_weights(others)
@@ -138,7 +147,9 @@ def test_kv_of_other_weights_is_not_taken(c: Cluster, others: pathlib.Path) -> N
     prompt = fresh(320, "both")
     new = c.r.run(prompt, 12).tokens
     assert exchanged(c, prompt).tokens == new
-    assert c.r.run(fresh(300, "weights"), 12).tokens != old, "the other weights say the same: nothing was shown"
+    assert c.r.run(fresh(300, "weights"), 12).tokens != old, (
+        "the other weights say the same: nothing was shown"
+    )
     for e in (c.p, c.d, c.r):
         e.reload_weights(MODEL)
     c.connected()
@@ -187,7 +198,8 @@ def test_fp8_and_bf16_of_one_model(c: Cluster, workdir: pathlib.Path) -> None:
     models = {"P": MODEL, "D": changed(workdir, "fp8")}
     for name, model in models.items():
         c.engines[name].stop()
-        c.spawn(name, model=model, dtype="bfloat16")  # with fp8 weights vLLM computes in nothing wider
+        # With fp8 weights vLLM computes in nothing wider.
+        c.spawn(name, model=model, dtype="bfloat16")
     for name in models:
         c.engines[name].wait_up()
     c.connected()
@@ -209,12 +221,15 @@ def test_weights_have_names(c: Cluster) -> None:
     assert kept_apart(c, prompt).tokens == c.r.run(prompt, 12).tokens
     c.d.set_weights("step-1200")
     c.connected()
-    assert c.r.set_weights("step-1200") == [""], "an engine without the connector has nothing to name"
+    assert c.r.set_weights("step-1200") == [""], (
+        "an engine without the connector has nothing to name"
+    )
     prompt = fresh(210, "named alike")
     assert exchanged(c, prompt).tokens == c.r.run(prompt, 12).tokens
 
 
-# Registers the same cache as meaning something else, until its input ends; in a process of its own, since engines are forked from this one.
+# Registers the same cache as meaning something else, until its input ends; in a process of its own,
+# since engines are forked from this one.
 OTHER = """
 import base64, json, sys
 import kvspray
@@ -223,8 +238,9 @@ layout = kvspray.protocol.decode(base64.b64decode(changed["layout"]))
 layout["identity"].update(changed["identity"])
 layers = [layer for group in layout["groups"] for layer in group["layers"]]
 blocks = max(group["num_blocks"] for group in layout["groups"])
-size = max(layer["base"] + layer["block_stride"] * (blocks - 1) + layer["page_bytes"] for layer in layers)
-with kvspray.WorkerClient(sys.argv[1], engine=kvspray.EngineInfo("test", id="other"), layers=len(layers)) as w:
+size = max(x["base"] + x["block_stride"] * (blocks - 1) + x["page_bytes"] for x in layers)
+engine = kvspray.EngineInfo("test", id="other")
+with kvspray.WorkerClient(sys.argv[1], engine=engine, layers=len(layers)) as w:
     region = w.alloc_region(size)
     w.register([region], layout)
     assert w.wait_connected(60), w.status()
@@ -241,7 +257,11 @@ def checked(prefill: str, decode: str) -> tuple[int, dict[str, Any]]:
     verdict = json.loads(run.stdout)
     text = subprocess.run(command, capture_output=True, text=True, check=False)
     assert text.returncode == run.returncode
-    assert [line.strip().removeprefix("differs: ") for line in text.stdout.splitlines() if "differs: " in line] == (verdict["differs"] or [])
+    assert [
+        line.strip().removeprefix("differs: ")
+        for line in text.stdout.splitlines()
+        if "differs: " in line
+    ] == (verdict["differs"] or [])
     assert ("ok: pages move as they are" in text.stdout) == (run.returncode == 0), text.stdout
     return run.returncode, verdict
 
@@ -261,15 +281,30 @@ def test_layout_check_of_running_engines_names_what_differs(c: Cluster) -> None:
     (worker,) = json.loads(rig.get(c.sp.url + "/v1/layouts"))["workers"]
     changed = {"weights": "c", "rope": "none", "kv_heads": "3", "speculative": "eagle"}
     told = json.dumps({"layout": worker["layout"], "identity": changed})
-    other = subprocess.Popen([sys.executable, "-c", OTHER, c.sd.socket, told], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER, c.sd.socket, told],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == "registered\n"
         status, verdict = checked(c.sp.url, c.sd.url + "#test/other")
-        assert status == 1 and [d.partition(":")[0] for d in verdict["differs"]] == [f"identity.{name}" for name in sorted(changed)], verdict
-        assert all(f'"{changed[d.split(":")[0].removeprefix("identity.")]}" there' in d for d in verdict["differs"]), verdict
+        assert status == 1 and [d.partition(":")[0] for d in verdict["differs"]] == [
+            f"identity.{name}" for name in sorted(changed)
+        ], verdict
+        assert all(
+            f'"{changed[d.split(":")[0].removeprefix("identity.")]}" there' in d
+            for d in verdict["differs"]
+        ), verdict
         assert verdict["geometry"] is None, verdict
-        both = subprocess.run([rig.BINARY, "layout", "check", c.sp.url, c.sd.url], capture_output=True, text=True, check=False)
+        both = subprocess.run(
+            [rig.BINARY, "layout", "check", c.sp.url, c.sd.url],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert both.returncode == 1 and "2 engines are registered there" in both.stderr, both
     finally:
         other.communicate()
@@ -290,10 +325,12 @@ for layer in range(config["num_hidden_layers"]):
     for module, heads in width.items():
         name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
         tensors[name + ".lora_A.weight"] = torch.randn(rank, hidden, generator=gen) * 0.2
-        tensors[name + ".lora_B.weight"] = torch.randn(heads * config["head_dim"], rank, generator=gen)
+        out_dim = heads * config["head_dim"]
+        tensors[name + ".lora_B.weight"] = torch.randn(out_dim, rank, generator=gen)
 save_file(tensors, out / "adapter_model.safetensors")
 (out / "adapter_config.json").write_text(json.dumps(
-    {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(width), "bias": "none"}))
+    {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(width),
+     "bias": "none"}))
 """
 
 
@@ -322,7 +359,8 @@ def test_one_adapter_name_with_two_contents(c: Cluster, workdir: pathlib.Path) -
     prompt = fresh(200, "adapter")
     want = c.r.run(prompt, 12, lora=same[0]).tokens
     assert want != c.r.run(prompt, 12).tokens, "the adapter changes nothing: nothing would be shown"
-    c.d.run(fresh(20, "load"), 1, lora=same[1])  # D loads only for an adapter that its worker has read
+    # D loads only for an adapter that its worker has read.
+    c.d.run(fresh(20, "load"), 1, lora=same[1])
     for run in (c.prefill_first, c.both):
         with Moved(c) as moved:
             assert run(prompt, loras=same).tokens == want

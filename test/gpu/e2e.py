@@ -1,20 +1,25 @@
 #!/usr/bin/env python3
-"""Two engines with their caches on GPUs, two real sidecars between them; the engines are processes of their own.
+"""Two engines with their caches on GPUs, two real sidecars between them; the engines are processes
+of their own.
 
     e2e.py [--gpus 0,1] [--rounds N] [--part content|kill|rate|layers|slow|first] [--json F]
 
-content   random block lists over every transport, by eager steps and by replays of full CUDA graphs of several sizes; every byte of
-          every block is compared, and so are the blocks around it
-kill      kill -9 of the source's engine, of either sidecar and of the destination's engine in mid copy: what was promised came whole or is
-          reported as failed, and nothing is written into blocks that were given back
-rate      scattered blocks of 16 KiB (KVSPRAY_E2E_PAGE=bytes, up to 256 KiB), both GPUs idle: single transfers of 4 GiB, and of 2 GiB
-          with two or three open at a time
-slow      what a busy engine loses while the other side pulls from its GPU, at full rate and at 15 GB/s, idle and loaded by turns; with
-          --gpus host,N while it pulls from host memory itself
-layers    how long after the end of the forward pass the last layer's bytes are committed, the engine busy
-first     how long after a layer's flag its first bytes are in the other engine's memory, the engine busy; needs --gpus 0,host
+content   random block lists over every transport, by eager steps and by replays of full CUDA graphs
+          of several sizes; every byte of every block is compared, and so are the blocks around it
+kill      kill -9 of the source's engine, of either sidecar and of the destination's engine in mid
+          copy: what was promised came whole or is reported as failed, and nothing is written into
+          blocks that were given back
+rate      scattered blocks of 16 KiB (KVSPRAY_E2E_PAGE=bytes, up to 256 KiB), both GPUs idle: single
+          transfers of 4 GiB, and of 2 GiB with two or three open at a time
+slow      what a busy engine loses while the other side pulls from its GPU, at full rate and at 15
+          GB/s, idle and loaded by turns; with --gpus host,N while it pulls from host memory itself
+layers    how long after the end of the forward pass the last layer's bytes are committed, the
+          engine busy
+first     how long after a layer's flag its first bytes are in the other engine's memory, the engine
+          busy; needs --gpus 0,host
 
-`host` for a GPU: that engine's cache lies in host memory. For the first one it is of use to part slow alone.
+`host` for a GPU: that engine's cache lies in host memory. For the first one it is of use to part
+slow alone.
 """
 
 from __future__ import annotations
@@ -55,24 +60,44 @@ CANARY = -0x5A5A5A5A
 FLAGS_HEADER, FLAGS_STRIDE = 128, 64
 REPLAYS_AT = 72  # in the header: the offset of the replay flags
 HOST = "host"
-FIRST = (("60 us kernels", 3840, 1), ("800 us kernels", 51200, 1))  # rows of their input, kernels per layer
-AHEAD = (("busy", True), ("idle before", False))  # whether a step of others runs while a prefill is announced
+# Rows of their input, kernels per layer.
+FIRST = (("60 us kernels", 3840, 1), ("800 us kernels", 51200, 1))
+# Whether a step of others runs while a prefill is announced.
+AHEAD = (("busy", True), ("idle before", False))
 
 
 class Engine:
-    """One engine: a paged cache on a GPU, its client, and a model whose layers compute for a while and then write the request's pages."""
+    """One engine: a paged cache on a GPU, its client, and a model whose layers compute for a while
+    and then write the request's pages."""
 
     def __init__(self, gpu: str, socket: str) -> None:
         torch.cuda.set_device(0 if gpu == HOST else int(gpu))
-        torch.set_num_threads(1)  # torch's others spin for milliseconds after work on the host, on the cores of those that are timed
+        # Torch's others spin for milliseconds after work on the host, on the cores of those that
+        # are timed.
+        torch.set_num_threads(1)
         self.socket = socket
-        self.client = kvspray.WorkerClient(socket, engine=kvspray.EngineInfo("e2e", id=f"{os.getpid()}"), layers=LAYERS)
+        self.client = kvspray.WorkerClient(
+            socket, engine=kvspray.EngineInfo("e2e", id=f"{os.getpid()}"), layers=LAYERS
+        )
         if gpu == HOST:
-            self.regions = [self.client.alloc_region(8 * LAYERS * BLOCKS * WORDS // ALLOCATIONS) for _ in range(ALLOCATIONS)]
-            self.parts = [torch.frombuffer(region.buffer, dtype=torch.int64).view(-1, BLOCKS, WORDS) for region in self.regions]
+            self.regions = [
+                self.client.alloc_region(8 * LAYERS * BLOCKS * WORDS // ALLOCATIONS)
+                for _ in range(ALLOCATIONS)
+            ]
+            self.parts = [
+                torch.frombuffer(region.buffer, dtype=torch.int64).view(-1, BLOCKS, WORDS)
+                for region in self.regions
+            ]
         else:
-            self.parts = [torch.empty((LAYERS // ALLOCATIONS, BLOCKS, WORDS), dtype=torch.int64, device="cuda") for _ in range(ALLOCATIONS)]
-            self.regions = [self.client.gpu_region(part.data_ptr(), part.nbytes) for part in self.parts]
+            self.parts = [
+                torch.empty(
+                    (LAYERS // ALLOCATIONS, BLOCKS, WORDS), dtype=torch.int64, device="cuda"
+                )
+                for _ in range(ALLOCATIONS)
+            ]
+            self.regions = [
+                self.client.gpu_region(part.data_ptr(), part.nbytes) for part in self.parts
+            ]
         self.cache = [self.parts[i % ALLOCATIONS][i // ALLOCATIONS] for i in range(LAYERS)]
         self.canary()
         self.client.register(self.regions, layout("e2e", LAYERS, BLOCKS, PAGE, ALLOCATIONS))
@@ -94,7 +119,8 @@ class Engine:
         return (self.word + (place << 20) + (layer << 40)) * 0x9E3779B1 + seed * 0x85EBCA6B
 
     def forward(self, n: int, work: int, rows: int = 0) -> None:
-        """Layers of that many kernels on an input of that many rows, by default one for each block."""
+        """Layers of that many kernels on an input of that many rows, by default one for each
+        block."""
         rows = rows or max(16, n)
         if rows not in self.inputs:
             self.inputs[rows] = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
@@ -119,7 +145,7 @@ class Engine:
             self.graphs[n, work, rows] = g
         return self.graphs[n, work, rows]
 
-    # -- what the parent asks -------------------------------------------------------------------------------------------
+    # -- what the parent asks
 
     def endpoint(self) -> str:
         return self.client.status().endpoint
@@ -127,7 +153,11 @@ class Engine:
     def mapped(self) -> tuple[str, list[str]]:
         """Files of the flags and of a cache in host memory, for a process that looks at them."""
         fds = f"/proc/{os.getpid()}/fd"
-        flags = [fd for fd in os.listdir(fds) if os.path.realpath(f"{fds}/{fd}").startswith("/memfd:kvspray-flags")]
+        flags = [
+            fd
+            for fd in os.listdir(fds)
+            if os.path.realpath(f"{fds}/{fd}").startswith("/memfd:kvspray-flags")
+        ]
         return f"{fds}/{flags[0]}", [f"{fds}/{region.fd}" for region in self.regions]
 
     def prepare(self, n: int, work: int, rows: int = 0) -> float:
@@ -165,9 +195,18 @@ class Engine:
         torch.cuda.synchronize()
 
     def send(
-        self, xfer: bytes, seed: int, blocks: list[int], eager: bool, work: int = 1, chunks: int = 1, rows: int = 0, ahead: bool = False
+        self,
+        xfer: bytes,
+        seed: int,
+        blocks: list[int],
+        eager: bool,
+        work: int = 1,
+        chunks: int = 1,
+        rows: int = 0,
+        ahead: bool = False,
     ) -> dict[str, float]:
-        """A prefill of len(blocks) blocks, which is announced before it runs, in `chunks` steps; `ahead`: while a step of others still runs."""
+        """A prefill of len(blocks) blocks, which is announced before it runs, in `chunks` steps;
+        `ahead`: while a step of others still runs."""
         n = len(blocks)
         size = next(s for s in SIZES if s >= n)
         graph = None if eager else self.graph(size, work, rows)
@@ -189,7 +228,9 @@ class Engine:
         self.names[lease] = seed
         for c in range(chunks):
             self.count += 1
-            if not self.client.step(self.count, [(lease, n * TOKENS * (c + 1) // chunks, None)]) or not self.gpu.step(self.count, stream):
+            if not self.client.step(
+                self.count, [(lease, n * TOKENS * (c + 1) // chunks, None)]
+            ) or not self.gpu.step(self.count, stream):
                 raise SystemExit("e2e: step refused")
             done = torch.cuda.Event()
             if graph is None:
@@ -197,24 +238,43 @@ class Engine:
             else:
                 graph.replay()
             if ahead and c == 0 and others.query():
-                raise SystemExit("e2e: the step of others has ended before the prefill was announced and launched")
+                raise SystemExit(
+                    "e2e: the step of others has ended before the prefill was announced and "
+                    "launched"
+                )
             done.record()
-            done.synchronize()  # to ask again and again would keep others of this process from the context
+            # To ask again and again would keep others of this process from the context.
+            done.synchronize()
         return {"end": time.monotonic(), "lease": lease}
 
     def offer(self, xfer: bytes, seed: int, blocks: list[int]) -> int:
         """A prompt that is there already."""
         table = self.table(blocks)
         for layer in range(LAYERS):
-            self.cache[layer].index_copy_(0, table, self.content(seed, layer, len(blocks)).to(table.device))
+            self.cache[layer].index_copy_(
+                0, table, self.content(seed, layer, len(blocks)).to(table.device)
+            )
         torch.cuda.synchronize()
-        lease = self.client.intent(xfer, b"h" * 32, len(blocks) * TOKENS, [blocks], ready=len(blocks) * TOKENS, held=True)
+        lease = self.client.intent(
+            xfer, b"h" * 32, len(blocks) * TOKENS, [blocks], ready=len(blocks) * TOKENS, held=True
+        )
         self.names[lease] = seed
         return lease
 
     def again(self, xfers: list[bytes], blocks: list[int]) -> list[int]:
         """Prompts in blocks whose content does not matter."""
-        return [self.client.intent(x, b"h" * 32, len(blocks) * TOKENS, [blocks], ready=len(blocks) * TOKENS, held=True, deadline_s=LEASE_S) for x in xfers]
+        return [
+            self.client.intent(
+                x,
+                b"h" * 32,
+                len(blocks) * TOKENS,
+                [blocks],
+                ready=len(blocks) * TOKENS,
+                held=True,
+                deadline_s=LEASE_S,
+            )
+            for x in xfers
+        ]
 
     def busy(self, n: int, work: int, seconds: float) -> float:
         """Replays for so long, never more than two ahead; microseconds per layer."""
@@ -232,10 +292,23 @@ class Engine:
         torch.cuda.synchronize()
         return 1e6 * (time.monotonic() - start) / steps / LAYERS
 
-    def pull(self, xfers: list[bytes], peer: str, tables: list[list[int]], seconds: float, gb_per_s: float) -> dict[str, float]:
-        """Transfers into these tables by turns for so long: as fast as it goes with one open for each table, or, not faster than that, one after
-        the other."""
-        start, moved, used, free, open_leases = time.monotonic(), 0, 0, list(range(1 if gb_per_s else len(tables))), dict[int, int]()
+    def pull(
+        self,
+        xfers: list[bytes],
+        peer: str,
+        tables: list[list[int]],
+        seconds: float,
+        gb_per_s: float,
+    ) -> dict[str, float]:
+        """Transfers into these tables by turns for so long: as fast as it goes with one open for
+        each table, or, not faster than that, one after the other."""
+        start, moved, used, free, open_leases = (
+            time.monotonic(),
+            0,
+            0,
+            list(range(1 if gb_per_s else len(tables))),
+            dict[int, int](),
+        )
         while True:
             while free and used < len(xfers) and time.monotonic() < start + seconds:
                 at = free.pop(0)
@@ -244,7 +317,9 @@ class Engine:
             if not open_leases:
                 break
             if not self.client.wait(TIMEOUT_S):
-                raise SystemExit(f"e2e: pull: {len(open_leases)} leases are open after {TIMEOUT_S} s")
+                raise SystemExit(
+                    f"e2e: pull: {len(open_leases)} leases are open after {TIMEOUT_S} s"
+                )
             for c in self.client.poll():
                 if c.lease in open_leases:
                     if c.status.name != "OK":
@@ -253,20 +328,29 @@ class Engine:
                     moved += len(tables[0]) * LAYERS * PAGE
             while gb_per_s and (early := start + moved / (gb_per_s * 1e9) - time.monotonic()) > 0:
                 self.client.wait(early)  # nothing is open: for the time to pass
-        return {"gb_per_s": moved / (time.monotonic() - start) / 1e9, "used": used, "tables": min(used, 1 if gb_per_s else len(tables))}
+        return {
+            "gb_per_s": moved / (time.monotonic() - start) / 1e9,
+            "used": used,
+            "tables": min(used, 1 if gb_per_s else len(tables)),
+        }
 
-    def busy_pull(self, n: int, work: int, seconds: float, pull: tuple[Any, ...]) -> tuple[float, dict[str, float]]:
+    def busy_pull(
+        self, n: int, work: int, seconds: float, pull: tuple[Any, ...]
+    ) -> tuple[float, dict[str, float]]:
         """Both at once: microseconds per layer, and what was pulled."""
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             pulled = pool.submit(self.pull, *pull)
             return self.busy(n, work, seconds), pulled.result()
 
     def stream(self, xfers: list[bytes], peer: str, tables: list[list[int]], ahead: int) -> float:
-        """Transfers into these tables by turns, a number of them open at a time and one for a table; GB/s from the first word to the last completion."""
+        """Transfers into these tables by turns, a number of them open at a time and one for a
+        table; GB/s from the first word to the last completion."""
         waiting, open_leases, moved = list(enumerate(xfers)), dict[int, int](), 0
         start = time.monotonic()
         while waiting or open_leases:
-            while len(open_leases) < ahead and (free := [w for w in waiting if w[0] % len(tables) not in open_leases.values()]):
+            while len(open_leases) < ahead and (
+                free := [w for w in waiting if w[0] % len(tables) not in open_leases.values()]
+            ):
                 waiting.remove(free[0])
                 at = free[0][0] % len(tables)
                 open_leases[int(self.expect(free[0][1], peer, tables[at])["lease"])] = at
@@ -276,7 +360,9 @@ class Engine:
                     raise SystemExit(f"e2e: stream: {c}")
                 open_leases.pop(c.lease, None)
             if time.monotonic() > start + TIMEOUT_S:
-                raise SystemExit(f"e2e: stream: {len(open_leases)} leases are open after {TIMEOUT_S} s")
+                raise SystemExit(
+                    f"e2e: stream: {len(open_leases)} leases are open after {TIMEOUT_S} s"
+                )
         return moved / (time.monotonic() - start) / 1e9
 
     def settle(self, leases: list[int]) -> None:
@@ -300,8 +386,17 @@ class Engine:
         while time.monotonic() < end:
             for c in self.client.poll():
                 if c.lease == lease:
-                    return {"at": time.monotonic(), "status": c.status.name, "us": c.us, "transport": c.transport, "bytes": c.bytes, "reason": c.reason}
-        raise SystemExit(f"e2e: lease {lease} is not complete after {timeout} s: {self.client.status()}")
+                    return {
+                        "at": time.monotonic(),
+                        "status": c.status.name,
+                        "us": c.us,
+                        "transport": c.transport,
+                        "bytes": c.bytes,
+                        "reason": c.reason,
+                    }
+        raise SystemExit(
+            f"e2e: lease {lease} is not complete after {timeout} s: {self.client.status()}"
+        )
 
     def table(self, blocks: list[int]) -> torch.Tensor:
         return torch.tensor(blocks, device=self.parts[0].device)
@@ -309,13 +404,23 @@ class Engine:
     def check(self, seed: int, blocks: list[int]) -> int:
         """Blocks that do not hold what they should."""
         table = self.table(blocks)
-        return sum(int((self.cache[i][table].to("cuda") != self.content(seed, i, len(blocks))).any(dim=1).sum()) for i in range(LAYERS))
+        return sum(
+            int(
+                (self.cache[i][table].to("cuda") != self.content(seed, i, len(blocks)))
+                .any(dim=1)
+                .sum()
+            )
+            for i in range(LAYERS)
+        )
 
     def around(self, blocks: list[int]) -> int:
         """Blocks beside these that were written."""
         mask = torch.ones(BLOCKS, dtype=torch.bool, device="cuda")
         mask[torch.tensor(blocks, device="cuda")] = False
-        return sum(int(((self.cache[i].to("cuda") != CANARY).any(dim=1) & mask).sum()) for i in range(LAYERS))
+        return sum(
+            int(((self.cache[i].to("cuda") != CANARY).any(dim=1) & mask).sum())
+            for i in range(LAYERS)
+        )
 
     def refill(self, blocks: list[int]) -> None:
         """The engine gives the blocks to the next request."""
@@ -324,13 +429,16 @@ class Engine:
         torch.cuda.synchronize()
 
     def refilled(self, blocks: list[int]) -> int:
-        return sum(int((part[:, self.table(blocks)] != CANARY + 1).any(dim=2).sum()) for part in self.parts)
+        return sum(
+            int((part[:, self.table(blocks)] != CANARY + 1).any(dim=2).sum()) for part in self.parts
+        )
 
     def connected(self) -> bool:
         return self.client.wait_connected(TIMEOUT_S)
 
     def bad(self) -> list[str]:
-        """What an engine may register wrongly; each in a client of its own. Returns what was not refused, or killed the session of others."""
+        """What an engine may register wrongly; each in a client of its own. Returns what was not
+        refused, or killed the session of others."""
         wrong = []
         part, layers = self.parts[0], len(self.parts[0])
         good = self.client.gpu_region(part.data_ptr(), part.nbytes)
@@ -348,7 +456,9 @@ class Engine:
                 region._c.handle[i] = b
             if name == "length":
                 region._c.handle[24:32] = (1 << 43).to_bytes(8, "little")
-            with kvspray.WorkerClient(self.socket, engine=kvspray.EngineInfo("bad", id=name), layers=layers) as c:
+            with kvspray.WorkerClient(
+                self.socket, engine=kvspray.EngineInfo("bad", id=name), layers=layers
+            ) as c:
                 c.register([region], layout("e2e", layers, BLOCKS, PAGE))
                 end = time.monotonic() + 5
                 while not (error := c.status().error) and time.monotonic() < end:
@@ -367,7 +477,8 @@ class Engine:
 
 
 class Observer:
-    """A process that looks at the flags of one engine and at the memory of the other, and at nothing else."""
+    """A process that looks at the flags of one engine and at the memory of the other, and at
+    nothing else."""
 
     def __init__(self, flags: str, cache: list[str]) -> None:
         self.flags, *self.parts = (memoryview(self.map(path)).cast("q") for path in (flags, *cache))
@@ -381,9 +492,12 @@ class Observer:
             os.close(fd)
 
     def arm(self, step: int, blocks: list[int]) -> None:
-        """What `watch` will wait for: the flags of a step, and the first word of any of these refilled blocks in each layer."""
+        """What `watch` will wait for: the flags of a step, and the first word of any of these
+        refilled blocks in each layer."""
         self.step = step
-        self.words = [[(layer // ALLOCATIONS * BLOCKS + b) * WORDS for b in blocks] for layer in range(LAYERS)]
+        self.words = [
+            [(layer // ALLOCATIONS * BLOCKS + b) * WORDS for b in blocks] for layer in range(LAYERS)
+        ]
         if any(map(self.came, range(LAYERS))):
             raise SystemExit("e2e: blocks are not refilled, or bytes came before the step began")
 
@@ -392,14 +506,17 @@ class Observer:
         return any(part[w] != CANARY + 1 for w in self.words[layer])
 
     def complete(self, layer: int) -> bool:
-        """Whether the layer's flag has come, from a stream or from a graph. The engine waits for the end of the step: nothing is forgotten meanwhile."""
+        """Whether the layer's flag has come, from a stream or from a graph. The engine waits for
+        the end of the step: nothing is forgotten meanwhile."""
         if self.flags[(FLAGS_HEADER + FLAGS_STRIDE * layer) // 8] >= self.step:
             return True
-        step = self.flags[(self.replays + FLAGS_STRIDE * LAYERS) // 8]  # before the flag: a reader that sees the step sees its zeros
+        # Before the flag: a reader that sees the step sees its zeros.
+        step = self.flags[(self.replays + FLAGS_STRIDE * LAYERS) // 8]
         return step >= self.step and self.flags[(self.replays + FLAGS_STRIDE * layer) // 8] != 0
 
     def watch(self) -> tuple[list[float], float]:
-        """Microseconds from each layer's flag to its first bytes, and for how long this process did not look at most."""
+        """Microseconds from each layer's flag to its first bytes, and for how long this process did
+        not look at most."""
         seen, lag, waiting, layer = {}, [0.0] * LAYERS, list[int](), 0
         last = time.perf_counter()
         end, away = last + TIMEOUT_S, 0.0
@@ -416,7 +533,10 @@ class Observer:
                     waiting.remove(i)
                     break
             if now > end:
-                raise SystemExit(f"e2e: {LAYERS - layer} flags and the bytes of {len(waiting)} layers are not there after {TIMEOUT_S} s")
+                raise SystemExit(
+                    f"e2e: {LAYERS - layer} flags and the bytes of {len(waiting)} layers are not "
+                    f"there after {TIMEOUT_S} s"
+                )
         return lag, 1e6 * away
 
 
@@ -466,13 +586,17 @@ def content(rig: Rig, r: random.Random, rounds: int) -> dict[str, Any]:
         first = r.random() < 0.5
         if first:
             e = rig.d.call("expect", xfer, rig.peer, dst)
-        s = rig.p.call("send", xfer, seed, src, r.random() < 0.3, r.choice([1, 4]), r.choice([1, 1, 3]))
+        s = rig.p.call(
+            "send", xfer, seed, src, r.random() < 0.3, r.choice([1, 4]), r.choice([1, 1, 3])
+        )
         if not first:
             e = rig.d.call("expect", xfer, rig.peer, dst)
         done = rig.d.call("finish", e["lease"])
         rig.p.call("finish", s["lease"])
         if done["status"] != "OK":
-            raise SystemExit(f"e2e: round {i}: {done}\n{rig.sidecars[0].tail()}\n{rig.sidecars[1].tail()}")
+            raise SystemExit(
+                f"e2e: round {i}: {done}\n{rig.sidecars[0].tail()}\n{rig.sidecars[1].tail()}"
+            )
         wrong += rig.d.call("check", seed, dst)
         beside += rig.d.call("around", dst)
         moved += n * LAYERS
@@ -481,7 +605,8 @@ def content(rig: Rig, r: random.Random, rounds: int) -> dict[str, Any]:
 
 
 LEASE_S = 60.0  # of offers that lie ready for a whole row of transfers
-# Transfers in a row, and how many are open at a time; over tcp fewer, as a tenth of the bytes moves in as long.
+# Transfers in a row, and how many are open at a time; over tcp fewer, as a tenth of the bytes moves
+# in as long.
 STEADY = {"shm": ((48, 2), (48, 3), (192, 3)), "tcp": ((12, 2), (12, 3))}
 
 
@@ -496,27 +621,41 @@ def rate(rig: Rig, r: random.Random, repeat: int = 6, n: int = BLOCKS // 2) -> d
         if done["status"] != "OK" or (i == 0 and rig.d.call("check", seed, dst)):
             raise SystemExit(f"e2e: rate: {done}, or content differs\n{rig.sidecars[1].tail()}")
         got.append(n * LAYERS * PAGE / (done["at"] - e["at"]) / 1e9)
-    return {"transport": done["transport"], "GB": n * LAYERS * PAGE / 1e9, "gb_per_s": round(statistics.median(got[1:]), 1), "all": [round(g, 1) for g in got],
-            "steady": [steady(rig, r, count, ahead) for count, ahead in STEADY[done["transport"]]]}  # fmt: skip
+    return {"transport": done["transport"], "GB": n * LAYERS * PAGE / 1e9,
+        "gb_per_s": round(statistics.median(got[1:]), 1), "all": [round(g, 1) for g in got],
+        "steady": [steady(rig, r, count, ahead) for count,
+        ahead in STEADY[done["transport"]]]}  # fmt: skip
 
 
-def steady(rig: Rig, r: random.Random, count: int, ahead: int, repeat: int = 5, n: int = BLOCKS // 4) -> dict[str, Any]:
-    """Transfers without a pause: the next one is open before the last one ends, as between a busy prefill and its decode."""
+def steady(
+    rig: Rig, r: random.Random, count: int, ahead: int, repeat: int = 5, n: int = BLOCKS // 4
+) -> dict[str, Any]:
+    """Transfers without a pause: the next one is open before the last one ends, as between a busy
+    prefill and its decode."""
     tables = 3  # of each side; a sink is written anew once its last transfer is over
     srcs, dsts = pick(r, tables * n), pick(r, tables * n)
     sources, sinks = ([all_[i * n :][:n] for i in range(tables)] for all_ in (srcs, dsts))
     seeds = [r.randint(1, 1 << 30) for _ in sources]
     for seed, blocks in zip(seeds, sources, strict=True):
-        rig.p.call("settle", [rig.p.call("offer", os.urandom(16), seed, blocks)])  # writes the content, which stays
+        # Writes the content, which stays.
+        rig.p.call("settle", [rig.p.call("offer", os.urandom(16), seed, blocks)])
     got = []
     for _ in range(repeat + 1):
         xfers = [os.urandom(16) for _ in range(count)]
         leases = [rig.p.call("again", [x], sources[i % tables])[0] for i, x in enumerate(xfers)]
         got.append(round(rig.d.call("stream", xfers, rig.peer, sinks, ahead), 1))
         rig.p.call("settle", leases)
-    if wrong := sum(rig.d.call("check", seed, blocks) for seed, blocks in zip(seeds, sinks, strict=True)):
+    if wrong := sum(
+        rig.d.call("check", seed, blocks) for seed, blocks in zip(seeds, sinks, strict=True)
+    ):
         raise SystemExit(f"e2e: steady: {wrong} blocks differ")
-    return {"GB": n * LAYERS * PAGE / 1e9, "in_a_row": count, "open": ahead, "gb_per_s": statistics.median(got[1:]), "all": got}
+    return {
+        "GB": n * LAYERS * PAGE / 1e9,
+        "in_a_row": count,
+        "open": ahead,
+        "gb_per_s": statistics.median(got[1:]),
+        "all": got,
+    }
 
 
 def layers(rig: Rig, r: random.Random, work: int, n: int, repeat: int = 12) -> dict[str, Any]:
@@ -543,9 +682,19 @@ def layers(rig: Rig, r: random.Random, work: int, n: int, repeat: int = 12) -> d
     }
 
 
-def first(rig: Rig, r: random.Random, rows: int, work: int, ahead: bool, n: int = 4, pool: int = 32, warm: int = 20, repeat: int = 30) -> dict[str, Any]:
-    """`n` blocks a layer, so that what is moved is small and what is measured is how soon. They are of a few, whose pages all have
-    touched before, as in a cache that has been used for a while."""
+def first(
+    rig: Rig,
+    r: random.Random,
+    rows: int,
+    work: int,
+    ahead: bool,
+    n: int = 4,
+    pool: int = 32,
+    warm: int = 20,
+    repeat: int = 30,
+) -> dict[str, Any]:
+    """`n` blocks a layer, so that what is moved is small and what is measured is how soon. They are
+    of a few, whose pages all have touched before, as in a cache that has been used for a while."""
     rig.p.call("prepare", OTHERS, work, rows)
     layer_us = rig.p.call("prepare", SIZES[0], work, rows)
     observer = Remote(Observer, rig.p.call("mapped")[0], rig.d.call("mapped")[1])
@@ -553,7 +702,12 @@ def first(rig: Rig, r: random.Random, rows: int, work: int, ahead: bool, n: int 
     got: list[list[float]] = []
     gaps = []
     for i in range(warm + repeat):
-        src, dst, xfer, seed = pick(r, n), r.sample(range(pool), n), os.urandom(16), r.randint(1, 1 << 30)
+        src, dst, xfer, seed = (
+            pick(r, n),
+            r.sample(range(pool), n),
+            os.urandom(16),
+            r.randint(1, 1 << 30),
+        )
         rig.d.call("refill", dst)
         e = rig.d.call("expect", xfer, rig.peer, dst)
         observer.call("arm", rig.p.call("steps") + 1 + ahead, dst)
@@ -570,15 +724,22 @@ def first(rig: Rig, r: random.Random, rows: int, work: int, ahead: bool, n: int 
     observer.stop()
     lags = sorted(us for lag in got for us in lag)
     by_layer = [round(statistics.median(lag[i] for lag in got)) for i in range(LAYERS)]
-    at = {f"p{q}_us": round(lags[min(len(lags) - 1, len(lags) * q // 100)], 1) for q in (10, 50, 90, 99)}
-    return {"layer_us": round(layer_us, 1), "kernel_us": round(rig.p.call("kernel", rows), 1), "layer_bytes": n * PAGE, "flags": len(lags), **at,
-            "max_us": round(lags[-1], 1), "layer_p50_us": by_layer, "worst_of_each": [[lag.index(max(lag)), round(max(lag))] for lag in got],
-            "observer_away_us": [round(gap) for gap in gaps],
-            "transport": done["transport"]}  # fmt: skip
+    at = {
+        f"p{q}_us": round(lags[min(len(lags) - 1, len(lags) * q // 100)], 1)
+        for q in (10, 50, 90, 99)
+    }
+    return {"layer_us": round(layer_us, 1), "kernel_us": round(rig.p.call("kernel", rows), 1),
+        "layer_bytes": n * PAGE, "flags": len(lags), **at, "max_us": round(lags[-1], 1),
+        "layer_p50_us": by_layer, "worst_of_each": [[lag.index(max(lag)), round(max(lag))]
+        for lag in got], "observer_away_us": [round(gap) for gap in gaps],
+        "transport": done["transport"]}  # fmt: skip
 
 
-def executors(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """What each executor did on each way between two looks at a sidecar: calls, bytes and the rate that is believed."""
+def executors(
+    before: list[dict[str, Any]], after: list[dict[str, Any]]
+) -> dict[str, dict[str, str]]:
+    """What each executor did on each way between two looks at a sidecar: calls, bytes and the rate
+    that is believed."""
     was = {(w["from"], w["to"], e["executor"]): e for w in before for e in w["executors"]}
     out: dict[str, dict[str, str]] = {}
     for w in after:
@@ -586,11 +747,21 @@ def executors(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict
             old = was.get((w["from"], w["to"], e["executor"]), {"calls": 0, "bytes": 0})
             if calls := e["calls"] - old["calls"]:
                 rate = e["bytes_per_second"] / 1e9
-                out.setdefault(f"{w['from']} to {w['to']}", {})[e["executor"]] = f"{calls} calls, {(e['bytes'] - old['bytes']) / 1e9:.2f} GB, {rate:.1f} GB/s"
+                out.setdefault(f"{w['from']} to {w['to']}", {})[e["executor"]] = (
+                    f"{calls} calls, {(e['bytes'] - old['bytes']) / 1e9:.2f} GB, {rate:.1f} GB/s"
+                )
     return out
 
 
-def slow(rig: Rig, r: random.Random, pairs: int, works: list[int], paces: list[float], seconds: float = 0.25, n: int = 512) -> list[dict[str, Any]]:
+def slow(
+    rig: Rig,
+    r: random.Random,
+    pairs: int,
+    works: list[int],
+    paces: list[float],
+    seconds: float = 0.25,
+    n: int = 512,
+) -> list[dict[str, Any]]:
     out = []
     receives = rig.args.gpus[0] == HOST  # the busy engine
     engine = rig.d if receives else rig.p
@@ -613,10 +784,17 @@ def slow(rig: Rig, r: random.Random, pairs: int, works: list[int], paces: list[f
                 both = blocks(2 * n)
                 dst = [both[:n], both[n:]]
                 rig.d.call("refill", both)
-                xfers = [os.urandom(16) for _ in range(round(span * pace * 1e9 / (len(src) * LAYERS * PAGE)) + 4 if pace else 200)]
+                xfers = [
+                    os.urandom(16)
+                    for _ in range(
+                        round(span * pace * 1e9 / (len(src) * LAYERS * PAGE)) + 4 if pace else 200
+                    )
+                ]
                 leases = rig.p.call("again", xfers, src)
                 if receives:
-                    us, got = rig.d.call("busy_pull", 128, work, span, (xfers, rig.peer, dst, span, pace))
+                    us, got = rig.d.call(
+                        "busy_pull", 128, work, span, (xfers, rig.peer, dst, span, pace)
+                    )
                 else:
                     rig.p.start("busy", 128, work, span)
                     got = rig.d.call("pull", xfers, rig.peer, dst, span, pace)
@@ -626,15 +804,20 @@ def slow(rig: Rig, r: random.Random, pairs: int, works: list[int], paces: list[f
                 rig.p.call("settle", leases)
                 wrong += sum(rig.d.call("check", seed, table) for table in dst[: got["tables"]])
             lost = sorted(100 * (b / a - 1) for a, b in zip(idle, loaded, strict=True))
-            out.append({"layer_us": round(layer_us, 1), "asked_gb_per_s": pace or "all", "gb_per_s": round(statistics.median(rates), 1), "pairs": pairs,
-                        "slower_percent": round(statistics.median(lost), 1), "p10": round(lost[len(lost) // 10], 1),
-                        "p90": round(lost[-1 - len(lost) // 10], 1), "all": [round(x, 1) for x in lost], "wrong": wrong,
-                        "executors": [executors(a, s.state()["gpu_executors"]) for a, s in zip(before, rig.sidecars, strict=True)]})  # fmt: skip
+            out.append({"layer_us": round(layer_us, 1), "asked_gb_per_s": pace or "all",
+                "gb_per_s": round(statistics.median(rates), 1), "pairs": pairs,
+                "slower_percent": round(statistics.median(lost), 1),
+                "p10": round(lost[len(lost) // 10], 1), "p90": round(lost[-1 - len(lost) // 10],
+                1), "all": [round(x, 1) for x in lost], "wrong": wrong,
+                "executors": [executors(a, s.state()["gpu_executors"]) for a,
+                s in zip(before, rig.sidecars, strict=True)]})  # fmt: skip
             say(f"slow: {out[-1]}")
     return out
 
 
-def kill(args: argparse.Namespace, path: str, r: random.Random, sets: list[str], rounds: int) -> dict[str, Any]:
+def kill(
+    args: argparse.Namespace, path: str, r: random.Random, sets: list[str], rounds: int
+) -> dict[str, Any]:
     out: dict[str, Any] = {}
     n = 4096
     for victim in args.victim or VICTIMS:
@@ -645,7 +828,8 @@ def kill(args: argparse.Namespace, path: str, r: random.Random, sets: list[str],
             src, dst, xfer, seed = pick(r, n), pick(r, n), os.urandom(16), r.randint(1, 1 << 30)
             rig.p.call("offer", xfer, seed, src)
             e = rig.d.call("expect", xfer, rig.peer, dst)
-            time.sleep(r.random() * args.kill_ms / 1000)  # the moment of the death is what is drawn: there is nothing to wait for
+            # The moment of the death is what is drawn: there is nothing to wait for.
+            time.sleep(r.random() * args.kill_ms / 1000)
             if victim == "source engine":
                 rig.p.kill()
             elif victim == "destination engine":
@@ -686,11 +870,18 @@ def kill(args: argparse.Namespace, path: str, r: random.Random, sets: list[str],
     return out
 
 
-def measured(args: argparse.Namespace, name: str, sets: list[str], parts: list[str], r: random.Random, report: dict[str, Any]) -> list[str]:
+def measured(
+    args: argparse.Namespace,
+    name: str,
+    sets: list[str],
+    parts: list[str],
+    r: random.Random,
+    report: dict[str, Any],
+) -> list[str]:
     """All parts but kill, with one rig."""
     problems: list[str] = []
     rig = Rig(args, sets)
-    turn = open(args.turn or os.devnull, "w")  # noqa: SIM115
+    turn = open(args.turn or os.devnull, "w")
     fcntl.flock(turn, fcntl.LOCK_EX if args.turn else fcntl.LOCK_SH)
     try:
         if "content" in parts:
@@ -711,7 +902,11 @@ def measured(args: argparse.Namespace, name: str, sets: list[str], parts: list[s
             report[f"layers_{name}"] = [layers(rig, r, work, n) for n, work in args.layers]
             say(f"layers over {name}: {report[f'layers_{name}']}")
         if "first" in parts:
-            report[f"first_{name}"] = {f"{what}, {how}": first(rig, r, rows, work, ahead) for what, rows, work in FIRST for how, ahead in AHEAD}
+            report[f"first_{name}"] = {
+                f"{what}, {how}": first(rig, r, rows, work, ahead)
+                for what, rows, work in FIRST
+                for how, ahead in AHEAD
+            }
             say(f"first over {name}: {report[f'first_{name}']}")
     except SystemExit:
         for s in rig.sidecars:
@@ -725,36 +920,82 @@ def measured(args: argparse.Namespace, name: str, sets: list[str], parts: list[s
 
 
 def main() -> int:
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     ap.add_argument("--kvspray", default=".build/gpu/kvspray")
-    ap.add_argument("--gpus", default="0,0", type=lambda s: s.split(","), help="of the two engines; host for a cache in host memory")
+    ap.add_argument(
+        "--gpus",
+        default="0,0",
+        type=lambda s: s.split(","),
+        help="of the two engines; host for a cache in host memory",
+    )
     ap.add_argument("--rounds", type=int, default=20)
     ap.add_argument("--kills", type=int, default=3)
     ap.add_argument("--pairs", type=int, default=30, help="of part slow")
-    ap.add_argument("--works", default="4,36,560", type=lambda s: [int(x) for x in s.split(",")], help="of part slow: kernels per layer, ...")
-    ap.add_argument("--paces", default="15,0", type=lambda s: [float(x) for x in s.split(",")], help="of part slow: GB/s, 0 for all there is, ...")
+    ap.add_argument(
+        "--works",
+        default="4,36,560",
+        type=lambda s: [int(x) for x in s.split(",")],
+        help="of part slow: kernels per layer, ...",
+    )
+    ap.add_argument(
+        "--paces",
+        default="15,0",
+        type=lambda s: [float(x) for x in s.split(",")],
+        help="of part slow: GB/s, 0 for all there is, ...",
+    )
     ap.add_argument("--kill-ms", type=float, default=20)
-    ap.add_argument("--layers", default="128:24,128:96,128:200,256:200", help="blocks:kernels per layer, ...",
-                    type=lambda s: [tuple(int(x) for x in w.split(":")) for w in s.split(",")])  # fmt: skip
+    ap.add_argument("--layers", default="128:24,128:96,128:200,256:200",
+        help="blocks:kernels per layer, ...", type=lambda s: [tuple(int(x) for x in w.split(":"))
+        for w in s.split(",")])  # fmt: skip
     ap.add_argument("--victim", action="append", default=[], choices=VICTIMS, help="of part kill")
-    ap.add_argument("--turn", type=pathlib.Path, help="measure only with this file locked, so that several may start at once")
+    ap.add_argument(
+        "--turn",
+        type=pathlib.Path,
+        help="measure only with this file locked, so that several may start at once",
+    )
     ap.add_argument("--path", action="append", default=[])
     ap.add_argument("--part", action="append", default=[])
     ap.add_argument("--set", action="append", default=[])
     ap.add_argument("--json", type=pathlib.Path)
     args = ap.parse_args()
     if HOST == args.gpus[0] and args.part != ["slow"]:
-        raise SystemExit("e2e: --gpus: the first engine computes, its cache is on a GPU; host is for the second one, but in part slow")
-    parts = args.part or ["content", "rate", "slow", "layers", "kill", *(["first"] if HOST in args.gpus else [])]
+        raise SystemExit(
+            "e2e: --gpus: the first engine computes, its cache is on a GPU; host is for the second "
+            "one, but in part slow"
+        )
+    parts = args.part or [
+        "content",
+        "rate",
+        "slow",
+        "layers",
+        "kill",
+        *(["first"] if HOST in args.gpus else []),
+    ]
     if "first" in parts and HOST not in args.gpus:
-        raise SystemExit("e2e: --part first: needs --gpus N,host: what arrives has to be seen without asking a GPU")
+        raise SystemExit(
+            "e2e: --part first: needs --gpus N,host: what arrives has to be seen without asking a "
+            "GPU"
+        )
     r = random.Random(1)
     report: dict[str, Any] = {"machine": machine(args.kvspray)}
-    report |= {"gpu": torch.cuda.get_device_name(0), "gpus": args.gpus, "torch": torch.__version__, "layers": LAYERS, "page": PAGE}
+    report |= {
+        "gpu": torch.cuda.get_device_name(0),
+        "gpus": args.gpus,
+        "torch": torch.__version__,
+        "layers": LAYERS,
+        "page": PAGE,
+    }
     problems = []
     paths = {
         "shm": ["transports.order=shm"],
-        "tcp": ["transports.order=tcp", "transports.tcp.connections=8", "transports.tcp.integrity=off", "transfer.max_slices=256"],
+        "tcp": [
+            "transports.order=tcp",
+            "transports.tcp.connections=8",
+            "transports.tcp.integrity=off",
+            "transfer.max_slices=256",
+        ],
     }
     for name in args.path or paths:
         sets = paths[name] + args.set
@@ -762,7 +1003,11 @@ def main() -> int:
             problems += measured(args, name, sets, parts, r, report)
         if "kill" in parts:
             got = report[f"kill_{name}"] = kill(args, name, r, sets, args.kills)
-            problems += [f"kill over {name}, {v}: {k}" for v, k in got.items() if k["late_writes"] or k["wrong"] or k["after"]["wrong"]]
+            problems += [
+                f"kill over {name}, {v}: {k}"
+                for v, k in got.items()
+                if k["late_writes"] or k["wrong"] or k["after"]["wrong"]
+            ]
     report["problems"] = problems
     print(json.dumps(report, indent=1))
     if args.json:

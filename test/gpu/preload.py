@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Copies of torch between pinned memory and a GPU, taken by the preload for a real sidecar, beside the same program without it. Two minutes.
+"""Copies of torch between pinned memory and a GPU, taken by the preload for a real sidecar, beside
+the same program without it. Two minutes.
 
     preload.py [--kvspray F] [--set KEY=VALUE] [--json F]
 
-Each run of the program compares every byte: copies and kernels on four streams and the default stream, a graph with a copy in it, memory that is
-freed and allocated again. One run loses its sidecar in mid copy. The report of the library shows which entry points the runtime called.
+Each run of the program compares every byte: copies and kernels on four streams and the default
+stream, a graph with a copy in it, memory that is freed and allocated again. One run loses its
+sidecar in mid copy. The report of the library shows which entry points the runtime called.
 """
 
 from __future__ import annotations
@@ -82,13 +84,23 @@ def run(name: str, sidecar: Sidecar | None, kill: bool = False, **more: str) -> 
     env = {**os.environ, "KVSPRAY_PRELOAD": "report", **more}
     if sidecar is not None:
         env |= {"LD_PRELOAD": str(LIBRARY), "KVSPRAY_PRELOAD_SOCKET": sidecar.socket}
-    command = [sys.executable, __file__, "--program", str(sidecar.process.pid if sidecar and kill else 0)]
+    command = [
+        sys.executable,
+        __file__,
+        "--program",
+        str(sidecar.process.pid if sidecar and kill else 0),
+    ]
     p = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PROGRAM_S)
     lines = [line for line in p.stderr.splitlines() if "kvspray preload" in line]
     say(f"{name}: status {p.returncode}, {p.stdout.strip()}\n" + "\n".join(lines))
     if p.returncode:
         return {"status": p.returncode, "error": p.stderr[-2000:]}
-    return {**json.loads(p.stdout), "status": 0, "caught": sum(map(int, re.findall(CAUGHT, p.stderr))), "report": lines}
+    return {
+        **json.loads(p.stdout),
+        "status": 0,
+        "caught": sum(map(int, re.findall(CAUGHT, p.stderr))),
+        "report": lines,
+    }
 
 
 def main() -> None:
@@ -109,7 +121,12 @@ def main() -> None:
             # One hardware queue: the stream that waits and the one that copies again may share it.
             ("killed, one queue", True, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
         ):
-            sidecar = Sidecar(args.kvspray, pathlib.Path(base), name.replace(", ", "-").replace(" ", "-"), args.set)
+            sidecar = Sidecar(
+                args.kvspray,
+                pathlib.Path(base),
+                name.replace(", ", "-").replace(" ", "-"),
+                args.set,
+            )
             try:
                 runs[name] = run(name, sidecar, kill, **more)
             except subprocess.TimeoutExpired:
@@ -119,7 +136,11 @@ def main() -> None:
                 sidecar.stop()
     if args.json:
         args.json.write_text(json.dumps(runs, indent=1))
-    bad = [n for n, r in runs.items() if r["status"] != 0 or r["wrong"] or n != "native" and not r["caught"]]
+    bad = [
+        n
+        for n, r in runs.items()
+        if r["status"] != 0 or r["wrong"] or n != "native" and not r["caught"]
+    ]
     sys.exit(f"preload: not as it should be: {', '.join(bad)}" if bad else 0)
 
 

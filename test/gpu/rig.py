@@ -1,4 +1,5 @@
-"""What the scripts of this directory share: real sidecars, and engines in processes of their own."""
+"""What the scripts of this directory share: real sidecars, and engines in processes of their
+own."""
 
 from __future__ import annotations
 
@@ -36,12 +37,32 @@ def until(done: Callable[[], bool], what: str) -> None:
 def layout(model: str, layers: int, blocks: int, page: int, regions: int = 1) -> dict[str, Any]:
     """Of that many regions in turns, layer after layer, a page of one head for each block."""
     all_ = [
-        {"name": f"l{i}", "index": i, "region": i % regions, "base": i // regions * blocks * page, "block_stride": page, "page_bytes": page}
+        {
+            "name": f"l{i}",
+            "index": i,
+            "region": i % regions,
+            "base": i // regions * blocks * page,
+            "block_stride": page,
+            "page_bytes": page,
+        }
         for i in range(layers)
     ]
-    group = {"tokens_per_block": TOKENS, "strategy": "packed_hnd", "params": {"heads": 1}, "num_blocks": blocks, "layers": all_}
+    group = {
+        "tokens_per_block": TOKENS,
+        "strategy": "packed_hnd",
+        "params": {"heads": 1},
+        "num_blocks": blocks,
+        "layers": all_,
+    }
     said = kvspray.identity(
-        model_config=model, weights="none", layers=layers, head_size=page // TOKENS // 4, groups="full", rope="", backoff=0, speculative=""
+        model_config=model,
+        weights="none",
+        layers=layers,
+        head_size=page // TOKENS // 4,
+        groups="full",
+        rope="",
+        backoff=0,
+        speculative="",
     )
     return {"model": model, "dtype": "bfloat16", "groups": [group], "identity": said}
 
@@ -51,10 +72,21 @@ class Sidecar:
         self.base = base / name
         self.base.mkdir(mode=0o700)
         self.socket, ready = str(self.base / "s"), self.base / "ready.json"
-        command = [binary, "serve", "--socket", self.socket, "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--ready-file", str(ready)]
+        command = [
+            binary,
+            "serve",
+            "--socket",
+            self.socket,
+            "--listen",
+            "127.0.0.1:0",
+            "--http",
+            "127.0.0.1:0",
+            "--ready-file",
+            str(ready),
+        ]
         for s in ["peer.gossip.listen=off", f"transports.shm.dir={base}", *sets]:
             command += ["--set", s]
-        log = open(self.base / "log", "wb")  # noqa: SIM115
+        log = open(self.base / "log", "wb")
         self.process = subprocess.Popen(command, stdout=log, stderr=log)
         end = time.monotonic() + TIMEOUT_S
         while not ready.exists():
@@ -75,7 +107,11 @@ class Sidecar:
 
     def notable(self, n: int) -> list[str]:
         """The last lines that are about GPUs, or worse."""
-        return [line for line in self.tail().splitlines() if "gpu" in line or "WARN" in line or "ERROR" in line][-n:]
+        return [
+            line
+            for line in self.tail().splitlines()
+            if "gpu" in line or "WARN" in line or "ERROR" in line
+        ][-n:]
 
     def stop(self) -> None:
         self.process.terminate()
@@ -94,7 +130,7 @@ def serve(pipe: Any, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
             name, given, named = call
             pipe.send((True, getattr(engine, name)(*given, **named)))
         engine.close()
-    except BaseException as x:  # noqa: BLE001
+    except BaseException as x:
         pipe.send((False, "".join(traceback.format_exception(x))[-2000:]))
 
 

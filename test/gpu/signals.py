@@ -1,16 +1,23 @@
 #!/usr/bin/env python3
-"""Signals by the GPU, on a GPU: needs an NVIDIA driver, torch and the package kvspray, and nothing else.
+"""Signals by the GPU, on a GPU: needs an NVIDIA driver, torch and the package kvspray, and nothing
+else.
 
-A model of 32 layers writes a page of each layer's cache per step. It runs eagerly and as full CUDA graphs of several batch sizes
-that share one board. A second process, which has the cache by CUDA IPC and the flags by their memfd, as a sidecar has, follows the
-flags, copies each page when its flag arrives, and compares it with what that step must have written:
+A model of 32 layers writes a page of each layer's cache per step. It runs eagerly and as full CUDA
+graphs of several batch sizes that share one board. A second process, which has the cache by CUDA
+IPC and the flags by their memfd, as a sidecar has, follows the flags, copies each page when its
+flag arrives, and compares it with what that step must have written:
 
-    seen     every layer of every step, eager and replayed, in any order of graphs; no page wrong, no flag ahead of its step; flags of
-             replays are read as a sidecar reads them: the step first, then the layer's
-    tight    the same with slow layers and an engine that waits for the other process, which is then at most one layer behind
-    early    tight, with the signal placed before the layer: the comparison has to notice, or it proves nothing
-    wait     streams wait for load flags, eagerly and inside a graph; the other process sets them one by one; none goes on early
-    cleared  replays whose last node sets a flag, and the next step right behind: no flag of the one is left in the other
+    seen     every layer of every step, eager and replayed, in any order of graphs; no page wrong,
+             no flag ahead of its step; flags of replays are read as a sidecar reads them: the step
+             first, then the layer's
+    tight    the same with slow layers and an engine that waits for the other process, which is then
+             at most one layer behind
+    early    tight, with the signal placed before the layer: the comparison has to notice, or it
+             proves nothing
+    wait     streams wait for load flags, eagerly and inside a graph; the other process sets them
+             one by one; none goes on early
+    cleared  replays whose last node sets a flag, and the next step right behind: no flag of the one
+             is left in the other
     cost     added time per layer of a replayed graph, with and without signals alternated
 
 usage: signals.py [--steps N] [--rounds N] [--cost-only] [--json FILE]
@@ -61,10 +68,12 @@ class Flags:
         self.replays = self.words[REPLAYS_AT // 8]
 
     def layer(self, i: int) -> int:
-        """The last step whose layer i is known to be complete. Flags of graphs are cleared as the next step begins, but for the end of a step."""
+        """The last step whose layer i is known to be complete. Flags of graphs are cleared as the
+        next step begins, but for the end of a step."""
         value = self.words[(HEADER + STRIDE * i) // 8]
         if i < LAYERS:
-            step = self.words[(self.replays + STRIDE * LAYERS) // 8]  # before the flag: a reader that sees the step sees its zeros
+            # Before the flag: a reader that sees the step sees its zeros.
+            step = self.words[(self.replays + STRIDE * LAYERS) // 8]
             if step > value and self.replayed(i):
                 return step
         return value
@@ -90,7 +99,15 @@ def expected(step: int, layer: int) -> int:
     return step * 1024 + layer
 
 
-def watch(path: str, cache: torch.Tensor, progress: Any, launched: Any, looks: Any, jobs: Any, results: Any) -> None:
+def watch(
+    path: str,
+    cache: torch.Tensor,
+    progress: Any,
+    launched: Any,
+    looks: Any,
+    jobs: Any,
+    results: Any,
+) -> None:
     """The other process."""
     flags = Flags(path)
     torch.cuda.set_device(0)
@@ -102,11 +119,13 @@ def watch(path: str, cache: torch.Tensor, progress: Any, launched: Any, looks: A
         if kind == "load":
             end = time.monotonic() + TIMEOUT_S
             for layer in range(first, last):
-                # A whole look began and ended since the flag before: it saw the layers that may have run, and would have seen others.
+                # A whole look began and ended since the flag before: it saw the layers that may
+                # have run, and would have seen others.
                 seen = looks.value
                 while looks.value < seen + 2 and time.monotonic() < end:
                     pass
-                progress.value = layer + 1  # reported before it is done: a stream that ran early would have been seen
+                # Reported before it is done: a stream that ran early would have been seen.
+                progress.value = layer + 1
                 flags.set_load(layer, 1)
             results.put(None)
             continue
@@ -116,7 +135,14 @@ def watch(path: str, cache: torch.Tensor, progress: Any, launched: Any, looks: A
             for layer in range(LAYERS):
                 while (value := flags.layer(layer)) < step:
                     if time.monotonic() > end:
-                        results.put({"error": f"step {step}, layer {layer}: the flag is {value} after {TIMEOUT_S} s"})
+                        results.put(
+                            {
+                                "error": (
+                                    f"step {step}, layer {layer}: the flag is {value} after "
+                                    f"{TIMEOUT_S} s"
+                                )
+                            }
+                        )
                         return
                 ahead += value > launched.value
                 with torch.cuda.stream(stream):
@@ -133,17 +159,27 @@ def watch(path: str, cache: torch.Tensor, progress: Any, launched: Any, looks: A
 
 
 class Model:
-    """Layers that compute for a while and then write one page each. Step and page are in memory, as an engine's block table is."""
+    """Layers that compute for a while and then write one page each. Step and page are in memory, as
+    an engine's block table is."""
 
     def __init__(self, cache: torch.Tensor, hidden: int = HIDDEN) -> None:
         self.cache = cache
         self.weight = torch.randn(hidden, hidden, device="cuda", dtype=torch.bfloat16) / 64
         self.step = torch.zeros(1, device="cuda", dtype=torch.int64)
         self.slot = torch.zeros(1, device="cuda", dtype=torch.int64)
-        self.inputs = {b: torch.randn(b, hidden, device="cuda", dtype=torch.bfloat16) for b in BATCHES}
+        self.inputs = {
+            b: torch.randn(b, hidden, device="cuda", dtype=torch.bfloat16) for b in BATCHES
+        }
         self.kernels = {b: max(1, 2048 // b // 4) for b in BATCHES}
 
-    def forward(self, batch: int, gpu: GpuSignals | None, early: bool = False, waits: bool = False, slow: int = 1) -> None:
+    def forward(
+        self,
+        batch: int,
+        gpu: GpuSignals | None,
+        early: bool = False,
+        waits: bool = False,
+        slow: int = 1,
+    ) -> None:
         x = self.inputs[batch]
         stream = torch.cuda.current_stream().cuda_stream
         for layer in range(LAYERS):
@@ -153,7 +189,9 @@ class Model:
                 gpu.signal_layer(layer, stream)
             for _ in range(self.kernels[batch] * slow):
                 x = torch.nn.functional.linear(x, self.weight)
-            self.cache[:, layer].index_copy_(0, self.slot, (self.step * 1024 + layer).expand(1, PAGE))
+            self.cache[:, layer].index_copy_(
+                0, self.slot, (self.step * 1024 + layer).expand(1, PAGE)
+            )
             if not early and gpu is not None and not waits:
                 gpu.signal_layer(layer, stream)
         if gpu is not None and not waits:
@@ -163,7 +201,9 @@ class Model:
         self.step.fill_(step)
         self.slot.fill_(step % PAGES)
 
-    def capture(self, batch: int, gpu: GpuSignals | None, pool: Any = None, **how: Any) -> torch.cuda.CUDAGraph:
+    def capture(
+        self, batch: int, gpu: GpuSignals | None, pool: Any = None, **how: Any
+    ) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             self.forward(batch, gpu, **how)
@@ -172,9 +212,14 @@ class Model:
 
 class Run:
     def __init__(self) -> None:
-        self.client = kvspray.WorkerClient("/nonexistent/kvspray.sock", engine=kvspray.EngineInfo("signals", id="gpu"), layers=LAYERS)
+        self.client = kvspray.WorkerClient(
+            "/nonexistent/kvspray.sock",
+            engine=kvspray.EngineInfo("signals", id="gpu"),
+            layers=LAYERS,
+        )
         region = self.client.alloc_region(4096)
-        self.client.register([region], layout(4096))  # starts the background thread, which is the watchdog's
+        # Starts the background thread, which is the watchdog's.
+        self.client.register([region], layout(4096))
         self.cache = torch.zeros(PAGES, LAYERS, PAGE, device="cuda", dtype=torch.int64)
         self.model = Model(self.cache)
         for b in BATCHES:
@@ -189,13 +234,26 @@ class Run:
         self.progress, self.launched = ctx.Value("q", 0, lock=False), ctx.Value("q", 0, lock=False)
         self.looks = ctx.Value("q", 0, lock=False)
         self.jobs, self.results = ctx.Queue(), ctx.Queue()
-        self.other = ctx.Process(target=watch, args=(path, self.cache, self.progress, self.launched, self.looks, self.jobs, self.results), daemon=True)
+        self.other = ctx.Process(
+            target=watch,
+            args=(
+                path,
+                self.cache,
+                self.progress,
+                self.launched,
+                self.looks,
+                self.jobs,
+                self.results,
+            ),
+            daemon=True,
+        )
         self.other.start()
         if self.results.get(timeout=TIMEOUT_S) != "ready":
             raise SystemExit("signals: the other process did not start")
 
     def follow(self, steps: int, how: Any, ahead: int = AHEAD) -> dict[str, Any]:
-        """Runs that many steps, how(step) each, while the other process follows, that many steps behind at most."""
+        """Runs that many steps, how(step) each, while the other process follows, that many steps
+        behind at most."""
         first = self.step + 1
         self.progress.value = self.step
         self.jobs.put(("watch", first, first + steps))
@@ -222,7 +280,8 @@ class Run:
 
 
 def cleared(run: Run, rounds: int = 20_000) -> dict[str, int]:
-    """A write that came behind the zeros of the next step would stay, and be taken for a layer of it."""
+    """A write that came behind the zeros of the next step would stay, and be taken for a layer of
+    it."""
     stream = torch.cuda.current_stream().cuda_stream
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -248,7 +307,8 @@ def cleared(run: Run, rounds: int = 20_000) -> dict[str, int]:
 
 
 def waiting(run: Run) -> dict[str, Any]:
-    """A stream, and a graph, wait for load flags that the other process sets one by one, each after a look at what has run."""
+    """A stream, and a graph, wait for load flags that the other process sets one by one, each after
+    a look at what has run."""
     out: dict[str, Any] = {}
     batch = BATCHES[0]
     graph = run.model.capture(batch, run.gpu, waits=True)
@@ -277,7 +337,8 @@ def waiting(run: Run) -> dict[str, Any]:
         run.progress.value = 0
         run.jobs.put(("load", 0, LAYERS))
         early = 0
-        partial = 0  # looks that saw some layers done and others not: the stream really went on layer by layer
+        # Looks that saw some layers done and others not: the stream really went on layer by layer.
+        partial = 0
         end = time.monotonic() + 20
         while not done.query() and time.monotonic() < end:
             ran = look()
@@ -300,8 +361,9 @@ def clear_loads(client: kvspray.WorkerClient) -> None:
 
 
 def cost(run: Run, rounds: int) -> list[dict[str, Any]]:
-    """Graphs in one memory pool, so that all of them use the same addresses: with other addresses the caches alone make a difference
-    of microseconds. `control` is a second graph without signals. The launch that sets the step before a replay counts as a part of the signals."""
+    """Graphs in one memory pool, so that all of them use the same addresses: with other addresses
+    the caches alone make a difference of microseconds. `control` is a second graph without signals.
+    The launch that sets the step before a replay counts as a part of the signals."""
     out = []
     stream = torch.cuda.current_stream().cuda_stream
     models = {hidden: Model(run.cache, hidden) for hidden in COST_HIDDEN}
@@ -313,7 +375,12 @@ def cost(run: Run, rounds: int) -> list[dict[str, Any]]:
         gpus = {"plain": None, "signals": run.gpu, "control": None}
         graphs = {kind: model.capture(batch, gpu, pool=pool) for kind, gpu in gpus.items()}
 
-        def timed(kind: str, replays: int = 40, graphs: dict[str, Any] = graphs, gpus: dict[str, Any] = gpus) -> float:
+        def timed(
+            kind: str,
+            replays: int = 40,
+            graphs: dict[str, Any] = graphs,
+            gpus: dict[str, Any] = gpus,
+        ) -> float:
             a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             a.record()
             for _ in range(replays):
@@ -334,12 +401,20 @@ def cost(run: Run, rounds: int) -> list[dict[str, Any]]:
             for kind in order[i % 3 :] + order[: i % 3]:
                 got[kind].append(timed(kind))
         layer_us = statistics.median(got["plain"])
-        row: dict[str, Any] = {"hidden": hidden, "batch": batch, "kernels": model.kernels[batch] + 3, "layer_us": round(layer_us, 2), "rounds": rounds}
+        row: dict[str, Any] = {
+            "hidden": hidden,
+            "batch": batch,
+            "kernels": model.kernels[batch] + 3,
+            "layer_us": round(layer_us, 2),
+            "rounds": rounds,
+        }
         for kind in ("signals", "control"):
             added = sorted(x - y for x, y in zip(got[kind], got["plain"], strict=True))
             row[kind] = {
-                "added_us": round(statistics.median(added), 3), "p10_us": round(added[len(added) // 10], 3),
-                "p90_us": round(added[-1 - len(added) // 10], 3), "percent": round(100 * statistics.median(added) / layer_us, 2),
+                "added_us": round(statistics.median(added), 3),
+                "p10_us": round(added[len(added) // 10], 3), "p90_us": round(
+                added[-1 - len(added) // 10], 3), "percent": round(
+                100 * statistics.median(added) / layer_us, 2),
             }  # fmt: skip
         out.append(row)
     return out
@@ -350,14 +425,35 @@ def say(text: str) -> None:
 
 
 def layout(region_bytes: int) -> dict[str, Any]:
-    """Of a page of host memory: what is registered has to be something, and the cache of this model is the GPU's."""
-    layer = {"name": "l0", "index": 0, "region": 0, "base": 0, "block_stride": region_bytes, "page_bytes": region_bytes}
-    group = {"tokens_per_block": 16, "strategy": "packed_hnd", "params": {"heads": 1}, "num_blocks": 1, "layers": [layer]}
-    return {"model": "signals", "dtype": "bfloat16", "groups": [group], "identity": {"model": "signals"}}
+    """Of a page of host memory: what is registered has to be something, and the cache of this model
+    is the GPU's."""
+    layer = {
+        "name": "l0",
+        "index": 0,
+        "region": 0,
+        "base": 0,
+        "block_stride": region_bytes,
+        "page_bytes": region_bytes,
+    }
+    group = {
+        "tokens_per_block": 16,
+        "strategy": "packed_hnd",
+        "params": {"heads": 1},
+        "num_blocks": 1,
+        "layers": [layer],
+    }
+    return {
+        "model": "signals",
+        "dtype": "bfloat16",
+        "groups": [group],
+        "identity": {"model": "signals"},
+    }
 
 
 def main() -> int:
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     ap.add_argument("--steps", type=int, default=300)
     ap.add_argument("--rounds", type=int, default=24)
     ap.add_argument("--cost-only", action="store_true")
@@ -367,7 +463,12 @@ def main() -> int:
     run = Run()
     r = random.Random(1)
     report: dict[str, Any] = {"machine": machine(None)}
-    report |= {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "cuda": torch.version.cuda, "layers": LAYERS}
+    report |= {
+        "gpu": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "layers": LAYERS,
+    }
 
     if args.cost_only:
         print(json.dumps(cost(run, args.rounds), indent=1))
@@ -400,7 +501,9 @@ def main() -> int:
         if report[kind] != {"pages": steps * LAYERS, "wrong": 0, "ahead": 0}:
             problems.append(f"{kind}: a flag was early, wrong or missing")
     if report["cleared"]["left"] or report["cleared"]["complete"] != report["cleared"]["looked"]:
-        problems.append("a step began with flags of the one before it, or a replay did not set them")
+        problems.append(
+            "a step began with flags of the one before it, or a replay did not set them"
+        )
     if report["early"].get("wrong", 0) < 20 * LAYERS // 2:
         problems.append("signals before the write were not noticed: the comparison proves nothing")
     for kind in ("eager", "graph"):

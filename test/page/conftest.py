@@ -13,14 +13,18 @@ import pytest
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "rig")]
 MUST_RUN = os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
-CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
+CHROMIUM = next(
+    (p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))),
+    None,
+)
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 
 refused = ""
 
 
 def unshare() -> str:
-    """Moves this process, which has one thread yet, to its own namespace. Returns why it could not."""
+    """Moves this process, which has one thread yet, to its own namespace. Returns why it could
+    not."""
     uid, gid = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET):

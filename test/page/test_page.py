@@ -1,4 +1,5 @@
-"""The sidecar's page in a real browser, beside real transfers: what it shows, and that all users can use it."""
+"""The sidecar's page in a real browser, beside real transfers: what it shows, and that all users
+can use it."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def browser(needs: None) -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def opened(browser: Browser, theme: Any, url: str) -> Iterator[Page]:
-    """A page. Whatever a test does with it, nothing is loaded from elsewhere and no error appears."""
+    """A page. Whatever a test does with it, nothing is loaded from elsewhere and no error
+    appears."""
     context = browser.new_context(color_scheme=theme, viewport={"width": 1280, "height": 900})
     page = context.new_page()
     wrong: list[str] = []
@@ -106,7 +108,11 @@ def page(request: Any, browser: Browser, pair: Pair) -> Iterator[Page]:
 
 def shot(page: Page, name: str) -> None:
     if SHOTS:
-        theme = "dark" if page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") else "light"
+        theme = (
+            "dark"
+            if page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+            else "light"
+        )
         page.screenshot(path=pathlib.Path(SHOTS) / f"page-{name}-{theme}.png", full_page=True)
 
 
@@ -176,7 +182,9 @@ def test_leaving(page: Page, pair: Pair) -> None:
     drain = [str(BINARY), "drain", "--socket", str(pair.sidecars[1].socket)]
     subprocess.run([*drain, "--notice", "0s", "--timeout", "0s"], check=True)
     try:
-        expect(page.locator("#health")).to_have_text(re.compile(r"routers send them no new requests for \d+ s"))
+        expect(page.locator("#health")).to_have_text(
+            re.compile(r"routers send them no new requests for \d+ s")
+        )
     finally:
         subprocess.run([*drain, "--undo"], check=True)
     expect(page.locator("#health")).to_have_text("All is well.")
@@ -199,7 +207,14 @@ def test_router(browser: Browser, links: Links, tmp_path: pathlib.Path, theme: s
     threading.Thread(target=engine.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{engine.server_port}"
     router = Process("router", tmp_path)
-    command = [str(BINARY), "proxy", "--listen", f"127.0.0.1:{router.port}", "--mode", "prefill-first"]
+    command = [
+        str(BINARY),
+        "proxy",
+        "--listen",
+        f"127.0.0.1:{router.port}",
+        "--mode",
+        "prefill-first",
+    ]
     router.spawn([*command, routed(url, "both"), routed("http://127.0.0.1:9", "prefill")])
     try:
         wait_for("the router", router.up, 30)

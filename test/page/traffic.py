@@ -1,4 +1,5 @@
-"""Two sidecars with two rails each, and engines without a model that exchange blocks through them."""
+"""Two sidecars with two rails each, and engines without a model that exchange blocks through
+them."""
 
 from __future__ import annotations
 
@@ -20,18 +21,41 @@ WAIT_S = 30.0
 def layout() -> dict[str, Any]:
     size = BLOCKS * PAGE
     layers = [
-        {"name": f"l{i}", "index": i, "region": 0, "base": i * size, "block_stride": PAGE, "page_bytes": PAGE} for i in range(LAYERS)
+        {
+            "name": f"l{i}",
+            "index": i,
+            "region": 0,
+            "base": i * size,
+            "block_stride": PAGE,
+            "page_bytes": PAGE,
+        }
+        for i in range(LAYERS)
     ]
-    group = {"tokens_per_block": TOKENS, "strategy": "packed_hnd", "params": {"heads": 8}, "num_blocks": BLOCKS, "layers": layers}
+    group = {
+        "tokens_per_block": TOKENS,
+        "strategy": "packed_hnd",
+        "params": {"heads": 8},
+        "num_blocks": BLOCKS,
+        "layers": layers,
+    }
     identity = kvspray.identity(
-        model_config="page", weights="none", layers=LAYERS, head_size=128, groups="full", rope="", backoff=0, speculative=""
+        model_config="page",
+        weights="none",
+        layers=LAYERS,
+        head_size=128,
+        groups="full",
+        rope="",
+        backoff=0,
+        speculative="",
     )
     return {"model": "page", "dtype": "bfloat16", "groups": [group], "identity": identity}
 
 
 class Engine:
     def __init__(self, name: str, sidecar: Sidecar) -> None:
-        self.client = kvspray.WorkerClient(sidecar.socket, engine=kvspray.EngineInfo("page", "1", name), layers=LAYERS)
+        self.client = kvspray.WorkerClient(
+            sidecar.socket, engine=kvspray.EngineInfo("page", "1", name), layers=LAYERS
+        )
         self.region = self.client.alloc_region(LAYERS * BLOCKS * PAGE)
         self.client.register([self.region], layout())
         assert self.client.wait_connected(WAIT_S), self.client.status()
@@ -52,11 +76,19 @@ class Pair:
     def __init__(self, dir: pathlib.Path, rails: list[str], store: bool = True) -> None:
         config: dict[str, Any] = {
             "peer": {"cluster_key_file": cluster_key(dir)},
-            "transports": {"order": ["tcp"], "tcp": {"rails": [{"name": f"rail{i}", "listen": f"{a}:0"} for i, a in enumerate(rails)]}},
+            "transports": {
+                "order": ["tcp"],
+                "tcp": {
+                    "rails": [{"name": f"rail{i}", "listen": f"{a}:0"} for i, a in enumerate(rails)]
+                },
+            },
         }
         if store:
             config["store"] = {"memory": "64MiB", "disk": [{"path": str(dir), "size": "256MiB"}]}
-        self.sidecars = [Sidecar(name, dir, config if name == "decode" else {**config, "store": {}}) for name in ("prefill", "decode")]
+        self.sidecars = [
+            Sidecar(name, dir, config if name == "decode" else {**config, "store": {}})
+            for name in ("prefill", "decode")
+        ]
         self.engines: list[Engine] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -78,7 +110,16 @@ class Pair:
         xfer = hashlib.sha256(f"page {n}".encode()).digest()[:16]
         digest, tokens, blocks = hashlib.sha256(xfer).digest(), BLOCKS * TOKENS, list(range(BLOCKS))
         source = p.intent(xfer, digest, tokens, [[]], req=f"chat-{n}")
-        lease = d.expect(xfer, digest, self.sidecars[0].endpoint, tokens, 0, [blocks], req=f"chat-{n}", match_timeout_s=WAIT_S)
+        lease = d.expect(
+            xfer,
+            digest,
+            self.sidecars[0].endpoint,
+            tokens,
+            0,
+            [blocks],
+            req=f"chat-{n}",
+            match_timeout_s=WAIT_S,
+        )
         p.step(n + 1, [(source, tokens, [blocks])])
         for layer in range(LAYERS):
             self._stop.wait(layer_s)
@@ -92,7 +133,14 @@ class Pair:
         n = next(self._numbers)
         xfer = hashlib.sha256(f"page {n}".encode()).digest()[:16]
         lease = self.engines[1].client.expect(
-            xfer, bytes(32), self.sidecars[0].endpoint, TOKENS, 0, [[0]], req=f"lost-{n}", match_timeout_s=0.5
+            xfer,
+            bytes(32),
+            self.sidecars[0].endpoint,
+            TOKENS,
+            0,
+            [[0]],
+            req=f"lost-{n}",
+            match_timeout_s=0.5,
         )
         return wait_for("the end of a transfer", lambda: self.engines[1].end(lease), WAIT_S)
 

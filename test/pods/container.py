@@ -3,8 +3,9 @@
     container.py pause NAME       holds a pod's namespaces and collects its orphans
     container.py run SPEC         runs a container in them; its status is the container's
 
-SPEC is JSON: pid (of the pause process), shared (whether the pod's containers see each other's processes), root, argv, env, cwd,
-uid, gid, groups, read_only, no_new_privileges, mounts (source, target, read_only), tmpfs, files (path and text).
+SPEC is JSON: pid (of the pause process), shared (whether the pod's containers see each other's
+processes), root, argv, env, cwd, uid, gid, groups, read_only, no_new_privileges, mounts (source,
+target, read_only), tmpfs, files (path and text).
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def check(what: str, rc: int) -> None:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
-    check(f"mount {source} at {target}", libc.mount(source.encode(), target.encode(), kind.encode(), flags, data.encode()))
+    check(
+        f"mount {source} at {target}",
+        libc.mount(source.encode(), target.encode(), kind.encode(), flags, data.encode()),
+    )
 
 
 def bind(source: str, target: str, read_only: bool) -> None:
@@ -44,8 +48,11 @@ def bind(source: str, target: str, read_only: bool) -> None:
         place.touch()
     mount(source, target, flags=BIND | REC)
     if read_only:
-        # In a user namespace, flags of the mount below stay as they are. Their bits are those of statvfs.
-        kept = os.statvfs(target).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_NODIRATIME)
+        # In a user namespace, flags of the mount below stay as they are. Their bits are those of
+        # statvfs.
+        kept = os.statvfs(target).f_flag & (
+            os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_NODIRATIME
+        )
         mount("", target, flags=BIND | REMOUNT | RDONLY | kept)
 
 
@@ -64,7 +71,11 @@ def build_root(spec: dict) -> None:
     os.chmod(f"{root}/tmp", 0o1777)
     for device in DEVICES:
         bind(f"/dev/{device}", f"{root}/dev/{device}", False)
-    for name, target in (("fd", "/proc/self/fd"), ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2")):
+    for name, target in (
+        ("fd", "/proc/self/fd"),
+        ("stdout", "/proc/self/fd/1"),
+        ("stderr", "/proc/self/fd/2"),
+    ):
         os.symlink(target, f"{root}/dev/{name}")
     mount("shm", str(made(f"{root}/dev/shm")), "tmpfs", data="size=64m,mode=1777")
     for source, target, read_only in spec["mounts"]:
@@ -109,7 +120,7 @@ def child(then) -> int:  # type: ignore[no-untyped-def]
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             then()
-        except BaseException as err:  # noqa: BLE001  a container that cannot start reports why
+        except BaseException as err:
             print(f"container: {err!r}", file=sys.stderr, flush=True)
         os._exit(125)
 
@@ -125,7 +136,10 @@ def child(then) -> int:  # type: ignore[no-untyped-def]
 
 
 def run(spec: dict) -> int:
-    spaces = [(kind, os.open(f"/proc/{spec['pid']}/ns/{kind}", os.O_RDONLY)) for kind in ("net", "ipc", "uts", "pid")]
+    spaces = [
+        (kind, os.open(f"/proc/{spec['pid']}/ns/{kind}", os.O_RDONLY))
+        for kind in ("net", "ipc", "uts", "pid")
+    ]
     for kind, fd in spaces:
         check(f"setns {kind}", libc.setns(fd, 0))
     check("unshare", libc.unshare(NEWNS))

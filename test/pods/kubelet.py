@@ -1,10 +1,12 @@
-"""One node without Kubernetes: it runs pods from their specs, in namespaces of their own, with what a kubelet does for them.
+"""One node without Kubernetes: it runs pods from their specs, in namespaces of their own, with what
+a kubelet does for them.
 
-Done as Kubernetes does it: the pod's network, its IPC and, with shareProcessNamespace, its processes are shared; each container has a
-root file system, user, groups, volumes and environment of its own; init containers start one after the other, sidecars
-(restartPolicy Always) before the containers and end after them in reverse; startup, readiness and liveness probes at their periods;
-preStop, SIGTERM, the grace period, SIGKILL; containers that end start again. Images are entry points and directories of this host.
-Not done: seccomp, resources, node selection, network policies.
+Done as Kubernetes does it: the pod's network, its IPC and, with shareProcessNamespace, its
+processes are shared; each container has a root file system, user, groups, volumes and environment
+of its own; init containers start one after the other, sidecars (restartPolicy Always) before the
+containers and end after them in reverse; startup, readiness and liveness probes at their periods;
+preStop, SIGTERM, the grace period, SIGKILL; containers that end start again. Images are entry
+points and directories of this host. Not done: seccomp, resources, node selection, network policies.
 """
 
 from __future__ import annotations
@@ -72,7 +74,13 @@ class Event:
 class Node:
     """The host: its network, its names, its pods and what happened to them."""
 
-    def __init__(self, folder: pathlib.Path, images: Mapping[str, Image], switch_user: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        images: Mapping[str, Image],
+        switch_user: bool,
+        say: Callable[[str], None],
+    ) -> None:
         self.folder, self.images, self.switch_user, self.say = folder, images, switch_user, say
         self.configs: dict[str, dict[str, str]] = {}  # ConfigMaps and Secrets, by kind/name
         self.services: list[Object] = []
@@ -93,10 +101,15 @@ class Node:
         self.say(f"  {pod}: {text}")
 
     def selected(self, service: Object) -> list[Pod]:
-        """A service's pods that have an address for it. Pods that end have none, unless it publishes those that are not ready."""
+        """A service's pods that have an address for it. Pods that end have none, unless it
+        publishes those that are not ready."""
         spec = service["spec"]
         with self.lock:
-            pods = [p for p in self.pods.values() if spec["selector"].items() <= p.labels.items() and p.address]
+            pods = [
+                p
+                for p in self.pods.values()
+                if spec["selector"].items() <= p.labels.items() and p.address
+            ]
         if spec.get("publishNotReadyAddresses"):
             return pods
         return [p for p in pods if p.ready and not p.ending]
@@ -105,17 +118,26 @@ class Node:
         return [p for s in self.services if s["metadata"]["name"] == name for p in self.selected(s)]
 
     def publish(self) -> None:
-        """Names of headless services and their pods, as DNS has them, into the file of hosts of all containers."""
+        """Names of headless services and their pods, as DNS has them, into the file of hosts of all
+        containers."""
         with self.lock:
             # A pod's own name is in the file that a kubelet gives it; here all are in all.
-            lines = ["127.0.0.1 localhost", *(f"{p.address} {p.name}" for p in self.pods.values() if p.address)]
+            lines = [
+                "127.0.0.1 localhost",
+                *(f"{p.address} {p.name}" for p in self.pods.values() if p.address),
+            ]
             for s in self.services:
                 if s["spec"].get("clusterIP") != "None":
                     continue
                 for p in self.selected(s):
-                    lines += [f"{p.address} {name}" for name in full(s["metadata"]["name"], p.namespace)]
+                    lines += [
+                        f"{p.address} {name}" for name in full(s["metadata"]["name"], p.namespace)
+                    ]
                     if p.subdomain == s["metadata"]["name"]:
-                        lines += [f"{p.address} {p.name}.{name}" for name in full(s["metadata"]["name"], p.namespace)]
+                        lines += [
+                            f"{p.address} {p.name}.{name}"
+                            for name in full(s["metadata"]["name"], p.namespace)
+                        ]
             text = "".join(f"{line}\n" for line in lines)
             if text != self.hosts.read_text():
                 self.hosts.write_text(text)  # in its place: containers have this very file
@@ -128,11 +150,18 @@ class Node:
 
 
 def full(service: str, namespace: str) -> list[str]:
-    return [service, f"{service}.{namespace}", f"{service}.{namespace}.svc", f"{service}.{namespace}.{ZONE}"]
+    return [
+        service,
+        f"{service}.{namespace}",
+        f"{service}.{namespace}.svc",
+        f"{service}.{namespace}.{ZONE}",
+    ]
 
 
 class Pod:
-    def __init__(self, node: Node, name: str, namespace: str, template: Object, subdomain: str = "") -> None:
+    def __init__(
+        self, node: Node, name: str, namespace: str, template: Object, subdomain: str = ""
+    ) -> None:
         self.node, self.name, self.namespace, self.subdomain = node, name, namespace, subdomain
         self.labels: dict[str, str] = template["metadata"]["labels"]
         self.spec: Object = template["spec"]
@@ -160,14 +189,31 @@ class Pod:
 
     def _sandbox(self) -> None:
         self.pause = subprocess.Popen(
-            ["unshare", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child", sys.executable, HERE / "container.py", "pause", self.name],
-            stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            ["unshare", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child",
+            sys.executable, HERE / "container.py", "pause", self.name], stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-        self.pid = wait_for("the pod's first process", lambda: children(self.pause.pid), 10, 0.01)[0]
+        self.pid = wait_for("the pod's first process", lambda: children(self.pause.pid), 10, 0.01)[
+            0
+        ]
         own = os.readlink("/proc/self/ns/net")
-        wait_for("the pod's network", lambda: os.readlink(f"/proc/{self.pid}/ns/net") != own, 10, 0.01)
+        wait_for(
+            "the pod's network", lambda: os.readlink(f"/proc/{self.pid}/ns/net") != own, 10, 0.01
+        )
         n = next(self.node.addresses)
-        sh("ip", "link", "add", f"pod{n}", "type", "veth", "peer", "name", "eth0", "netns", self.pid)
+        sh(
+            "ip",
+            "link",
+            "add",
+            f"pod{n}",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            self.pid,
+        )
         sh("ip", "link", "set", f"pod{n}", "master", BRIDGE, "up")
         inside = ("nsenter", "--target", self.pid, "--net", "ip")
         sh(*inside, "link", "set", "lo", "up")
@@ -187,9 +233,16 @@ class Pod:
                     sh("mount", "-t", "tmpfs", "-o", f"size={size},mode=1777", "tmpfs", path)
                 self._give(path, group, 0o2777)
             elif "configMap" in v:
-                self._write(path, self.node.configs[f"ConfigMap/{v['configMap']['name']}"], 0o644, group)
+                self._write(
+                    path, self.node.configs[f"ConfigMap/{v['configMap']['name']}"], 0o644, group
+                )
             elif "secret" in v:
-                self._write(path, self.node.configs[f"Secret/{v['secret']['secretName']}"], v["secret"].get("defaultMode", 0o644), group)
+                self._write(
+                    path,
+                    self.node.configs[f"Secret/{v['secret']['secretName']}"],
+                    v["secret"].get("defaultMode", 0o644),
+                    group,
+                )
             elif "hostPath" in v:
                 path = pathlib.Path(v["hostPath"]["path"])
             else:
@@ -213,7 +266,11 @@ class Pod:
             self.node.publish()
             for c in self.init:
                 c.start()
-                wait_for(f"{self.name}: {c.name} to start", lambda c=c: self.ending or c.started or c.done, 600)
+                wait_for(
+                    f"{self.name}: {c.name} to start",
+                    lambda c=c: self.ending or c.started or c.done,
+                    600,
+                )
                 if c.done and c.status:
                     raise Failed(f"init container {c.name} ended with status {c.status}")
             for c in self.containers:
@@ -221,7 +278,7 @@ class Pod:
                     c.start()
             self.started = True
             self.order(self.sidecars, "started", self.containers, "begun")
-        except Exception as err:  # noqa: BLE001  a pod that does not start is an event, as on a node
+        except Exception as err:
             if not self.ending:
                 self.node.event(self.name, f"does not start: {err}")
 
@@ -241,17 +298,27 @@ class Pod:
         for c in reversed(self.sidecars):
             c.stop(max(deadline, time.monotonic() + SIDECAR_MIN_S))
         self.took = time.monotonic() - begun
-        self.node.event(self.name, f"has ended after {self.took:.1f} of {self.grace:g} s{', killed: ' + ', '.join(self.killed) if self.killed else ''}")
+        self.node.event(
+            self.name,
+            f"has ended after {self.took:.1f} of {self.grace:g} "
+            f"s{', killed: ' + ', '.join(self.killed) if self.killed else ''}",
+        )
         self.kill()
 
-    def order(self, first: Sequence[Container], what: str, later: Sequence[Container], then: str) -> None:
-        """An event, if something of the later containers came before something of the first ones."""
+    def order(
+        self, first: Sequence[Container], what: str, later: Sequence[Container], then: str
+    ) -> None:
+        """An event, if something of the later containers came before something of the first
+        ones."""
         for a, b in itertools.product(first, later):
             if then in b.times and a.times.get(what, time.monotonic()) > b.times[then]:
-                self.node.event(self.name, f"out of order: {b.name} has {then} before {a.name} has {what}")
+                self.node.event(
+                    self.name, f"out of order: {b.name} has {then} before {a.name} has {what}"
+                )
 
     def kill(self) -> None:
-        """kill -9 of every process, as of a pod whose node has lost it. Its connections are reset."""
+        """kill -9 of every process, as of a pod whose node has lost it. Its connections are
+        reset."""
         self.ending = self.gone = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -291,8 +358,10 @@ class Container:
         self.restarts = 0
         self.proc: subprocess.Popen[bytes] | None = None
         self.log = pod.node.folder / f"{pod.name}.{self.name}.log"
-        self.live_fails = False  # set by a test: its liveness probe fails until it was killed for that
-        self.counts: collections.Counter[str] = collections.Counter()  # of probes and their failures
+        # Set by a test: its liveness probe fails until it was killed for that.
+        self.live_fails = False
+        # Of probes and their failures.
+        self.counts: collections.Counter[str] = collections.Counter()
         self.times: dict[str, float] = {}  # when it first began, was started, and ended
         self._ended = threading.Event()
         self._begun = False
@@ -309,12 +378,24 @@ class Container:
     # ---- what runs
 
     def _field(self, path: str) -> str:
-        return {"status.podIP": self.pod.address, "metadata.name": self.pod.name, "metadata.namespace": self.pod.namespace}[path]
+        return {
+            "status.podIP": self.pod.address,
+            "metadata.name": self.pod.name,
+            "metadata.namespace": self.pod.namespace,
+        }[path]
 
     def env(self) -> dict[str, str]:
-        out = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOSTNAME": self.pod.name, **self.image.env}
+        out = {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOSTNAME": self.pod.name,
+            **self.image.env,
+        }
         for e in self.spec.get("env", []):
-            out[e["name"]] = self.expand(str(e["value"]), out) if "value" in e else self._field(e["valueFrom"]["fieldRef"]["fieldPath"])
+            out[e["name"]] = (
+                self.expand(str(e["value"]), out)
+                if "value" in e
+                else self._field(e["valueFrom"]["fieldRef"]["fieldPath"])
+            )
         return out
 
     @staticmethod
@@ -340,15 +421,23 @@ class Container:
             mounts.append([self.pod.volumes[m["name"]], m["mountPath"], m.get("readOnly", False)])
         root = self.pod.folder / "root" / self.name
         root.mkdir(parents=True, exist_ok=True)
-        links = {f"/{d.name}": os.readlink(d) for d in pathlib.Path("/").iterdir() if d.is_symlink() and d.name in ("bin", "sbin", "lib", "lib64")}
+        links = {
+            f"/{d.name}": os.readlink(d)
+            for d in pathlib.Path("/").iterdir()
+            if d.is_symlink() and d.name in ("bin", "sbin", "lib", "lib64")
+        }
         return {
-            "pid": self.pod.pid, "shared": self.pod.spec.get("shareProcessNamespace", False), "root": str(root), "links": links,
-            "argv": [self.expand(a, env) for a in argv], "env": env, "cwd": self.spec.get("workingDir", "/"),
-            "uid": security.get("runAsUser", 0), "gid": security.get("runAsGroup", 0), "groups": [security.get("fsGroup", 0)],
-            "switch_user": self.pod.node.switch_user, "read_only": security.get("readOnlyRootFilesystem", False),
-            "no_new_privileges": not security.get("allowPrivilegeEscalation", True), "mounts": mounts,
+            "pid": self.pod.pid, "shared": self.pod.spec.get("shareProcessNamespace", False),
+            "root": str(root), "links": links, "argv": [self.expand(a, env) for a in argv],
+            "env": env, "cwd": self.spec.get("workingDir", "/"),
+            "uid": security.get("runAsUser", 0), "gid": security.get("runAsGroup", 0),
+            "groups": [security.get("fsGroup", 0)], "switch_user": self.pod.node.switch_user,
+            "read_only": security.get("readOnlyRootFilesystem", False),
+            "no_new_privileges": not security.get("allowPrivilegeEscalation", True),
+            "mounts": mounts,
             # As images have it: no user 1000 is known.
-            "files": {"/etc/passwd": "root:x:0:0:root:/root:/bin/sh\n", "/etc/group": "root:x:0:\n", "/etc/nsswitch.conf": "hosts: files dns\n",
+            "files": {"/etc/passwd": "root:x:0:0:root:/root:/bin/sh\n",
+                      "/etc/group": "root:x:0:\n", "/etc/nsswitch.conf": "hosts: files dns\n",
                       "/etc/hostname": self.pod.name + "\n"},
         }  # fmt: skip
 
@@ -360,8 +449,9 @@ class Container:
                 with self.log.open("ab") as out:
                     out.write(f"--- {self.name} starts\n".encode())
                     out.flush()
-                    self.proc = subprocess.Popen([sys.executable, HERE / "container.py", "run", json.dumps(self._spec())], stdin=subprocess.DEVNULL,
-                                                 stdout=out, stderr=out, start_new_session=True)  # fmt: skip
+                    self.proc = subprocess.Popen([sys.executable, HERE / "container.py", "run",
+                        json.dumps(self._spec())], stdin=subprocess.DEVNULL, stdout=out,
+                        stderr=out, start_new_session=True)  # fmt: skip
                 over = threading.Event()
                 prober = threading.Thread(target=self._probe, args=(over,), daemon=True)
                 prober.start()
@@ -373,12 +463,14 @@ class Container:
                     return
                 self.restarts += 1
                 back_off = 0.0 if time.monotonic() - begun > 60 or not back_off else BACK_OFF_S
-                self.pod.node.event(self.pod.name, f"{self.name} ended with status {self.status} and starts again")
+                self.pod.node.event(
+                    self.pod.name, f"{self.name} ended with status {self.status} and starts again"
+                )
                 time.sleep(back_off)
                 back_off = BACK_OFF_S
                 if self.pod.ending:
                     return
-        except Exception as err:  # noqa: BLE001
+        except Exception as err:
             self.status = 125
             self.pod.node.event(self.pod.name, f"{self.name} does not start: {err}")
         finally:
@@ -396,21 +488,28 @@ class Container:
     # ---- probes
 
     def _probe(self, over: threading.Event) -> None:
-        startup, ready, live = (self.spec.get(k) for k in ("startupProbe", "readinessProbe", "livenessProbe"))
+        startup, ready, live = (
+            self.spec.get(k) for k in ("startupProbe", "readinessProbe", "livenessProbe")
+        )
         if startup and not self._until("startup", startup, over):
             return
         self.started = True
         self.times.setdefault("started", time.monotonic())
         self.ready = not ready
         if ready or live:
-            loops = [threading.Thread(target=f, args=(p, over), daemon=True) for f, p in ((self._readiness, ready), (self._liveness, live)) if p]
+            loops = [
+                threading.Thread(target=f, args=(p, over), daemon=True)
+                for f, p in ((self._readiness, ready), (self._liveness, live))
+                if p
+            ]
             for t in loops:
                 t.start()
             for t in loops:
                 t.join()
 
     def _until(self, kind: str, probe: Object, over: threading.Event) -> bool:
-        """Whether it succeeded before its failures were too many, for which the container is killed."""
+        """Whether it succeeded before its failures were too many, for which the container is
+        killed."""
         over.wait(probe.get("initialDelaySeconds", 0))
         for _ in range(probe.get("failureThreshold", 3)):
             if over.is_set():
@@ -446,16 +545,21 @@ class Container:
             over.wait(probe.get("periodSeconds", 10))
 
     def _unwell(self, kind: str) -> None:
-        """Ends the process as a kubelet does, with its preStop hook; it starts again in the same pod."""
+        """Ends the process as a kubelet does, with its preStop hook; it starts again in the same
+        pod."""
         self.live_fails = False
-        self.pod.node.event(self.pod.name, f"{self.name} is killed: its {kind} probe has failed too often")
+        self.pod.node.event(
+            self.pod.name, f"{self.name} is killed: its {kind} probe has failed too often"
+        )
         deadline = time.monotonic() + self.pod.grace
         self._pre_stop(deadline)
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired, AttributeError):
             self.proc.wait(max(0.0, deadline - time.monotonic()))
             return
-        self.pod.node.event(self.pod.name, f"{self.name} has not ended, killed: after the grace period")
+        self.pod.node.event(
+            self.pod.name, f"{self.name} has not ended, killed: after the grace period"
+        )
         self._signal(signal.SIGKILL)
 
     def _ask(self, kind: str, probe: Object) -> bool:
@@ -463,12 +567,20 @@ class Container:
         good = False
         try:
             if "httpGet" in probe:
-                conn = http.client.HTTPConnection(self.pod.address, self._port(probe["httpGet"]["port"]), timeout=timeout)
-                conn.request("GET", probe["httpGet"].get("path", "/"), headers={"User-Agent": "kube-probe/1.30", "Connection": "close"})
+                conn = http.client.HTTPConnection(
+                    self.pod.address, self._port(probe["httpGet"]["port"]), timeout=timeout
+                )
+                conn.request(
+                    "GET",
+                    probe["httpGet"].get("path", "/"),
+                    headers={"User-Agent": "kube-probe/1.30", "Connection": "close"},
+                )
                 good = 200 <= conn.getresponse().status < 400
                 conn.close()
             elif "tcpSocket" in probe:
-                conn = http.client.HTTPConnection(self.pod.address, self._port(probe["tcpSocket"]["port"]), timeout=timeout)
+                conn = http.client.HTTPConnection(
+                    self.pod.address, self._port(probe["tcpSocket"]["port"]), timeout=timeout
+                )
                 conn.connect()
                 conn.close()
                 good = True
@@ -482,20 +594,39 @@ class Container:
         return good
 
     def _port(self, port: str | int) -> int:
-        return port if isinstance(port, int) else next(p["containerPort"] for p in self.spec["ports"] if p["name"] == port)
+        return (
+            port
+            if isinstance(port, int)
+            else next(p["containerPort"] for p in self.spec["ports"] if p["name"] == port)
+        )
 
     # ---- the end
 
     def execute(self, command: Sequence[str], timeout: float) -> int:
         """Runs a command in the container, as its user."""
         pid = self.main_pid()
-        words = ["nsenter", "--target", str(pid), "--mount", "--net", "--ipc", "--uts", "--pid", "--root", "--wd=/"]
+        words = [
+            "nsenter",
+            "--target",
+            str(pid),
+            "--mount",
+            "--net",
+            "--ipc",
+            "--uts",
+            "--pid",
+            "--root",
+            "--wd=/",
+        ]
         if self.pod.node.switch_user:
-            words += [f"--setgid={self.security.get('runAsGroup', 0)}", f"--setuid={self.security.get('runAsUser', 0)}"]
+            words += [
+                f"--setgid={self.security.get('runAsGroup', 0)}",
+                f"--setuid={self.security.get('runAsUser', 0)}",
+            ]
         with self.log.open("ab") as out:
             try:
-                return subprocess.run([*words, "--", "/usr/bin/env", *command], env=self.env(), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                                      timeout=timeout).returncode  # fmt: skip
+                return subprocess.run([*words, "--", "/usr/bin/env", *command], env=self.env(),
+                    stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                    timeout=timeout).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
                 return 124
 

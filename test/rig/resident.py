@@ -1,8 +1,9 @@
 """Keeps the files that processes have mapped in memory.
 
-An engine maps over a gigabyte of libraries and touches little of it between two requests. A kernel that reclaims what is cold
-ahead of need (DAMON, a container with a tight limit) drops those pages, and the next request reads them from disk: hundreds of
-milliseconds that look like the latency of whatever runs at that moment. Figures and cases that depend on timing need them held.
+An engine maps over a gigabyte of libraries and touches little of it between two requests. A kernel
+that reclaims what is cold ahead of need (DAMON, a container with a tight limit) drops those pages,
+and the next request reads them from disk: hundreds of milliseconds that look like the latency of
+whatever runs at that moment. Figures and cases that depend on timing need them held.
 """
 
 from __future__ import annotations
@@ -14,16 +15,24 @@ import pathlib
 from collections.abc import Iterable
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# Python's mmap gives no address of a mapping that cannot be written to, and locking a private writable one copies every page.
+# Python's mmap gives no address of a mapping that cannot be written to, and locking a private
+# writable one copies every page.
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 _libc.mlock.argtypes = _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
 
 
 class Resident:
-    """Holds files in memory, for as long as this process lives. That needs CAP_IPC_LOCK or a large RLIMIT_MEMLOCK; `refused`
-    counts the bytes that could not be held."""
+    """Holds files in memory, for as long as this process lives. That needs CAP_IPC_LOCK or a large
+    RLIMIT_MEMLOCK; `refused` counts the bytes that could not be held."""
 
     def __init__(self) -> None:
         self.held: set[tuple[int, int]] = set()
@@ -62,4 +71,10 @@ def mapped_files(pid: int) -> set[str]:
     except OSError:
         return set()
     paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
-    return {p for p in paths if p.startswith("/") and not p.startswith(("/dev/", "/memfd:")) and not p.endswith(" (deleted)")}
+    return {
+        p
+        for p in paths
+        if p.startswith("/")
+        and not p.startswith(("/dev/", "/memfd:"))
+        and not p.endswith(" (deleted)")
+    }

@@ -1,4 +1,5 @@
-"""vLLM's own API server, and kvspray's proxy, as processes of their own; and a client that streams."""
+"""vLLM's own API server, and kvspray's proxy, as processes of their own; and a client that
+streams."""
 
 from __future__ import annotations
 
@@ -27,13 +28,15 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def deaf() -> None:
-    """Signals that end a program are ignored from here on: what it started is being stopped, and half of it would live on."""
+    """Signals that end a program are ignored from here on: what it started is being stopped, and
+    half of it would live on."""
     for sig in ENDING:
         signal.signal(sig, signal.SIG_IGN)
 
 
 def end_on_signals() -> None:
-    """The first signal ends the program by way of its finally blocks. `timeout make` sends two within milliseconds, its own and make's."""
+    """The first signal ends the program by way of its finally blocks. `timeout make` sends two
+    within milliseconds, its own and make's."""
 
     def end(sig: int, _: object) -> None:
         deaf()
@@ -54,16 +57,27 @@ class Process:
         self.proc: subprocess.Popen[bytes] | None = None
         self.started = 0.0
 
-    def spawn(self, cmd: list[str], env: dict[str, str] | None = None, cwd: pathlib.Path | None = None) -> None:
+    def spawn(
+        self, cmd: list[str], env: dict[str, str] | None = None, cwd: pathlib.Path | None = None
+    ) -> None:
         self.started = time.monotonic()
         with self.log.open("ab") as out:
             self.proc = subprocess.Popen(
-                cmd, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=cwd, start_new_session=True, env={**os.environ, **(env or {})}
+                cmd,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                cwd=cwd,
+                start_new_session=True,
+                env={**os.environ, **(env or {})},
             )
 
     def up(self) -> bool:
         if self.proc is None or (rc := self.proc.poll()) is not None:
-            raise Failed(f"{self.name} ended{'' if self.proc is None else f' with status {rc}'}; the end of {self.log}:\n{self.tail()}")
+            raise Failed(
+                f"{self.name} ended{'' if self.proc is None else f' with status {rc}'}; the end of "
+                f"{self.log}:\n{self.tail()}"
+            )
         try:
             get(self.url + "/health", 2.0)
             return True
@@ -101,7 +115,11 @@ class Process:
         os.killpg(self.proc.pid, signal.SIGCONT)
 
     def tail(self, n: int = 25) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-n:]) if self.log.exists() else ""
+        return (
+            "\n".join(self.log.read_text(errors="replace").splitlines()[-n:])
+            if self.log.exists()
+            else ""
+        )
 
     def pids(self) -> list[int]:
         """The process and its descendants; none where it does not run."""
@@ -146,7 +164,9 @@ def wait_up(
                 say(f"  {p.name} is up after {time.monotonic() - p.started:.0f} s")
         if waiting and time.monotonic() - beat > BEAT_S:
             beat = time.monotonic()
-            say("  still starting: " + "; ".join(f"{p.name}: ...{p.tail(1)[-60:]}" for p in waiting))
+            say(
+                "  still starting: " + "; ".join(f"{p.name}: ...{p.tail(1)[-60:]}" for p in waiting)
+            )
         if waiting and time.monotonic() - start > timeout:
             raise Failed(
                 f"not up within {timeout:g} s: {waiting[0].name}; the end of {waiting[0].log}:\n"
@@ -159,7 +179,13 @@ class Server(Process):
     """One vLLM API server."""
 
     def start(
-        self, host: Host, model: str, kv: dict[str, Any] | None, *args: str, env: dict[str, str] | None = None, wrap: Sequence[str] = ()
+        self,
+        host: Host,
+        model: str,
+        kv: dict[str, Any] | None,
+        *args: str,
+        env: dict[str, str] | None = None,
+        wrap: Sequence[str] = (),
     ) -> Server:
         """wrap: a program that runs the server under itself, with its arguments."""
         cmd = [
@@ -175,7 +201,12 @@ class Server(Process):
         return self
 
 
-def kvspray_config(socket: str, role: str, memory: str = "memfd", connector: tuple[str, str] = ("kvspray_vllm", "KVSprayConnector")) -> dict[str, Any]:
+def kvspray_config(
+    socket: str,
+    role: str,
+    memory: str = "memfd",
+    connector: tuple[str, str] = ("kvspray_vllm", "KVSprayConnector"),
+) -> dict[str, Any]:
     return {
         "kv_connector_module_path": connector[0],
         "kv_connector": connector[1],
@@ -188,7 +219,10 @@ def kvspray_config(socket: str, role: str, memory: str = "memfd", connector: tup
 class Proxy(Process):
     def start(self, mode: str, prefill: str, peer: str, decode: str) -> Proxy:
         engines = [routed(prefill, "prefill", peer=peer), routed(decode, "decode")]
-        self.spawn([str(BINARY), "proxy", "--mode", mode, "--listen", f"127.0.0.1:{self.port}", *engines], cwd=ROOT)
+        self.spawn(
+            [str(BINARY), "proxy", "--mode", mode, "--listen", f"127.0.0.1:{self.port}", *engines],
+            cwd=ROOT,
+        )
         return self
 
 
@@ -198,15 +232,26 @@ class Answer:
     ttft_s: float
     total_s: float
     error: str | None = None
-    logprobs: list[dict[str, float]] = dataclasses.field(default_factory=list)  # of the likeliest tokens, where they were asked for
-    times: list[float] = dataclasses.field(default_factory=list)  # of each piece of the answer, seconds since the request
+    # Of the likeliest tokens, where they were asked for.
+    logprobs: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    # Of each piece of the answer, seconds since the request.
+    times: list[float] = dataclasses.field(default_factory=list)
 
 
-def complete(port: int, prompt: Any, max_tokens: int = 12, n: int = 1, rid: str = "", timeout: float = 120.0, **more: Any) -> Answer:
-    """One streamed completion, greedy. prompt: token ids, or a list of such. rid: names the request in every log and trace."""
+def complete(
+    port: int,
+    prompt: Any,
+    max_tokens: int = 12,
+    n: int = 1,
+    rid: str = "",
+    timeout: float = 120.0,
+    **more: Any,
+) -> Answer:
+    """One streamed completion, greedy. prompt: token ids, or a list of such. rid: names the request
+    in every log and trace."""
     body = {
-        "model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "return_token_ids": True, "n": n, **more,
+        "model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
+        "ignore_eos": True, "stream": True, "return_token_ids": True, "n": n, **more,
     }  # fmt: skip
     if n > 1:  # vLLM refuses several greedy samples; the likeliest token alone is the same
         body.update(temperature=1, top_k=1)
@@ -217,10 +262,20 @@ def complete(port: int, prompt: Any, max_tokens: int = 12, n: int = 1, rid: str 
     times: list[float] = []
     conn = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
-        conn.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json", **({"X-Request-Id": rid} if rid else {})})
+        conn.request(
+            "POST",
+            "/v1/completions",
+            json.dumps(body),
+            {"Content-Type": "application/json", **({"X-Request-Id": rid} if rid else {})},
+        )
         resp = conn.getresponse()
         if resp.status != 200:
-            return Answer([], 0, time.monotonic() - start, f"HTTP {resp.status}: {resp.read(600).decode(errors='replace')}")
+            return Answer(
+                [],
+                0,
+                time.monotonic() - start,
+                f"HTTP {resp.status}: {resp.read(600).decode(errors='replace')}",
+            )
         for raw in resp:
             line = raw.strip()
             if not line.startswith(b"data:"):
@@ -242,13 +297,22 @@ def complete(port: int, prompt: Any, max_tokens: int = 12, n: int = 1, rid: str 
         return Answer([], 0, time.monotonic() - start, f"{type(err).__name__}: {err}")
     finally:
         conn.close()
-    return Answer([tokens[i] for i in sorted(tokens)], ttft, time.monotonic() - start, None, logprobs, times)
+    return Answer(
+        [tokens[i] for i in sorted(tokens)], ttft, time.monotonic() - start, None, logprobs, times
+    )
 
 
-def request(url: str, prompt: list[int], kv: dict[str, Any] | None = None, max_tokens: int = 1, rid: str = "") -> urllib.request.Request:
+def request(
+    url: str,
+    prompt: list[int],
+    kv: dict[str, Any] | None = None,
+    max_tokens: int = 1,
+    rid: str = "",
+) -> urllib.request.Request:
     """A completion that is not streamed, as routers ask a prefill engine for one."""
     body: dict[str, Any] = {
-        "model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+        "model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
+        "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
     if kv is not None:
         body["kv_transfer_params"] = kv
@@ -264,13 +328,26 @@ def send(req: urllib.request.Request) -> tuple[float, dict[str, Any]]:
     return time.perf_counter() - start, json.loads(data)
 
 
-def ask(url: str, prompt: list[int], kv: dict[str, Any] | None = None, max_tokens: int = 1, rid: str = "") -> tuple[float, dict[str, Any]]:
+def ask(
+    url: str,
+    prompt: list[int],
+    kv: dict[str, Any] | None = None,
+    max_tokens: int = 1,
+    rid: str = "",
+) -> tuple[float, dict[str, Any]]:
     return send(request(url, prompt, kv, max_tokens, rid))
 
 
 def give_up(port: int, prompt: list[int], after_s: float) -> None:
     """A client that goes away while its request is under way."""
-    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {
+        "model": MODEL_NAME,
+        "prompt": prompt,
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     conn = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     conn.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     time.sleep(after_s)

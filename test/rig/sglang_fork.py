@@ -1,5 +1,6 @@
-"""Starts SGLang servers as forks of one process that has imported SGLang once: an import takes each of a server's three processes 20
-processor seconds otherwise. Reads {"args", "env", "log"} as a line of JSON, and writes the server's pid. A server is in a group of its own.
+"""Starts SGLang servers as forks of one process that has imported SGLang once: an import takes each
+of a server's three processes 20 processor seconds otherwise. Reads {"args", "env", "log"} as a line
+of JSON, and writes the server's pid. A server is in a group of its own.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import signal
 import sys
 
 MODULES = (
-    "sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler",
-    "sglang.srt.managers.detokenizer_manager", "sglang.srt.managers.tokenizer_manager", "sglang.srt.model_executor.model_runner",
-    "sglang.srt.models.llama", "sglang.srt.disaggregation.prefill", "sglang.srt.disaggregation.decode", "sglang.srt.managers.cache_controller",
-    "sglang.srt.mem_cache.unified_radix_cache", "sglang.srt.layers.attention.torch_native_backend", "sglang.srt.model_loader.loader",
-    "transformers.models.llama.modeling_llama", "transformers.models.llama.tokenization_llama", "kvspray_sglang.hicache", "kvspray_sglang.pd",
+    "sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.entrypoints.engine",
+    "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.tokenizer_manager", "sglang.srt.model_executor.model_runner",
+    "sglang.srt.models.llama", "sglang.srt.disaggregation.prefill",
+    "sglang.srt.disaggregation.decode", "sglang.srt.managers.cache_controller",
+    "sglang.srt.mem_cache.unified_radix_cache", "sglang.srt.layers.attention.torch_native_backend",
+    "sglang.srt.model_loader.loader", "transformers.models.llama.modeling_llama",
+    "transformers.models.llama.tokenization_llama", "kvspray_sglang.hicache", "kvspray_sglang.pd",
 )  # fmt: skip
 
 
@@ -24,13 +28,16 @@ RESERVE = 1 << 30  # that a host pool leaves free; SGLang wants 10 GiB
 
 
 def nixl_of_memory() -> None:
-    """SGLang calls its pools VRAM wherever they are, and NIXL refuses to register the CPU's memory as such."""
+    """SGLang calls its pools VRAM wherever they are, and NIXL refuses to register the CPU's memory
+    as such."""
     from nixl._api import nixl_agent
 
-    def renamed(method):  # noqa: ANN001, ANN202
-        def call(*args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+    def renamed(method):
+        def call(*args, **kwargs):
             kwargs = {k: "DRAM" if v == "VRAM" else v for k, v in kwargs.items()}
-            return method(*("DRAM" if isinstance(a, str) and a == "VRAM" else a for a in args), **kwargs)
+            return method(
+                *("DRAM" if isinstance(a, str) and a == "VRAM" else a for a in args), **kwargs
+            )
 
         return call
 
@@ -39,7 +46,8 @@ def nixl_of_memory() -> None:
 
 
 def senders_without_cuda() -> None:
-    """SGLang copies page numbers through pinned memory for these two, with CUDA's events; it has a way without, which others use."""
+    """SGLang copies page numbers through pinned memory for these two, with CUDA's events; it has a
+    way without, which others use."""
     from sglang.srt.disaggregation.mooncake import conn as mooncake
     from sglang.srt.disaggregation.nixl import conn as nixl
 
@@ -53,7 +61,7 @@ def pages_without_cuda() -> None:
 
     original = Pool.get_dummy_flat_data_page
 
-    def plain(pool):  # noqa: ANN001, ANN202
+    def plain(pool):
         pool.pin_memory = False
         return original(pool)
 

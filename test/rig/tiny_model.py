@@ -1,6 +1,8 @@
-"""Writes a tiny random model and a tokenizer of its own: nothing is downloaded. usage: tiny_model.py DIR [llama|gemma3]
+"""Writes a tiny random model and a tokenizer of its own: nothing is downloaded. usage:
+tiny_model.py DIR [llama|gemma3]
 
-The weights are scaled so that greedy outputs vary with every token of the prompt: equal outputs then mean equal caches.
+The weights are scaled so that greedy outputs vary with every token of the prompt: equal outputs
+then mean equal caches.
 """
 
 from __future__ import annotations
@@ -10,7 +12,13 @@ import sys
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB = 1024
 POSITIONS = 8192
@@ -22,11 +30,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """Bytes, four specials, and numbered words, so that every id decodes to a text of its own."""
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["<unk>", "<s>", "</s>", "<pad>"]
     pieces += [f"Ġt{i}" for i in range(VOCAB - len(pieces))]
-    tok = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>"))
+    tok = Tokenizer(
+        models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>")
+    )
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tok, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tok,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+    )
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    )
     return fast
 
 
@@ -35,22 +53,33 @@ def main(out: pathlib.Path, kind: str = "llama", seed: int = SEED) -> None:
     tok = tokenizer()
     tok.save_pretrained(out)
     sizes = {
-        "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-        "max_position_embeddings": POSITIONS, "bos_token_id": tok.bos_token_id, "eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id,
+        "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": POSITIONS,
+        "bos_token_id": tok.bos_token_id, "eos_token_id": tok.eos_token_id,
+        "pad_token_id": tok.pad_token_id,
     }  # fmt: skip
     embed = 1.0
     model: LlamaForCausalLM | Gemma3ForCausalLM
     if kind == "gemma3":
-        # Two layers with a sliding window before each one that sees everything: vLLM makes three cache groups of them. Attention is sharp
-        # (query_pre_attn_scalar), so that a single token that is missing shows.
-        # Its embeddings are its output, too: small ones leave the choice to what the layers add, or every token would answer with itself.
+        # Two layers with a sliding window before each one that sees everything: vLLM makes three
+        # cache groups of them. Attention is sharp (query_pre_attn_scalar), so that a single token
+        # that is missing shows. Its embeddings are its output, too: small ones leave the choice to
+        # what the layers add, or every token would answer with itself.
         embed = 0.02
         types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
         model = Gemma3ForCausalLM(
-            Gemma3TextConfig(**sizes, num_hidden_layers=len(types), layer_types=types, sliding_window=WINDOW, query_pre_attn_scalar=1)
+            Gemma3TextConfig(
+                **sizes,
+                num_hidden_layers=len(types),
+                layer_types=types,
+                sliding_window=WINDOW,
+                query_pre_attn_scalar=1,
+            )
         )
     else:
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, tie_word_embeddings=False))
+        model = LlamaForCausalLM(
+            LlamaConfig(**sizes, num_hidden_layers=4, tie_word_embeddings=False)
+        )
     gen = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -51,5 +51,9 @@ def _in_place(name: str) -> bool:
 
 def _is_data(node: ast.AST) -> bool:
     """Not ``self.data``, which is an object's own."""
-    own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    own = (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
     return isinstance(node, ast.Attribute) and node.attr == "data" and not own

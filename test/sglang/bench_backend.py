@@ -66,7 +66,9 @@ def measure(sidecar: rig.Sidecar, layout: str, rounds: int) -> dict[str, Any]:
             return out
 
         def keys(turn: int, who: str) -> Sequence[str]:
-            return [f"{layout}-{turn}-{who}-{i}".encode().hex().ljust(64, "0") for i in range(BATCH)]
+            return [
+                f"{layout}-{turn}-{who}-{i}".encode().hex().ljust(64, "0") for i in range(BATCH)
+            ]
 
         for turn in range(rounds + 1):
             ours, theirs = keys(turn, "backend"), [bytes.fromhex(k) for k in keys(turn, "c")]

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""The demonstration with SGLang: a prefill and a decode server behind SGLang's own router; their sidecars move the KV cache.
-Prefill's HiCache keeps pages in its sidecar's store, which has memory and a disk.
+"""The demonstration with SGLang: a prefill and a decode server behind SGLang's own router; their
+sidecars move the KV cache. Prefill's HiCache keeps pages in its sidecar's store, which has memory
+and a disk.
 
-The prompts first go to one plain server, then to the pair. Conversations of several turns follow: once computed, once with pages from the store's
-memory, and once, after a restart of the sidecar, with pages from its disk. The exit status is 0 only if all tokens are equal, each prompt of a page
-or more has moved, each tier of the store had pages, and no transfer is left open. Of a prompt that decode has in its own cache only the last page
-moves again.
+The prompts first go to one plain server, then to the pair. Conversations of several turns follow:
+once computed, once with pages from the store's memory, and once, after a restart of the sidecar,
+with pages from its disk. The exit status is 0 only if all tokens are equal, each prompt of a page
+or more has moved, each tier of the store had pages, and no transfer is left open. Of a prompt that
+decode has in its own cache only the last page moves again.
 
 Written: .build/demo-sglang/ with the logs of all processes.
 """
@@ -39,13 +41,18 @@ def prompt(tokens: int) -> list[int]:
 
 
 def turns() -> list[list[int]]:
-    """The prompts of all conversations. Each has those before it, which stand for the answers, too."""
-    talks = [[random.Random(f"{talk} {i}").randrange(2, 900) for i in range(TURNS * TURN)] for talk in range(TALKS)]
+    """The prompts of all conversations. Each has those before it, which stand for the answers,
+    too."""
+    talks = [
+        [random.Random(f"{talk} {i}").randrange(2, 900) for i in range(TURNS * TURN)]
+        for talk in range(TALKS)
+    ]
     return [talk[: (turn + 1) * TURN] for talk in talks for turn in range(TURNS)]
 
 
 def converse(pair: Pair, tier: str) -> bool:
-    """All turns. With a tier SGLang's own caches are emptied before each of them, and this tier of the store has the pages."""
+    """All turns. With a tier SGLang's own caches are emptied before each of them, and this tier of
+    the store has the pages."""
     store = pair.sidecars[0]
     hits = 0.0
     equal = 0
@@ -59,7 +66,10 @@ def converse(pair: Pair, tier: str) -> bool:
         hits += counted(store, "kvspray_store_hits_total", tier=tier) - before
     n = TALKS * TURNS
     source = f"{hits:.0f} pages from the store's {tier}" if tier else "computed"
-    print(f"{TALKS} conversations, {n} turns, {source}: {time.monotonic() - start:.1f} s, tokens equal in {equal}")
+    print(
+        f"{TALKS} conversations, {n} turns, {source}: {time.monotonic() - start:.1f} s, tokens "
+        f"equal in {equal}"
+    )
     return equal == n and (not tier or hits > 0)
 
 
@@ -81,17 +91,24 @@ def run(pair: Pair) -> bool:
         equal = pair.right(ids)
         took, moved = time.monotonic() - start, pair.moved() - before
         note = ", again: decode has it" if again else ""
-        print(f"{len(ids):8}{moved / 1024:8.0f} KiB{took:8.2f}  {'equal' if equal else 'DIFFERENT'}{note}")
+        print(
+            f"{len(ids):8}{moved / 1024:8.0f} KiB{took:8.2f}  "
+            f"{'equal' if equal else 'DIFFERENT'}{note}"
+        )
         good = good and equal and (moved < first / 4 if again else moved > 0)
         first = moved
     print()
     good = converse(pair, "") and good
     store = pair.sidecars[0]
-    rig.wait_for("all pages in the store", lambda: stored(store) >= TALKS * TURNS * TURN // PAGE, 60, 0.2)
+    rig.wait_for(
+        "all pages in the store", lambda: stored(store) >= TALKS * TURNS * TURN // PAGE, 60, 0.2
+    )
     good = converse(pair, "memory") and good
     store.stop()
     store.start()
-    rig.wait_for("a request with the sidecar's next process", lambda: pair.answered(prompts[1]), 120, 0.5)
+    rig.wait_for(
+        "a request with the sidecar's next process", lambda: pair.answered(prompts[1]), 120, 0.5
+    )
     good = converse(pair, "disk") and good
     rig.wait_for("no transfer left open", lambda: pair.leases() == 0, 60, 0.2)
     return good
@@ -112,7 +129,10 @@ def main() -> int:
             good = False
         finally:
             pair.stop()
-    print(f"\n{'ok' if good else 'FAILED'}: {len(SIZES)} prompts and {TALKS} conversations, {ANSWER} tokens each; logs in {LOGS}")
+    print(
+        f"\n{'ok' if good else 'FAILED'}: {len(SIZES)} prompts and {TALKS} conversations, {ANSWER} "
+        f"tokens each; logs in {LOGS}"
+    )
     return 0 if good else 1
 
 

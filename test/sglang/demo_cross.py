@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""The demonstration of one pair of two kinds of engines: vLLM prefills and SGLang decodes, then the reverse.
+"""The demonstration of one pair of two kinds of engines: vLLM prefills and SGLang decodes, then the
+reverse.
 
-Each prompt goes to vLLM alone first, then to the pair. The exit status is 0 only if all tokens are equal, each prompt has moved
-as a whole, both sidecars have the same hash for every page, and no transfer is left open.
+Each prompt goes to vLLM alone first, then to the pair. The exit status is 0 only if all tokens are
+equal, each prompt has moved as a whole, both sidecars have the same hash for every page, and no
+transfer is left open.
 
 Written: .build/demo-cross/ with the logs of all processes.
 """
@@ -37,7 +39,10 @@ def prompt(tokens: int) -> list[int]:
 
 
 def run(pair: Cross, decode: str) -> bool:
-    log(f"{NAMES[pair.prefill]} prefills, {NAMES[decode]} decodes: two engines, two sidecars and a bridge start (one to two minutes)")
+    log(
+        f"{NAMES[pair.prefill]} prefills, {NAMES[decode]} decodes: two engines, two sidecars and a "
+        "bridge start (one to two minutes)"
+    )
     pair.start()
     prompts = [prompt(n) for n in SIZES]
     plain = [pair.alone(ids, ANSWER) for ids in prompts]
@@ -48,12 +53,18 @@ def run(pair: Cross, decode: str) -> bool:
         before, start = pair.moved(), time.monotonic()
         equal = pair.ask(ids, ANSWER) == own
         took, moved = time.monotonic() - start, pair.moved() - before
-        print(f"{len(ids):8}{moved / 1024:8.0f} KiB{took:8.2f}  {'equal' if equal else 'DIFFERENT'}")
+        print(
+            f"{len(ids):8}{moved / 1024:8.0f} KiB{took:8.2f}  {'equal' if equal else 'DIFFERENT'}"
+        )
         good = good and equal and moved == len(ids) * TOKEN_BYTES
     rig.wait_for("no transfer left open", lambda: pair.leases() == 0, 60, 0.2)
     sent, came = pair.pages()
     same = bool(came) and sent == came
-    print(f"{len(came)} pages: their hashes at prefill and at decode are {'equal' if same else 'DIFFERENT'}\n", flush=True)
+    print(
+        f"{len(came)} pages: their hashes at prefill and at decode are "
+        f"{'equal' if same else 'DIFFERENT'}\n",
+        flush=True,
+    )
     return good and same
 
 
@@ -72,7 +83,10 @@ def main() -> int:
                 good = False
             finally:
                 pair.stop()
-    print(f"{'ok' if good else 'FAILED'}: {2 * len(SIZES)} prompts, {ANSWER} tokens each; logs in {LOGS}")
+    print(
+        f"{'ok' if good else 'FAILED'}: {2 * len(SIZES)} prompts, {ANSWER} tokens each; logs in "
+        f"{LOGS}"
+    )
     return 0 if good else 1
 
 

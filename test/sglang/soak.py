@@ -45,7 +45,8 @@ CLIENTS, REPEATED, KEPT = 3, 0.2, 12
 TIE = 0.001  # of log probabilities
 FIRST_ROOM = 1 << 40  # of requests given up; the router's random 63-bit rooms hardly collide
 ENDED = ("KVTransferError", "abort", "Abort", "imeout", "timed out")  # their errors
-# A server that learns of the end of a request before the request waits that long for the other side.
+# A server that learns of the end of a request before the request waits that long for the other
+# side.
 PARTNER_S = "20"
 
 

@@ -1,4 +1,5 @@
-"""The bridge between engines of the test: what it sends to each, and what it does when one fails."""
+"""The bridge between engines of the test: what it sends to each, and what it does when one
+fails."""
 
 from __future__ import annotations
 

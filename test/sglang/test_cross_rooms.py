@@ -125,8 +125,8 @@ def test_weights_are_replaced_before_pages_come() -> None:
 
 
 def test_a_request_of_more_than_its_prompt() -> None:
-    """Pages of tokens that follow the prompt, as SGLang fetches them again for a request that it has
-    put back: the prompt's hash does not name them."""
+    """Pages of tokens that follow the prompt, as SGLang fetches them again for a request that it
+    has put back: the prompt's hash does not name them."""
     m, asked, _ = decode(request(origin_input_ids=IDS[:16]))  # and two pages
     m._peer(pd_wire.Peer(7, asked.xfer, ENDPOINT, True))
     assert not m._session.open and "pages" in m.failure_records[7]

@@ -111,7 +111,9 @@ def test_what_one_engine_does_not_have(pair: Cross) -> None:
     for more in sglang if pair.prefill == "vllm" else vllm:
         path, key = ("/generate", "input_ids") if more in sglang else ("/v1/completions", "prompt")
         with pytest.raises(urllib.error.HTTPError) as err:
-            pair.post(path, {key: ids, "model": "tiny"} | more if key == "prompt" else {key: ids} | more)
+            pair.post(
+                path, {key: ids, "model": "tiny"} | more if key == "prompt" else {key: ids} | more
+            )
         name = next(iter(more.get("sampling_params", more)))
         assert err.value.code == 400 and name in error_of(err.value)
 

@@ -48,7 +48,9 @@ class Loading(Controller):
     """What is in the host pool goes to the device pool."""
 
     def __init__(self, sidecar: rig.Sidecar, kind: str, layout: str, **extra: Any) -> None:
-        super().__init__(sidecar, kind, layout, loads="sidecar", weights=f"{kind}-{layout}", **extra)
+        super().__init__(
+            sidecar, kind, layout, loads="sidecar", weights=f"{kind}-{layout}", **extra
+        )
         mine = self.backend._loads
         assert mine is not None
         self.loads = mine

@@ -22,9 +22,7 @@ def test_missing_parts_are_copied(kind: type[Missing], nbytes: int) -> None:
     parts = LAYERS * PER_LAYER
     host = torch.randint(0, 255, (PAGES, parts, nbytes), dtype=torch.uint8)  # page first
     device = torch.zeros((parts, PAGES, nbytes), dtype=torch.uint8)
-    missing = kind(
-        [Part(host[:, i], device[i]) for i in range(parts)], PER_LAYER, SLOTS, PAGES
-    )
+    missing = kind([Part(host[:, i], device[i]) for i in range(parts)], PER_LAYER, SLOTS, PAGES)
     assert not device.any()
     pages = np.array([(8, 1), (0, 8), (3, 3)], dtype=np.int32)
     for arrived in (parts, parts - 1, 3, 0):

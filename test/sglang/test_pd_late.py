@@ -93,7 +93,7 @@ class Attack:
         for _, ptr, n, _ in tensors:
             ctypes.memset(ptr, AGAIN, n)
         sender.join()
-        self.p.m.close_source(self.room, "an attack")
+        self.p.m.close_source(self.room, None, "an attack")
         offers = self.source.offers.values()
         rig.wait_for("prefill's end", lambda: all(o.ended for o in offers), 30, 0.0005)
         rig.wait_for("the fence", lambda: m.is_abort_release_safe(self.room, 1), 30, 0.0005)

@@ -7,14 +7,13 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-import queue
 import random
 import re
 import socket
 import sys
 import threading
 import unittest.mock
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,22 +83,20 @@ def manager(rank: int | None = None) -> Any:
     m.kv_args = SimpleNamespace(
         page_size=16, aux_data_ptrs=[ctypes.addressof(b) for b in m.buffers], aux_item_lens=ROWS
     )
-    m._lock, m._status_lock, m._rooms, m._senders = threading.Lock(), threading.Lock(), {}, {}
+    m._no_rooms()
     m._session, m.swa, m.mamba = Session(), Session(), Session()
     m._parts = [pd._Part("", m._session, 16)]
     if rank is not None:
         own = pd._Part("mamba", m.mamba, 1, f"rank{rank}")
         m._parts += [pd._Part("swa", m.swa, 16), own]
     m.attn_tp_size, m.prefill_info_table = 1, {"q:1": SimpleNamespace(attn_tp_size=2)}
-    m._unclaimed, m._uses, m._writers, m._engine = OrderedDict(), OrderedDict(), {}, "e1"
-    m._given_up, m._early, m.bootstrap_timeout = OrderedDict(), OrderedDict(), 300
-    m._weights, m._settle = SimpleNamespace(current=True), lambda: None
+    m._engine, m.bootstrap_timeout, m._weights = "e1", 300, SimpleNamespace(current=True)
     m.local_ip, m.rank_port = "127.0.0.1", 1
     m.request_status, m.transfer_infos, m.req_to_decode_prefix_len = {}, {}, {}
     m.failure_records, m.failure_lock = {}, threading.Lock()
     m._deferred_ack_targets, m._deferred_ack_poisoned_rooms = {}, set()
     m._staging_outstanding, m.deferred_bootstrap, m.is_mla_backend = {}, None, False
-    m.sent, m._chunks = [], queue.SimpleQueue()
+    m.sent = []
     m._send = lambda to, frames: m.sent.append((to, pd_wire.decode(frames)))
     m.send_kv_status_message = lambda **what: m.sent.append(what)
     return m

@@ -9,20 +9,18 @@ import ctypes
 import importlib.util
 import os
 import pathlib
-import queue
 import random
 import secrets
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "rig"))
 
-import cluster as rig  # noqa: E402
-import pytest  # noqa: E402
+import cluster as rig
+import pytest
 
 MUST = "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
 if not MUST and importlib.util.find_spec("sglang") is None:
@@ -122,17 +120,16 @@ class Side:
         self.m = m = object.__new__(pd.KVSprayManager)
         m.kv_args, m.attn_tp_rank, m.attn_tp_size = a, rank, tp
         m.disaggregation_mode = DisaggregationMode.PREFILL if prefill else DisaggregationMode.DECODE
-        m._lock, m._rooms, m._engine = threading.Lock(), {}, engine
-        m._unclaimed, m._uses, m._writers = OrderedDict(), OrderedDict(), {}
-        m._weights, m._settle = SimpleNamespace(current=True, name="w"), lambda: None
+        m._no_rooms()
+        m._engine, m._weights = engine, SimpleNamespace(current=True, name="w")
         m.local_ip, m.rank_port, m.waiting_timeout = "127.0.0.1", 1, 20.0
+        m.bootstrap_timeout = 300
         m.request_status, m.transfer_infos, m.req_to_decode_prefix_len = {}, {}, {}
         m.failure_records, m.failure_lock, m.prefill_info_table = {}, threading.Lock(), {}
         m._deferred_ack_targets, m._deferred_ack_poisoned_rooms = {}, set()
         m._staging_outstanding, m.deferred_bootstrap, m.is_mla_backend = {}, None, False
         m.send_kv_status_message = lambda **what: None
         self.sent: list[Any] = []
-        m._chunks = queue.SimpleQueue()
         m._send = lambda to, frames: self.sent.append(pd_wire.decode(frames))
         self.mla = mla = a.is_hybrid_mla_backend or "dsa" in [t.value for t in a.state_types]
         pd_cache.check(a, mla, 1)
@@ -223,9 +220,7 @@ def ended(sides: list[Side], room: int) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("make", [windows, recurrent, kimi, sparse])
-def test_equal_ranks(
-    sidecars: tuple[rig.Sidecar, rig.Sidecar], make: Any, tp: int
-) -> None:
+def test_equal_ranks(sidecars: tuple[rig.Sidecar, rig.Sidecar], make: Any, tp: int) -> None:
     pools = [[make(tp) for _ in range(tp)] for _ in range(2)]
     p, d = engines(sidecars, *pools)
     try:
@@ -249,7 +244,7 @@ def test_equal_ranks(
                 assert x.memory() == bytes_
                 x.m.close_arrival(room)
             for y in p:
-                y.m.close_source(room, "ended")
+                y.m.close_source(room, None, "ended")
     finally:
         for side in (*p, *d):
             side.close()

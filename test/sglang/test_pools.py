@@ -1,16 +1,19 @@
-"""SGLang's own memory pools, made and filled by its own code on a CPU, moved by real sidecars, and compared with what its code would
-have written there. Device pools (K and V apart, in bf16 and fp8, MLA, the indexer of DSA, the state slots of linear attention) and
-the layouts of its host pools, each against others, with other page sizes and other tensor parallelism.
+"""SGLang's own memory pools, made and filled by its own code on a CPU, moved by real sidecars, and
+compared with what its code would have written there. Device pools (K and V apart, in bf16 and fp8,
+MLA, the indexer of DSA, the state slots of linear attention) and the layouts of its host pools,
+each against others, with other page sizes and other tensor parallelism.
 
-Device pools are written and read by their own methods, in pages that its own allocator hands out. Between a host pool and a device SGLang
-copies with CUDA kernels alone; host pools are written through what their own code makes of the buffer: its views of each layer, and pages taken
-and put back where it makes no such views.
+Device pools are written and read by their own methods, in pages that its own allocator hands out.
+Between a host pool and a device SGLang copies with CUDA kernels alone; host pools are written
+through what their own code makes of the buffer: its views of each layer, and pages taken and put
+back where it makes no such views.
 
-Triton's kernels run in its interpreter. What has none is the one kernel with which SGLang stores the indexer's keys on NVIDIA's GPUs
-(fused_store_index_k_cache, CUDA). The method that chooses it falls back to two of Triton without one; that is what runs here.
+Triton's kernels run in its interpreter. What has none is the one kernel with which SGLang stores
+the indexer's keys on NVIDIA's GPUs (fused_store_index_k_cache, CUDA). The method that chooses it
+falls back to two of Triton without one; that is what runs here.
 
-Its environment is 2.7 GB and takes minutes to fetch (test/rig/env.py --sglang), so these tests have a target of their own: make
-test-sglang.
+Its environment is 2.7 GB and takes minutes to fetch (test/rig/env.py --sglang), so these tests have
+a target of their own: make test-sglang.
 """
 
 from __future__ import annotations
@@ -29,15 +32,17 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "rig"))
 
-import cluster as rig  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from ranks import Rank, compare, connected, group, move, owner, register  # noqa: E402
+import cluster as rig
+import pytest
+import torch
+from ranks import Rank, compare, connected, group, move, owner, register
 
 if "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(","):
     import sglang  # noqa: F401
 else:
-    pytest.importorskip("sglang", reason="SGLang is missing; make test-sglang makes its environment")
+    pytest.importorskip(
+        "sglang", reason="SGLang is missing; make test-sglang makes its environment"
+    )
 
 LAYERS, HEADS, DIM, LATENT, ROPE = 3, 4, 8, 32, 8
 TOKENS = 768  # of each pool
@@ -51,7 +56,8 @@ def parallel() -> None:
 
 def alone() -> None:
     """Makes pools in this process think that it is a server's only rank."""
-    # SGLang keeps 10 GB of a host free; these pools are kilobytes, and a shared machine may have less.
+    # SGLang keeps 10 GB of a host free; these pools are kilobytes, and a shared machine may have
+    # less.
     from sglang.srt.mem_cache.pool_host import base, mha, mla
     from sglang.srt.runtime_context import get_parallel
 
@@ -60,7 +66,9 @@ def alone() -> None:
             module.host_memory_budget_bytes = lambda asked: asked
 
     names = ("tp", "pp", "attn_dcp", "attn_tp", "attn_dp", "attn_cp")
-    get_parallel().override_permanently(dcp_enabled=False, **{f"{n}_{k}": int(k == "size") for n in names for k in ("size", "rank")})
+    get_parallel().override_permanently(
+        dcp_enabled=False, **{f"{n}_{k}": int(k == "size") for n in names for k in ("size", "rank")}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -102,16 +110,25 @@ class Kind:
         return TOKENS + self.page if self.layout == "device" else TOKENS * 2
 
 
-def layer(i: int, suffix: str, region: int, base: int, stride: int, page: int, index: int) -> dict[str, Any]:
-    return {"name": f"layers.{i}{suffix}", "index": index, "region": region, "base": base, "block_stride": stride, "page_bytes": page}
+def layer(
+    i: int, suffix: str, region: int, base: int, stride: int, page: int, index: int
+) -> dict[str, Any]:
+    return {
+        "name": f"layers.{i}{suffix}",
+        "index": index,
+        "region": region,
+        "base": base,
+        "block_stride": stride,
+        "page_bytes": page,
+    }
 
 
 def device_mha(kind: Kind, heads: int) -> Any:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     return MHATokenToKVPool(
-        size=TOKENS, page_size=kind.page, dtype=kind.dtype, head_num=heads, head_dim=DIM, layer_num=LAYERS, device="cpu",
-        enable_memory_saver=False, enable_alt_stream=False,
+        size=TOKENS, page_size=kind.page, dtype=kind.dtype, head_num=heads, head_dim=DIM,
+        layer_num=LAYERS, device="cpu", enable_memory_saver=False, enable_alt_stream=False,
     )  # fmt: skip
 
 
@@ -119,8 +136,8 @@ def device_mla(kind: Kind) -> Any:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     return MLATokenToKVPool(
-        size=TOKENS, page_size=kind.page, dtype=torch.bfloat16, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, layer_num=LAYERS, device="cpu",
-        enable_memory_saver=False,
+        size=TOKENS, page_size=kind.page, dtype=torch.bfloat16, kv_lora_rank=LATENT,
+        qk_rope_head_dim=ROPE, layer_num=LAYERS, device="cpu", enable_memory_saver=False,
     )  # fmt: skip
 
 
@@ -128,7 +145,8 @@ Fill = Callable[[Rank, torch.Tensor, Content], None]  # rank, slots of the promp
 
 
 def pages_of(page: int, tokens: int) -> list[int]:
-    """Pages for a prompt, as a device pool's allocator hands them out, in any order. Never the first: to it go tokens that pad a batch."""
+    """Pages for a prompt, as a device pool's allocator hands them out, in any order. Never the
+    first: to it go tokens that pad a batch."""
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
     allocator = PagedTokenToKVPoolAllocator(TOKENS, page, torch.bfloat16, "cpu", None, False)
@@ -163,8 +181,8 @@ def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any
         tensors = [*pool.k_buffer, *pool.v_buffer]
         groups = [
             group(kind.page, f"sglang_{x}", params | {"heads": heads}, kind.blocks,
-                  [layer(i, f"#{x}", r * LAYERS + i, 0, kind.page * token, kind.page * token, r * LAYERS + i) for i in range(LAYERS)])
-            for r, x in enumerate("kv")
+            [layer(i, f"#{x}", r * LAYERS + i, 0, kind.page * token, kind.page * token,
+            r * LAYERS + i) for i in range(LAYERS)]) for r, x in enumerate("kv")
         ]  # fmt: skip
 
         def fill(r: Rank, loc: torch.Tensor, content: Content) -> None:
@@ -175,7 +193,15 @@ def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any
     if kind.layout == "device" and kind.pool == "mla":
         pool = device_mla(kind)
         row = (LATENT + ROPE) * 2
-        groups = [group(kind.page, "mla", {}, kind.blocks, [layer(i, "", i, 0, kind.page * row, kind.page * row, i) for i in range(LAYERS)])]
+        groups = [
+            group(
+                kind.page,
+                "mla",
+                {},
+                kind.blocks,
+                [layer(i, "", i, 0, kind.page * row, kind.page * row, i) for i in range(LAYERS)],
+            )
+        ]
 
         def fill(r: Rank, loc: torch.Tensor, content: Content) -> None:
             for i in range(LAYERS):
@@ -187,8 +213,10 @@ def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any
 
     dev = device_mla(kind)
     host = MLATokenToKVPoolHost(
-        dev.get_device_pool_infos()[0].buffer_info, 2.0, 0, kind.page, kind.layout, pin_memory=False, device="cpu", allocator_type="default",
-        device_capacity_tokens=TOKENS, start_layer=0, end_layer=LAYERS, override_kv_cache_dim=dev.kv_cache_dim, target_layer_num=LAYERS,
+        dev.get_device_pool_infos()[0].buffer_info, 2.0, 0, kind.page, kind.layout,
+        pin_memory=False, device="cpu", allocator_type="default", device_capacity_tokens=TOKENS,
+        start_layer=0, end_layer=LAYERS, override_kv_cache_dim=dev.kv_cache_dim,
+        target_layer_num=LAYERS,
     )  # fmt: skip
     buf = host.kv_buffer
     size = host.size
@@ -199,7 +227,15 @@ def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any
         "page_first": (row, kind.page * LAYERS * row, {"row_stride": LAYERS * row}),
         "page_first_direct": (kind.page * row, kind.page * LAYERS * row, {}),
     }[kind.layout]
-    groups = [group(kind.page, "mla", more, blocks, [layer(i, "", 0, i * base, stride, kind.page * row, i) for i in range(LAYERS)])]
+    groups = [
+        group(
+            kind.page,
+            "mla",
+            more,
+            blocks,
+            [layer(i, "", 0, i * base, stride, kind.page * row, i) for i in range(LAYERS)],
+        )
+    ]
 
     def fill(r: Rank, loc: torch.Tensor, content: Content) -> None:
         if kind.layout == "page_first_direct":
@@ -253,7 +289,11 @@ def check(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) -> None
             before = [[m.clone() for m in r.memory] for r in d.ranks]
             content = torch.randn(LAYERS, tokens, HEADS, 2, DIM).to(torch.bfloat16)
             for e, kind in ((p, pk), (d, dk)):
-                table = pages_of(kind.page, tokens) if kind.layout == "device" else random.sample(range(e.blocks), -(-tokens // kind.page))
+                table = (
+                    pages_of(kind.page, tokens)
+                    if kind.layout == "device"
+                    else random.sample(range(e.blocks), -(-tokens // kind.page))
+                )
                 for r in e.ranks:
                     r.tables = [table] * e.groups
             for r, fill in zip(p.ranks, p.fills, strict=True):
@@ -261,14 +301,23 @@ def check(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) -> None
             move(sidecars[0].endpoint, p.ranks, d.ranks, tokens)
             for r, fill, was in zip(d.ranks, d.fills, before, strict=True):
                 loc = slots(r, dk, tokens)
-                compare(r, was, functools.partial(fill, r, loc, content), f"{pk} to {dk}, {tokens} tokens")
+                compare(
+                    r,
+                    was,
+                    functools.partial(fill, r, loc, content),
+                    f"{pk} to {dk}, {tokens} tokens",
+                )
     finally:
         for r in (*p.ranks, *d.ranks):
             r.close()
 
 
 MHA = [Kind("mha", 16), Kind("mha", 64, 2)]
-MLA = [Kind("mla", 16), Kind("mla", 64, 2), *(Kind("mla", 16, 1, x) for x in ("layer_first", "page_first", "page_first_direct"))]
+MLA = [
+    Kind("mla", 16),
+    Kind("mla", 64, 2),
+    *(Kind("mla", 16, 1, x) for x in ("layer_first", "page_first", "page_first_direct")),
+]
 
 
 def pairs(kinds: list[Kind]) -> list[tuple[Kind, Kind]]:
@@ -302,8 +351,9 @@ DSA_LAYERS = 2  # the interpreter takes milliseconds for a row
 
 @dataclasses.dataclass(frozen=True)
 class DSA:
-    """A device pool of sparse attention: a row of latents for each token, in bf16 or as fp8 with scales, and a key of the indexer. Pages of the
-    indexer's kernels have 64 tokens; a pool has pages of several of these where decode's context parallelism replicates it."""
+    """A device pool of sparse attention: a row of latents for each token, in bf16 or as fp8 with
+    scales, and a key of the indexer. Pages of the indexer's kernels have 64 tokens; a pool has
+    pages of several of these where decode's context parallelism replicates it."""
 
     page: int
     fp8: bool
@@ -317,11 +367,17 @@ class DSA:
         from sglang.srt.runtime_context import get_parallel
 
         # As calculate_mla_kv_cache_dim has it for these two types.
-        width = NOPE + NOPE // DSATokenToKVPool.quant_block_size * 4 + ROPE_DSA * 2 if self.fp8 else NOPE + ROPE_DSA
+        width = (
+            NOPE + NOPE // DSATokenToKVPool.quant_block_size * 4 + ROPE_DSA * 2
+            if self.fp8
+            else NOPE + ROPE_DSA
+        )
         with get_parallel().override(attn_dcp_size=self.page // 64):
             pool = DSATokenToKVPool(
-                size=TOKENS, page_size=self.page, kv_lora_rank=NOPE, dtype=torch.float8_e4m3fn if self.fp8 else torch.bfloat16, qk_rope_head_dim=ROPE_DSA,
-                layer_num=DSA_LAYERS, device="cpu", index_head_dim=KEY, enable_memory_saver=False, kv_cache_dim=width, dcp_replicated=self.page > 64,
+                size=TOKENS, page_size=self.page, kv_lora_rank=NOPE,
+                dtype=torch.float8_e4m3fn if self.fp8 else torch.bfloat16,
+                qk_rope_head_dim=ROPE_DSA, layer_num=DSA_LAYERS, device="cpu", index_head_dim=KEY,
+                enable_memory_saver=False, kv_cache_dim=width, dcp_replicated=self.page > 64,
             )  # fmt: skip
         assert pool.index_page_size == 64 and pool.dsa_kv_cache_store_fp8 == self.fp8
         return pool
@@ -338,7 +394,9 @@ class DSAContent:
     @classmethod
     def random(cls, tokens: int) -> DSAContent:
         shape = DSA_LAYERS, tokens
-        return cls(*(torch.randn(*shape, *dim).bfloat16() for dim in ((1, NOPE), (1, ROPE_DSA), (KEY,))))
+        return cls(
+            *(torch.randn(*shape, *dim).bfloat16() for dim in ((1, NOPE), (1, ROPE_DSA), (KEY,)))
+        )
 
 
 @dataclasses.dataclass
@@ -356,10 +414,13 @@ class DSARank:
             m.setattr(dsa_indexer, "get_token_to_kv_pool", lambda: self.pool)
             for i in range(DSA_LAYERS):
                 self.pool.set_mla_kv_buffer(Layer(i), loc, x.nope[i], x.rope[i])
-                dsa_indexer.Indexer._store_index_k_cache(indexer, SimpleNamespace(out_cache_loc=loc), i, x.key[i], act_quant=act_quant)
+                dsa_indexer.Indexer._store_index_k_cache(
+                    indexer, SimpleNamespace(out_cache_loc=loc), i, x.key[i], act_quant=act_quant
+                )
 
     def read(self, loc: torch.Tensor) -> list[torch.Tensor]:
-        """As they are read for attention to what was there before: rows, and the keys and scales of the indexer."""
+        """As they are read for attention to what was there before: rows, and the keys and scales of
+        the indexer."""
         from sglang.kernels.ops.attention.dsa.dequant_k_cache import dequantize_k_cache_paged_dsa
 
         out: list[torch.Tensor] = []
@@ -370,7 +431,14 @@ class DSARank:
             else:
                 out.extend(self.pool.get_mla_kv_buffer(Layer(i), loc))
             pages = (loc[::64] // 64).int()[None]
-            out.append(torch.cat(self.pool.get_index_k_scale_buffer(i, torch.tensor([tokens]), pages, tokens, tokens), dim=1))
+            out.append(
+                torch.cat(
+                    self.pool.get_index_k_scale_buffer(
+                        i, torch.tensor([tokens]), pages, tokens, tokens
+                    ),
+                    dim=1,
+                )
+            )
         return out
 
 
@@ -380,7 +448,9 @@ def dsa_engine(sidecar: rig.Sidecar, kind: DSA, name: str) -> list[DSARank]:
         pool = kind.pool()
         tensors = [*pool.kv_buffer, *pool.index_k_with_scale_buffer]
         groups = []
-        for g, (strategy, params) in enumerate((("fp8_ds_mla" if kind.fp8 else "mla", {}), ("dsa_indexer", {"kernel_tokens": 64}))):
+        for g, (strategy, params) in enumerate(
+            (("fp8_ds_mla" if kind.fp8 else "mla", {}), ("dsa_indexer", {"kernel_tokens": 64}))
+        ):
             layers = []
             for i in range(DSA_LAYERS):
                 region = g * DSA_LAYERS + i
@@ -395,7 +465,8 @@ def dsa_engine(sidecar: rig.Sidecar, kind: DSA, name: str) -> list[DSARank]:
 
 
 DSAS = [
-    (DSA(64, True, 2), DSA(128, True)), (DSA(128, True), DSA(64, True)), (DSA(64, False), DSA(64, False)), (DSA(128, False), DSA(64, False, 2)),
+    (DSA(64, True, 2), DSA(128, True)), (DSA(128, True), DSA(64, True)),
+    (DSA(64, False), DSA(64, False)), (DSA(128, False), DSA(64, False, 2)),
 ]  # fmt: skip
 
 
@@ -414,12 +485,21 @@ def test_rows_and_keys_of_dsa(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: DSA
             for rank in p:
                 rank.fill(loc, x)
             noise, want = d[0].read(to), p[0].read(loc)
-            assert not any(torch.equal(a, b) for a, b in zip(noise, want, strict=True)), "it was there before"
+            assert not any(torch.equal(a, b) for a, b in zip(noise, want, strict=True)), (
+                "it was there before"
+            )
             move(sidecars[0].endpoint, [rank.r for rank in p], [rank.r for rank in d], tokens)
             for rank, was in zip(d, before, strict=True):
                 for a, b in zip(rank.read(to), want, strict=True):
-                    assert torch.equal(a, b), f"{pk} to {dk}, {tokens} tokens: the engine reads something else"
-                compare(rank.r, was, functools.partial(rank.fill, to, x), f"{pk} to {dk}, {tokens} tokens")
+                    assert torch.equal(a, b), (
+                        f"{pk} to {dk}, {tokens} tokens: the engine reads something else"
+                    )
+                compare(
+                    rank.r,
+                    was,
+                    functools.partial(rank.fill, to, x),
+                    f"{pk} to {dk}, {tokens} tokens",
+                )
     finally:
         for rank in (*p, *d):
             rank.r.close()
@@ -457,30 +537,42 @@ class StateContent:
     def random(cls, kind: State) -> StateContent:
         heads, dim = kind.k
         return cls(
-            [torch.randn(LAYERS, h, n, KERNEL - 1).to(torch.bfloat16) for h, n in ((heads, dim), (heads, dim), (V_HEADS, V_DIM))],
+            [
+                torch.randn(LAYERS, h, n, KERNEL - 1).to(torch.bfloat16)
+                for h, n in ((heads, dim), (heads, dim), (V_HEADS, V_DIM))
+            ],
             torch.randn(LAYERS, V_HEADS, V_DIM, dim),
         )
 
 
 def state_pool(kind: State) -> Any:
-    from sglang.srt.configs.mamba_utils import KimiLinearCacheParams, KimiLinearStateShape, Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
+    from sglang.srt.configs.mamba_utils import (
+        KimiLinearCacheParams,
+        KimiLinearStateShape,
+        Mamba2CacheParams,
+        Mamba2StateDType,
+        Mamba2StateShape,
+    )
     from sglang.srt.mem_cache.memory_pool import MambaPool
 
     params: Any
     dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
     layers = list(range(LAYERS))
     if kind.kda:
-        shape = KimiLinearStateShape.create(tp_world_size=kind.tp, num_heads=V_HEADS, head_dim=V_DIM, conv_kernel_size=KERNEL)
+        shape = KimiLinearStateShape.create(
+            tp_world_size=kind.tp, num_heads=V_HEADS, head_dim=V_DIM, conv_kernel_size=KERNEL
+        )
         params = KimiLinearCacheParams(shape=shape, layers=layers, dtype=dtype)
     else:
         params = Mamba2CacheParams(
-            shape=Mamba2StateShape.create(
-                tp_world_size=kind.tp, intermediate_size=V_HEADS * V_DIM, n_groups=K_HEADS, num_heads=V_HEADS, head_dim=V_DIM, state_size=K_DIM,
-                conv_kernel=KERNEL, conv_shard_groups=[K_HEADS * K_DIM, K_HEADS * K_DIM, V_HEADS * V_DIM],
-            ),
-            layers=layers, dtype=dtype,
+            shape=Mamba2StateShape.create(tp_world_size=kind.tp, intermediate_size=V_HEADS * V_DIM,
+            n_groups=K_HEADS, num_heads=V_HEADS, head_dim=V_DIM, state_size=K_DIM,
+            conv_kernel=KERNEL, conv_shard_groups=[K_HEADS * K_DIM, K_HEADS * K_DIM,
+            V_HEADS * V_DIM]), layers=layers, dtype=dtype,
         )  # fmt: skip
-    return MambaPool(size=SLOTS, spec_state_size=0, cache_params=params, mamba_layer_ids=layers, device="cpu")
+    return MambaPool(
+        size=SLOTS, spec_state_size=0, cache_params=params, mamba_layer_ids=layers, device="cpu"
+    )
 
 
 def flat(t: torch.Tensor) -> torch.Tensor:
@@ -491,7 +583,9 @@ def flat(t: torch.Tensor) -> torch.Tensor:
 StateFill = Callable[[StateContent, int], None]
 
 
-def state_engine(sidecar: rig.Sidecar, kind: State, name: str) -> tuple[list[Rank], list[StateFill]]:
+def state_engine(
+    sidecar: rig.Sidecar, kind: State, name: str
+) -> tuple[list[Rank], list[StateFill]]:
     """The ranks of an engine, registered, and how each writes a request's state into a slot."""
     heads, dim = kind.k
     ranks: list[Rank] = []
@@ -501,15 +595,17 @@ def state_engine(sidecar: rig.Sidecar, kind: State, name: str) -> tuple[list[Ran
         conv, temporal = cache.conv[0], cache.temporal
         history, channel = (2, 3) if kind.kda else (3, 2)  # axes of the conv state, as in its shape
         params = {
-            "k_heads": heads, "k_dim": dim, "v_heads": V_HEADS, "v_dim": V_DIM, "conv_len": KERNEL - 1, "conv_bytes": 2, "state_bytes": 4,
-            "tp_rank": rank, "tp_size": kind.tp, "conv_order": int(conv.stride(channel) > conv.stride(history)),
+            "k_heads": heads, "k_dim": dim, "v_heads": V_HEADS, "v_dim": V_DIM,
+            "conv_len": KERNEL - 1, "conv_bytes": 2, "state_bytes": 4, "tp_rank": rank,
+            "tp_size": kind.tp, "conv_order": int(conv.stride(channel) > conv.stride(history)),
         }  # fmt: skip
         groups = []
         for region, (part, t) in enumerate((("conv", conv), ("ssm", temporal))):
             step, slot, page = (n * t.itemsize for n in (t.stride(0), t.stride(1), t[0, 0].numel()))
             groups.append(
-                group(LONGEST, "kda_state" if kind.kda else "gdn_state", params | {"part": region + 1}, SLOTS + 1,
-                      [layer(i, f"#{part}", region, i * step, slot, page, region * LAYERS + i) for i in range(LAYERS)])
+                group(LONGEST, "kda_state" if kind.kda else "gdn_state",
+                params | {"part": region + 1}, SLOTS + 1, [layer(i, f"#{part}", region, i * step,
+                slot, page, region * LAYERS + i) for i in range(LAYERS)])
             )  # fmt: skip
         r = owner(sidecar, name, rank, kind.tp, 2 * LAYERS, [flat(conv), flat(temporal)])
         register(r, "bfloat16", groups)
@@ -517,8 +613,11 @@ def state_engine(sidecar: rig.Sidecar, kind: State, name: str) -> tuple[list[Ran
         def fill(content: StateContent, slot: int, cache: Any = cache, rank: int = rank) -> None:
             for i in range(LAYERS):
                 at = cache.at_layer_idx(i)
-                # cat([query, key, value]) of what the rank has of each, as SGLang's convolutions leave it.
-                mixed = torch.cat([c[i].chunk(kind.tp)[rank].reshape(-1, KERNEL - 1) for c in content.conv])
+                # cat([query, key, value]) of what the rank has of each, as SGLang's convolutions
+                # leave it.
+                mixed = torch.cat(
+                    [c[i].chunk(kind.tp)[rank].reshape(-1, KERNEL - 1) for c in content.conv]
+                )
                 at.conv[0][slot] = mixed.T if kind.kda else mixed
                 at.temporal[slot] = content.recurrent[i].chunk(kind.tp)[rank]
 
@@ -529,9 +628,12 @@ def state_engine(sidecar: rig.Sidecar, kind: State, name: str) -> tuple[list[Ran
 
 
 @pytest.mark.parametrize(
-    ("pk", "dk"), [(State(k, p), State(k, d)) for k in (False, True) for p, d in ((1, 1), (2, 1), (1, 2), (2, 2))], ids=str
+    ("pk", "dk"), [(State(k, p), State(k, d)) for k in (False, True) for p,
+    d in ((1, 1), (2, 1), (1, 2), (2, 2))], ids=str
 )  # fmt: skip
-def test_slots_of_linear_attention(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: State, dk: State) -> None:
+def test_slots_of_linear_attention(
+    sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: State, dk: State
+) -> None:
     ps, p_fills = state_engine(sidecars[0], pk, f"p{pk}{dk}")
     ds, d_fills = state_engine(sidecars[1], dk, f"d{pk}{dk}")
     try:
@@ -541,12 +643,18 @@ def test_slots_of_linear_attention(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk
             for ranks in (ps, ds):
                 slot = random.randint(1, SLOTS)  # 0 is that of requests which pad a batch
                 for r in ranks:
-                    r.tables = [[slot], [slot]]  # conv and recurrent state of a request are in slots of one number
+                    # Conv and recurrent state of a request are in slots of one number.
+                    r.tables = [[slot], [slot]]
             for r, fill in zip(ps, p_fills, strict=True):
                 fill(content, r.table[0])
             move(sidecars[0].endpoint, ps, ds, tokens)
             for r, fill, was in zip(ds, d_fills, before, strict=True):
-                compare(r, was, functools.partial(fill, content, r.table[0]), f"{pk} to {dk}, {tokens} tokens")
+                compare(
+                    r,
+                    was,
+                    functools.partial(fill, content, r.table[0]),
+                    f"{pk} to {dk}, {tokens} tokens",
+                )
     finally:
         for r in (*ps, *ds):
             r.close()

@@ -1,7 +1,7 @@
 """SGLang's own tests, fetched at fixed commits and not changed. Its end-to-end test of storage
-backends runs with our backend, by the two methods that its base class names for that. Its unit tests
-of host pools, of HiCache and of prefill/decode run with our plug-in loaded. The fixtures of its
-storage tests run with our backend, and with its own.
+backends runs with our backend, by the two methods that its base class names for that. Its unit
+tests of host pools, of HiCache and of prefill/decode run with our plug-in loaded. The fixtures of
+its storage tests run with our backend, and with its own.
 """
 
 from __future__ import annotations
@@ -123,13 +123,15 @@ FILES = [
         "fcc03be5c97b2ed9994caf9a83f9a9eeef4b5dc17f74518851d30f368db6a712", 33,
         # A stub of a key lacks what 0.5.23 reads.
         fails=(
-            "test_cache_salt_event_hash_walk_is_iterative", "test_cache_salt_event_hashes_are_memoized",
+            "test_cache_salt_event_hash_walk_is_iterative",
+            "test_cache_salt_event_hashes_are_memoized",
             "test_cache_salt_seeds_root_hash_chain",
         ),
     ),
     # Prefill and decode.
     File(
-        "unit/disaggregation/test_disaggregation_wire.py", "52f2fe456a97a894f95bd20de71de502dbee5c93",
+        "unit/disaggregation/test_disaggregation_wire.py",
+        "52f2fe456a97a894f95bd20de71de502dbee5c93",
         "54b8f20f4a21f075d2eb3bb9dcf0ebc839cd74226ca34bcd30fc6ed241c51bac", 11,
     ),
     File(

@@ -1,6 +1,6 @@
-"""A plug-in of pytest, for the process in which test_upstream.py runs SGLang's own tests. They start
-no engine, so nothing there loads SGLang's plug-ins: this loads ours, and gives the host pools the
-memory that they have with our storage backend. With KVSPRAY_UPSTREAM=plain it does neither.
+"""A plug-in of pytest, for the process in which test_upstream.py runs SGLang's own tests. They
+start no engine, so nothing there loads SGLang's plug-ins: this loads ours, and gives the host pools
+the memory that they have with our storage backend. With KVSPRAY_UPSTREAM=plain it does neither.
 """
 
 from __future__ import annotations

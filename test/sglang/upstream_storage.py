@@ -1,7 +1,8 @@
-"""SGLang's own fixtures for its tests of storage backends: they are in its package, so they are those
-of the installed release. Their caches, with SGLang's tree, controller and host pools, store pages and
-fetch them, and they assert what is there. test_upstream.py runs this with KVSPRAY_UPSTREAM_SOCKET for
-our backend, and without it for the file backend, which the fixtures name.
+"""SGLang's own fixtures for its tests of storage backends: they are in its package, so they are
+those of the installed release. Their caches, with SGLang's tree, controller and host pools, store
+pages and fetch them, and they assert what is there. test_upstream.py runs this with
+KVSPRAY_UPSTREAM_SOCKET for our backend, and without it for the file backend, which the fixtures
+name.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "rig"))
 
-import cluster as rig  # noqa: E402
-import kvspray_cpu_rig  # noqa: E402
-import torch  # noqa: E402
-from sglang.srt.environ import envs  # noqa: E402
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle  # noqa: E402
-from sglang.srt.mem_cache.unified_cache.components.base import ComponentType  # noqa: E402
-from sglang.srt.server_args import ServerArgs  # noqa: E402
-from sglang.test.kits.unified_radix_cache import mixins  # noqa: E402
-from sglang.test.kits.unified_radix_cache.config import CacheConfig  # noqa: E402
-from sglang.test.kits.unified_radix_cache.fixtures import match_prefix  # noqa: E402
-from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures  # noqa: E402
+import cluster as rig
+import kvspray_cpu_rig
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
+from sglang.srt.server_args import ServerArgs
+from sglang.test.kits.unified_radix_cache import mixins
+from sglang.test.kits.unified_radix_cache.config import CacheConfig
+from sglang.test.kits.unified_radix_cache.fixtures import match_prefix
+from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 
 SOCKET = os.environ.get("KVSPRAY_UPSTREAM_SOCKET")
 
@@ -37,7 +38,8 @@ def configured(**args: Any) -> ServerArgs:
         extra = json.loads(args["hicache_storage_backend_extra_config"] or "{}") | {
             "backend_name": "kvspray", "module_path": "kvspray_sglang.hicache",
             "class_name": "KvsprayHiCache", "interface_v1": 1, "socket": SOCKET,
-            # Each test has a directory of its own for the file backend, and its tokens are the same.
+            # Each test has a directory of its own for the file backend, and its tokens are the
+            # same.
             "weights": envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get(),
         }  # fmt: skip
         args["hicache_storage_backend"] = "dynamic"

@@ -1,4 +1,5 @@
-"""Hooks of MkDocs: README and CHANGELOG are pages of the site, and links from documents to other files of the repository lead there."""
+"""Hooks of MkDocs: README and CHANGELOG are pages of the site, and links from documents to other
+files of the repository lead there."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}  # of the root: their places in the site
+# Of the root: their places in the site.
+PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 

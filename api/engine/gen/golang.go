@@ -121,8 +121,8 @@ func goCodec(s *schema) ([]byte, error) {
 // goPacked writes the decoder and the encoder of a list of b.
 func (w *writer) goPacked(b *body) {
 	size := (&fieldType{kind: "packed", body: b}).packedBytes()
-	w.line("func (r *reader) packed%s(least, most int) []%s {", b.name, b.name)
-	w.line("b := r.packed(least, most, %d)\nif r.err != nil {\nreturn nil\n}", size)
+	w.line("func (r *reader) packed%s(low, high int) []%s {", b.name, b.name)
+	w.line("b := r.packed(low, high, %d)\nif r.err != nil {\nreturn nil\n}", size)
 	w.line("out := make([]%s, len(b)/%d)\nfor i := range out {\np := b[%d*i:]", b.name, size, size)
 	w.line("out[i] = %s{", b.name)
 	at := 0
@@ -276,10 +276,10 @@ func (w *writer) read(f *field, v string) {
 	switch t.kind {
 	case "u32", "u64":
 		w.line("%s = r.%s()", v, t.kind)
-		if f.most != "" {
-			w.line("r.within(uint64(%s), %s, %s)", v, cmp.Or(f.least, "0"), f.most)
-		} else if f.least != "" {
-			w.line("r.atLeast(uint64(%s), %s)", v, f.least)
+		if f.max != "" {
+			w.line("r.within(uint64(%s), %s, %s)", v, cmp.Or(f.min, "0"), f.max)
+		} else if f.min != "" {
+			w.line("r.atLeast(uint64(%s), %s)", v, f.min)
 		}
 	case "version":
 		w.line("%s = Version(r.u32())", v)
@@ -307,11 +307,11 @@ func (w *writer) read(f *field, v string) {
 	case "map":
 		w.line("%s = r.rawMap()", v)
 	case "packed":
-		w.line("%s = r.packed%s(%s, %s)", v, packedName(t.elem), cmp.Or(f.least, "0"), t.bound)
+		w.line("%s = r.packed%s(%s, %s)", v, packedName(t.elem), cmp.Or(f.min, "0"), t.bound)
 	case "struct", "tuple":
 		w.line("%s.read(r)", v)
 	case "list":
-		w.line("{\nn := r.arrayLen(%s, %d)\n%s = nil", t.bound, t.elem.leastBytes(), v)
+		w.line("{\nn := r.arrayLen(%s, %d)\n%s = nil", t.bound, t.elem.minBytes(), v)
 		w.line("if r.err == nil {\n%s = make(%s, 0, n)\n}", v, goType(t))
 		w.line("for range n {\nvar e %s", goType(t.elem))
 		w.read(&field{typ: t.elem}, "e")

@@ -6,6 +6,9 @@ import (
 	"strings"
 )
 
+// pythonColumns is line-length of tools/ruff.toml.
+const pythonColumns = 100
+
 // python writes the constants and bodies of the Python package.
 func python(s *schema) ([]byte, error) {
 	w := &writer{s: s}
@@ -61,6 +64,9 @@ func (w *writer) order(name string, b *body) {
 	list := strings.Join(keys, ", ")
 	if len(keys) == 1 {
 		list += ","
+	}
+	if len(name)+len(list)+len(`    "": (),`) > pythonColumns {
+		list = "\n        " + strings.Join(keys, ",\n        ") + ",\n    "
 	}
 	w.line("    %q: (%s),", name, list)
 	for _, f := range b.fields {

@@ -52,14 +52,14 @@ type body struct {
 }
 
 type field struct {
-	key, doc    string
-	typ         *fieldType
-	required    bool
-	omit        bool
-	cutAll      bool   // overflow=empty
-	def         string // default
-	least, most string // min, max
-	floor       string
+	key, doc string
+	typ      *fieldType
+	required bool
+	omit     bool
+	cutAll   bool   // overflow=empty
+	def      string // default
+	min, max string
+	floor    string
 }
 
 type fieldType struct {
@@ -253,9 +253,9 @@ func (p *parser) field(words []string, doc string) error {
 		case "default":
 			f.def = value
 		case "min":
-			f.least = value
+			f.min = value
 		case "max":
-			f.most = value
+			f.max = value
 		case "floor":
 			f.floor = value
 		case "overflow":
@@ -264,7 +264,7 @@ func (p *parser) field(words []string, doc string) error {
 			return fmt.Errorf("%s: %q is no attribute of a field", f.key, w)
 		}
 	}
-	for _, bound := range []string{f.def, f.least, f.most, f.floor} {
+	for _, bound := range []string{f.def, f.min, f.max, f.floor} {
 		if bound == "" {
 			continue
 		}
@@ -351,8 +351,8 @@ func (t *fieldType) packedBytes() int {
 	return n
 }
 
-// leastBytes is the size of the shortest encoding.
-func (t *fieldType) leastBytes() int {
+// minBytes is the size of the shortest encoding.
+func (t *fieldType) minBytes() int {
 	switch t.kind {
 	case "bin16":
 		return 18
@@ -366,9 +366,9 @@ func (t *fieldType) leastBytes() int {
 		n := 1
 		for _, f := range t.body.fields {
 			if t.kind == "tuple" {
-				n += f.typ.leastBytes()
+				n += f.typ.minBytes()
 			} else if f.required {
-				n += 1 + len(f.key) + f.typ.leastBytes()
+				n += 1 + len(f.key) + f.typ.minBytes()
 			}
 		}
 		return n

@@ -2709,7 +2709,7 @@ type PageRequest struct {
 	PageBytes  uint32                 `protobuf:"varint,3,opt,name=page_bytes,json=pageBytes,proto3" json:"page_bytes,omitempty"`
 	Keys       []byte                 `protobuf:"bytes,4,opt,name=keys,proto3" json:"keys,omitempty"`                                // of 32 bytes
 	DeadlineMs uint32                 `protobuf:"varint,5,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // for all of it
-	// The latest removal of the namespace that the sender knows; 0: none. A holder that has not applied
+	// The latest removal of the namespace that the sender has; 0: none. A holder that has not applied
 	// it offers nothing.
 	Removal       uint64 `protobuf:"fixed64,6,opt,name=removal,proto3" json:"removal,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -2946,12 +2946,12 @@ func (x *PageRemoval) GetStamp() uint64 {
 	return 0
 }
 
-// PageRemovals reports removals that the sender knows. The receiver applies those that are new to
-// it. A peer that is up again gets all that the sender knows.
+// PageRemovals reports removals that the sender has. The receiver applies those that are new to
+// it. A peer that is up again gets all that the sender has.
 type PageRemovals struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Removals []*PageRemoval         `protobuf:"bytes,1,rep,name=removals,proto3" json:"removals,omitempty"` // at most 512
-	// The last message of a list of all removals, of a sender that has heard the others'.
+	// The last message of a list of all removals, of a sender that has received the others'.
 	Last bool `protobuf:"varint,2,opt,name=last,proto3" json:"last,omitempty"`
 	// Not 0: the receiver answers with PageRemoved once it has applied the removal, of which there is
 	// one.

@@ -209,7 +209,7 @@ def install() -> None:
         "sglang.srt.model_executor.model_runner_components.weight_updater": {
             "WeightUpdater": WeightUpdater
         },
-        "sglang.srt.utils": {},
+        "sglang.srt.utils": {"cpu_has_amx_support": bool},
         "sglang.srt.utils.weight_checker": {"WeightChecker": WeightChecker},
     }
     for name, content in modules.items():

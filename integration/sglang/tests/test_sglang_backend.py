@@ -442,7 +442,9 @@ def test_weights_that_are_overwritten_by_the_checker_are_noticed(
 
 def test_an_unknown_way_to_replace_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused() -> None:
-        with pytest.raises(ValueError, match=r"replaces weights in an unknown way.*nothing is stored"):
+        with pytest.raises(
+            ValueError, match=r"replaces weights in an unknown way.*nothing is stored"
+        ):
             KvsprayHiCache(fake.Config(EXTRA), {})
 
     module = sys.modules[names._UPDATER]

@@ -20,6 +20,14 @@ LOG = logging.getLogger("test")
 BLOCK = 16
 
 
+class Request(SimpleNamespace):
+    """What vLLM's requests have besides what a test is about."""
+
+    lora_request = cache_salt = trace_headers = session_id = None
+    abort_immediately = resumable = skip_reading_prefix_cache = False
+    mm_features = ()
+
+
 @dataclass
 class FakeWorker:
     calls: list[tuple[Any, ...]] = field(default_factory=list)
@@ -37,13 +45,22 @@ class FakeWorker:
         self.calls.append((kind, self.leases, *what))
         return self.leases
 
-    def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Any, fanout: int, req: str, traceparent: str = "") -> int:
+    def intent(
+        self,
+        xfer: bytes,
+        hash: bytes,
+        tokens: int,
+        blocks: Any,
+        fanout: int,
+        req: str,
+        traceparent: str = "",
+    ) -> int:
         self.traced[req] = traceparent
         return self._lease("intent", req, tokens, fanout)
 
     def expect(
-        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str, after: int = 0, traceparent: str = "",
-        stall_s: float = 0.0,
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str,
+        after: int = 0, traceparent: str = "", stall_s: float = 0.0,
     ) -> int:  # fmt: skip
         self.stalls[req] = stall_s
         self.traced[req] = traceparent
@@ -101,7 +118,9 @@ class FakeScheduler:
     def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str) -> None:
         self.declined.append((xfer, hash, peer, reason))
 
-    def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None:
+    def await_admission(
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float
+    ) -> None:
         if self.full:
             raise shim.ShimError("full")
         self.asked.append((xfer, peer))
@@ -121,7 +140,13 @@ class Engine:
         self.scheduler_shim = FakeScheduler()
         self.clock = 100.0
         self.scheduler = SchedulerSide(
-            Settings(), self.scheduler_shim, [BLOCK], "engine", fake_hash, LOG, now=lambda: self.clock
+            Settings(),
+            self.scheduler_shim,
+            [BLOCK],
+            "engine",
+            fake_hash,
+            LOG,
+            now=lambda: self.clock,
         )
         self.worker = WorkerSide(self.worker_shim, LOG, resume_block=BLOCK)
         self.worker.set_flags({"l0": 0, "l1": 1})
@@ -131,21 +156,31 @@ class Engine:
 
     def add(self, req: str, n: int, kv: dict[str, Any] | None) -> Any:
         tokens = list(range(n))
-        r = SimpleNamespace(
-            request_id=req, prompt_token_ids=tokens, num_prompt_tokens=n, num_computed_tokens=0, kv_transfer_params=kv,
-            lora_request=None, cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"), num_output_tokens=0,
+        r = Request(
+            request_id=req, prompt_token_ids=tokens, num_prompt_tokens=n, num_computed_tokens=0,
+            kv_transfer_params=kv,
+            status=SimpleNamespace(name="RUNNING"), num_output_tokens=0,
         )  # fmt: skip
         self.requests[req] = r
         self.tables[req] = list(range(1, 1 + -(-n // BLOCK)))
         self.scheduler.on_new_request(r)
         return r
 
-    def meta(self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None) -> StepMeta:
+    def meta(
+        self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None
+    ) -> StepMeta:
         counts = scheduled or {}
-        new = [SimpleNamespace(req_id=req, num_computed_tokens=self.requests[req].num_computed_tokens) for req in counts if req not in self.seen]
+        new = [
+            SimpleNamespace(req_id=req, num_computed_tokens=self.requests[req].num_computed_tokens)
+            for req in counts
+            if req not in self.seen
+        ]
         self.seen.update(counts)
         out = SimpleNamespace(
-            num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), preempted_req_ids=preempted or set(), scheduled_new_reqs=new
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+            preempted_req_ids=preempted or set(),
+            scheduled_new_reqs=new,
         )
         meta = self.scheduler.build(out, lambda req: (self.tables[req],))  # type: ignore[arg-type]
         for req, n in (scheduled or {}).items():
@@ -163,7 +198,9 @@ class Engine:
         self.scheduler.worker_reported(done.sent, done.received, self.worker.take_landed())
         return done
 
-    def step(self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None) -> Results:
+    def step(
+        self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None
+    ) -> Results:
         return self.run(self.meta(scheduled, preempted))
 
     def finish(self, req: str, status: str = "FINISHED_LENGTH_CAPPED") -> tuple[bool, Any]:
@@ -186,7 +223,11 @@ XFER = "ab" * 16
 
 
 def prefill_first(**kw: Any) -> dict[str, Any]:
-    return {"do_remote_prefill": True, "remote_request_id": "cmpl-x", "kvspray": {"v": 1, "xfer": XFER, "peer": "p:1", **kw}}
+    return {
+        "do_remote_prefill": True,
+        "remote_request_id": "cmpl-x",
+        "kvspray": {"v": 1, "xfer": XFER, "peer": "p:1", **kw},
+    }
 
 
 def concurrent() -> dict[str, Any]:

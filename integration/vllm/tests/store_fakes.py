@@ -1,5 +1,5 @@
-"""A block pool, a store and as much of vLLM's scheduler as the store can see, with blocks that have content: what was computed, from
-which tokens and with which weights."""
+"""A block pool, a store and as much of vLLM's scheduler as the store can see, with blocks that have
+content: what was computed, from which tokens and with which weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
 
-from fakes import LOG, FakeScheduler, FakeWorker, fake_hash
+from fakes import LOG, FakeScheduler, FakeWorker, Request, fake_hash
 
 from kvspray_vllm import shim
 from kvspray_vllm.meta import Landed
@@ -31,7 +31,8 @@ def namespace(weights: str = "w0") -> shim.Namespace:
 
 
 class Pool:
-    """Counts references as vLLM's does. A block that nobody refers to keeps its content, and can be hit, until it is taken for another."""
+    """Counts references as vLLM's does. A block that nobody refers to keeps its content, and can be
+    hit, until it is taken for another."""
 
     def __init__(self, n: int) -> None:
         self.num_gpu_blocks = n
@@ -85,7 +86,8 @@ class Pool:
 
 
 class FakeStore:
-    """Of one node. Each rank's pages are apart. PUTs read, and GETs write, at any time before they end."""
+    """Of one node. Each rank's pages are apart. PUTs read, and GETs write, at any time before they
+    end."""
 
     def __init__(self, ranks: int = 1) -> None:
         self.pages: list[dict[tuple[str, bytes], Any]] = [{} for _ in range(ranks)]
@@ -118,7 +120,13 @@ class FakeStore:
                 def answer() -> Any:
                     if store.silent:
                         return None
-                    return [all((n.weights, h) in p for n, p in zip(namespaces, store.pages, strict=True)) for h in hashes]
+                    return [
+                        all(
+                            (n.weights, h) in p
+                            for n, p in zip(namespaces, store.pages, strict=True)
+                        )
+                        for h in hashes
+                    ]
 
                 return SimpleNamespace(answer=answer, end=lambda: store.ended.append(number))
 
@@ -144,7 +152,9 @@ class RankPages:
     def get(self, hashes: Any, blocks: Any, req: str, deadline_s: float, after: int) -> int:
         return self.worker.open("get", self.weights, hashes, blocks)
 
-    def put(self, hashes: Any, blocks: Any, parent: bytes, req: str, deadline_s: float, after: int) -> int:
+    def put(
+        self, hashes: Any, blocks: Any, parent: bytes, req: str, deadline_s: float, after: int
+    ) -> int:
         return self.worker.open("put", self.weights, hashes, blocks)
 
     def close(self) -> None:
@@ -188,7 +198,11 @@ class RankWorker(FakeWorker):
             else:
                 out.append(MISS)
                 self.content[b] = "garbage"
-        self.ends.append(shim.Ended(lease, True, status, 0, 1, "", "", 0, bytes(out) if status == shim.OK else b""))
+        self.ends.append(
+            shim.Ended(
+                lease, True, status, 0, 1, "", "", 0, bytes(out) if status == shim.OK else b""
+            )
+        )
 
     def cancel(self, lease: int, reason: str) -> None:
         super().cancel(lease, reason)
@@ -197,9 +211,12 @@ class RankWorker(FakeWorker):
 
 
 class Vllm:
-    """Chunked prefill, prefix hits, preemption, loads that are set aside, and `lag` steps under way."""
+    """Chunked prefill, prefix hits, preemption, loads that are set aside, and `lag` steps under
+    way."""
 
-    def __init__(self, blocks: int = 24, lag: int = 1, ranks: int = 1, budget: int = 10, events: Any = None) -> None:
+    def __init__(
+        self, blocks: int = 24, lag: int = 1, ranks: int = 1, budget: int = 10, events: Any = None
+    ) -> None:
         self.pool = Pool(blocks)
         self.lag, self.budget = lag, budget
         self.store = FakeStore(ranks)
@@ -208,7 +225,16 @@ class Vllm:
         client.pages = self.store.pages_of  # type: ignore[attr-defined]
         self.client = client
         self.scheduler = SchedulerSide(
-            Settings(store=True), client, [PAGE], "engine", fake_hash, LOG, tp_size=ranks, now=lambda: self.clock, store_lag=lag, events=events
+            Settings(store=True),
+            client,
+            [PAGE],
+            "engine",
+            fake_hash,
+            LOG,
+            tp_size=ranks,
+            now=lambda: self.clock,
+            store_lag=lag,
+            events=events,
         )
         self.scheduler.set_pool(self.pool)  # type: ignore[arg-type]
         self.side = self.scheduler._store
@@ -240,10 +266,10 @@ class Vllm:
 
     def add(self, name: str, tokens: list[int], answer: int = 3, **more: Any) -> Any:
         every = list(tokens)
-        r = SimpleNamespace(
+        r = Request(
             request_id=name, prompt_token_ids=tokens, all_tokens=every, all_token_ids=every,
             num_prompt_tokens=len(tokens), num_computed_tokens=0, num_tokens=len(tokens),
-            block_hashes=[], kv_transfer_params=None, lora_request=None, cache_salt=None, mm_features=[], status=SimpleNamespace(name="WAITING"),
+            block_hashes=[], kv_transfer_params=None, status=SimpleNamespace(name="WAITING"),
             table=[], answer=answer, in_flight=0, samples=0, stale=0, **more,
         )  # fmt: skip
         self.hash(r)
@@ -329,7 +355,10 @@ class Vllm:
             left -= n
             self.caches(r, r.num_computed_tokens + n)
         out = SimpleNamespace(
-            num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), preempted_req_ids=self.preempted, scheduled_new_reqs=[]
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+            preempted_req_ids=self.preempted,
+            scheduled_new_reqs=[],
         )
         self.preempted = set()
         tables = {name: [b.block_id for b in r.table] for name, r in self.requests.items()}
@@ -355,13 +384,17 @@ class Vllm:
         if more is None:
             return False
         total = len(hits) * PAGE + more
-        taken = len(hits) + -(-(more if aside else min(self.budget, len(r.all_tokens) - total)) // PAGE)
+        taken = len(hits) + -(
+            -(more if aside else min(self.budget, len(r.all_tokens) - total)) // PAGE
+        )
         if taken - len(hits) > self.pool.get_num_free_blocks() - sum(b.ref_cnt == 0 for b in hits):
             return False
         self.pool.touch(hits)
         r.table = list(hits)
         assert self.allocate(r, total)
-        self.scheduler.allocated(r, SimpleNamespace(get_block_ids=lambda: ([b.block_id for b in r.table],)), more)  # type: ignore[arg-type]
+        self.scheduler.allocated(
+            r, SimpleNamespace(get_block_ids=lambda: ([b.block_id for b in r.table],)), more
+        )  # type: ignore[arg-type]
         r.num_computed_tokens = total
         if aside:
             self.aside[r.request_id] = r
@@ -391,7 +424,9 @@ class Vllm:
             self.failed |= got.failed
             self.bad |= got.bad_blocks
             mine = w.take_landed()
-            landed = mine if landed is None else landed.aggregate(mine) if mine is not None else landed
+            landed = (
+                mine if landed is None else landed.aggregate(mine) if mine is not None else landed
+            )
         self.update(work, done, landed)
 
     def compute(self, rank: int, tokens: list[int], start: int, n: int, table: list[int]) -> None:
@@ -400,8 +435,13 @@ class Vllm:
             block, i = table[at // PAGE], at // PAGE
             if at % PAGE == PAGE - 1 and at < len(tokens):
                 before = self.content[rank].get(table[i - 1]) if i else (self.weights, ())
-                good = isinstance(before, tuple) and before == (self.weights, tuple(tokens[: i * PAGE]))
-                self.content[rank][block] = (self.weights, tuple(tokens[: at + 1])) if good else "garbage"
+                good = isinstance(before, tuple) and before == (
+                    self.weights,
+                    tuple(tokens[: i * PAGE]),
+                )
+                self.content[rank][block] = (
+                    (self.weights, tuple(tokens[: at + 1])) if good else "garbage"
+                )
             else:
                 self.content[rank][block] = "part"
 
@@ -462,7 +502,9 @@ class Vllm:
             if not (self.requests or self.queue or self.scheduler.pending_push_work()):
                 return
             self.step()
-        raise AssertionError(f"not done: {list(self.requests)}, {self.scheduler.pending_push_work()}")
+        raise AssertionError(
+            f"not done: {list(self.requests)}, {self.scheduler.pending_push_work()}"
+        )
 
     def run(self, name: str, tokens: list[int], **more: Any) -> None:
         self.add(name, tokens, **more)
@@ -482,7 +524,11 @@ class Vllm:
         n = 0
         for rank in self.store.pages:
             for (weights, h), content in rank.items():
-                assert isinstance(content, tuple) and content[0] == weights and hash_of(content[1]) == h, (weights, content)
+                assert (
+                    isinstance(content, tuple)
+                    and content[0] == weights
+                    and hash_of(content[1]) == h
+                ), (weights, content)
                 n += 1
         return n
 

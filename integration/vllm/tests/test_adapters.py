@@ -1,4 +1,4 @@
-"""LoRA adapters are told apart by what their files hold, as the engine has loaded them."""
+"""LoRA adapters differ by what their files hold, as the engine has loaded them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DECODE, Engine, e, fake_hash, prefill_first  # noqa: F401
+from fakes import DECODE, Engine, Request, e, fake_hash, prefill_first
 from safetensors.torch import save_file
 
 from kvspray.weights import CheckpointError, digest
@@ -34,7 +34,9 @@ def saved(directory: pathlib.Path, value: float, base: str = "m") -> pathlib.Pat
 
 
 def lora(path: pathlib.Path, name: str = "tuned", id: int = 1, inplace: bool = False) -> Any:
-    return SimpleNamespace(lora_name=name, lora_int_id=id, lora_path=str(path), load_inplace=inplace)
+    return SimpleNamespace(
+        lora_name=name, lora_int_id=id, lora_path=str(path), load_inplace=inplace
+    )
 
 
 def content(a: Adapters, adapter: Any) -> str:
@@ -86,7 +88,9 @@ def test_files_that_change_are_refused_until_they_are_loaded(one: pathlib.Path) 
     assert content(a, lora(one, inplace=True)) == before
 
 
-def test_files_that_cannot_be_read(one: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_read(
+    one: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for path in (tmp_path / "none", tmp_path, one / "adapter_config.json"):
         with pytest.raises(ParamsError, match="cannot be read") as err:
             content(Adapters(), lora(path))
@@ -111,12 +115,16 @@ def test_what_is_remembered_is_bounded(one: pathlib.Path, monkeypatch: pytest.Mo
 # ---- both sides
 
 
-def add(e: Engine, req: str, n: int, kv: dict[str, Any], adapter: Any) -> Any:  # noqa: F811
+def add(e: Engine, req: str, n: int, kv: dict[str, Any], adapter: Any) -> Any:
     hashed: list[str] = []
-    e.scheduler._hash = lambda tokens, lora, salt, items: (hashed.append(lora), fake_hash(tokens, lora, salt, items))[1]
-    r = SimpleNamespace(
-        request_id=req, prompt_token_ids=list(range(n)), num_prompt_tokens=n, num_computed_tokens=0, kv_transfer_params=kv, lora_request=adapter,
-        cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
+    e.scheduler._hash = lambda tokens, lora, salt, items: (
+        hashed.append(lora),
+        fake_hash(tokens, lora, salt, items),
+    )[1]
+    r = Request(
+        request_id=req, prompt_token_ids=list(range(n)), num_prompt_tokens=n, num_computed_tokens=0,
+        kv_transfer_params=kv, lora_request=adapter,
+        status=SimpleNamespace(name="RUNNING"),
     )  # fmt: skip
     if adapter is not None:  # as an earlier request that named it would have it read
         with contextlib.suppress(OSError, CheckpointError):
@@ -126,32 +134,35 @@ def add(e: Engine, req: str, n: int, kv: dict[str, Any], adapter: Any) -> Any:  
     return r, hashed
 
 
-def new(e: Engine, r: Any) -> None:  # noqa: F811
+def new(e: Engine, r: Any) -> None:
     e.requests[r.request_id] = r
     e.tables[r.request_id] = list(range(1, 1 + -(-r.num_prompt_tokens // 16)))
     e.scheduler.on_new_request(r)
 
 
 def request(kv: dict[str, Any], adapter: Any, req: str = "r") -> Any:
-    return SimpleNamespace(
-        request_id=req, prompt_token_ids=list(range(40)), num_prompt_tokens=40, num_computed_tokens=0, kv_transfer_params=kv,
-        lora_request=adapter, cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
+    return Request(
+        request_id=req, prompt_token_ids=list(range(40)), num_prompt_tokens=40,
+        num_computed_tokens=0, kv_transfer_params=kv, lora_request=adapter,
+        status=SimpleNamespace(name="RUNNING"),
     )  # fmt: skip
 
 
-def read(e: Engine, r: Any) -> None:  # noqa: F811
+def read(e: Engine, r: Any) -> None:
     """Until the files of its adapter are read."""
     end = time.monotonic() + 60
     while r.request_id in e.scheduler._reading and time.monotonic() < end:
-        assert e.scheduler.matched(r, 0) == (None, False) or r.request_id not in e.scheduler._reading
+        assert (
+            e.scheduler.matched(r, 0) == (None, False) or r.request_id not in e.scheduler._reading
+        )
 
 
-def worker_read(e: Engine, id: int, content: str) -> None:  # noqa: F811
+def worker_read(e: Engine, id: int, content: str) -> None:
     """As vLLM's worker does for an adapter that is loaded before a request names it."""
     e.worker.adapter_loaded(id, content)
 
 
-def test_a_prompt_s_hash_has_the_content(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
+def test_a_prompt_s_hash_has_the_content(e: Engine, one: pathlib.Path) -> None:
     _, hashed = add(e, "r", 40, dict(DECODE), lora(one))
     assert hashed == [digest(one)]
     assert e.meta({"r": 40}).intents[0].adapter == (1, digest(one))
@@ -159,14 +170,16 @@ def test_a_prompt_s_hash_has_the_content(e: Engine, one: pathlib.Path) -> None: 
     assert e.scheduler._adapter == {}
 
 
-def test_the_prompt_of_an_unreadable_adapter_is_prefilled_locally(e: Engine, tmp_path: pathlib.Path) -> None:  # noqa: F811
+def test_the_prompt_of_an_unreadable_adapter_is_prefilled_locally(
+    e: Engine, tmp_path: pathlib.Path
+) -> None:
     add(e, "r", 40, dict(DECODE), lora(tmp_path / "none"))
     assert not e.meta({"r": 40}).intents
     stats = e.scheduler.take_stats()
     assert stats is not None and stats.data["local"] == {"lora_unknown": 1}
 
 
-def test_the_prefill_s_answer_names_the_content(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
+def test_the_prefill_s_answer_names_the_content(e: Engine, one: pathlib.Path) -> None:
     r, _ = add(e, "r", 40, dict(DECODE), lora(one))
     e.meta({"r": 40})
     r.status.name = "FINISHED_LENGTH_CAPPED"
@@ -177,7 +190,11 @@ def test_the_prefill_s_answer_names_the_content(e: Engine, one: pathlib.Path) ->
 @pytest.mark.parametrize("theirs", ["same", "other", "none"])
 @pytest.mark.parametrize("own", [True, False])
 def test_one_name_with_two_contents_is_refused_with_both(
-    e: Engine, one: pathlib.Path, own: bool, theirs: str, caplog: pytest.LogCaptureFixture  # noqa: F811
+    e: Engine,
+    one: pathlib.Path,
+    own: bool,
+    theirs: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     kv = prefill_first()
     there = {"same": digest(one), "other": "checkpoint:other", "none": None}[theirs]
@@ -193,12 +210,14 @@ def test_one_name_with_two_contents_is_refused_with_both(
         ((_, hash, _, why),) = e.scheduler_shim.declined
         assert hash == bytes(32), "the prefill has these blocks under a hash of its own"
         mine = digest(one) if own else "no adapter"
-        for said in (why, caplog.text):
-            assert str(there) in said and mine in said
+        for text in (why, caplog.text):
+            assert str(there) in text and mine in text
 
 
 @pytest.mark.parametrize("content", ["other", "", "same"])
-def test_a_source_whose_adapter_was_loaded_from_other_files(e: Engine, one: pathlib.Path, content: str) -> None:  # noqa: F811
+def test_a_source_whose_adapter_was_loaded_from_other_files(
+    e: Engine, one: pathlib.Path, content: str
+) -> None:
     """Before its request came, or in the very step that computes it."""
     loaded = digest(one) if content == "same" else content
     e.worker.adapter_loaded(1, loaded)
@@ -213,7 +232,7 @@ def test_a_source_whose_adapter_was_loaded_from_other_files(e: Engine, one: path
     assert [c[0] for c in e.worker_shim.take()] == ([] if content == "same" else ["cancel"])
 
 
-def test_a_load_whose_adapter_was_loaded_from_other_files(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
+def test_a_load_whose_adapter_was_loaded_from_other_files(e: Engine, one: pathlib.Path) -> None:
     for req, before in (("early", True), ("late", False)):
         id = int(before) + 1
         worker_read(e, id, digest(one))
@@ -232,7 +251,7 @@ def test_a_load_whose_adapter_was_loaded_from_other_files(e: Engine, one: pathli
         assert done.received == done.failed == {req}
 
 
-def expect(e: Engine, req: str, one: pathlib.Path) -> None:  # noqa: F811
+def expect(e: Engine, req: str, one: pathlib.Path) -> None:
     """A load begins."""
     r, _ = add(e, req, 40, prefill_first(), lora(one))
     assert e.scheduler.matched(r, 0) == (40, True)
@@ -240,7 +259,7 @@ def expect(e: Engine, req: str, one: pathlib.Path) -> None:  # noqa: F811
     e.step()
 
 
-def loaded(e: Engine, one: pathlib.Path, under_way: bool = False) -> None:  # noqa: F811
+def loaded(e: Engine, one: pathlib.Path, under_way: bool = False) -> None:
     """A request whose load has ended well, or is under way, and which has computed nothing yet."""
     worker_read(e, 1, digest(one))
     expect(e, "r", one)
@@ -249,19 +268,24 @@ def loaded(e: Engine, one: pathlib.Path, under_way: bool = False) -> None:  # no
         assert e.step().received == {"r"}
 
 
-def test_an_adapter_that_is_read_again_after_the_load_ended(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
+def test_an_adapter_that_is_read_again_after_the_load_ended(e: Engine, one: pathlib.Path) -> None:
     """vLLM gives adapters up, and reads them again in the step that computes with them."""
     loaded(e, one)
     e.worker.adapter_loaded(1, digest(one))
     assert e.step().bad_blocks == set()
     e.worker.adapter_loaded(1, "other")
     assert e.step({"r": 1}).bad_blocks == {1, 2, 3}
-    assert e.step().bad_blocks == set(), "each is told once"
+    assert e.step().bad_blocks == set(), "each is reported once"
 
 
-@pytest.mark.parametrize("how", ["another adapter", "ended", "preempted", "cancelled", "cannot rewind"])
+@pytest.mark.parametrize(
+    "how", ["another adapter", "ended", "preempted", "cancelled", "cannot rewind"]
+)
 def test_what_an_adapter_that_is_read_again_does_not_touch(
-    e: Engine, one: pathlib.Path, how: str, caplog: pytest.LogCaptureFixture  # noqa: F811
+    e: Engine,
+    one: pathlib.Path,
+    how: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     loaded(e, one, how == "cancelled")
     e.worker._rewinds = how != "cannot rewind"
@@ -279,7 +303,9 @@ def test_what_an_adapter_that_is_read_again_does_not_touch(
     assert ("--max-cpu-loras" in caplog.text) == (how == "cannot rewind")
 
 
-def test_loads_that_are_remembered_are_bounded(e: Engine, one: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_loads_that_are_remembered_are_bounded(
+    e: Engine, one: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvspray_vllm.worker.MAX_ENDED", 2)
     loaded(e, one)
     (expect,) = e.worker._ended.values()
@@ -289,8 +315,11 @@ def test_loads_that_are_remembered_are_bounded(e: Engine, one: pathlib.Path, mon
 
 
 @pytest.mark.parametrize("has", ["", "other"])
-def test_nothing_is_loaded_for_an_adapter_that_the_worker_has_not_read(e: Engine, one: pathlib.Path, has: str) -> None:  # noqa: F811
-    """It would be read after the load, and could be another by then. The other engine is informed at once."""
+def test_nothing_is_loaded_for_an_adapter_that_the_worker_has_not_read(
+    e: Engine, one: pathlib.Path, has: str
+) -> None:
+    """It would be read after the load, and could be another by then. The other engine is informed
+    at once."""
     if has:
         worker_read(e, 1, has)
     expect(e, "r", one)
@@ -305,7 +334,9 @@ def test_nothing_is_loaded_for_an_adapter_that_the_worker_has_not_read(e: Engine
 
 @pytest.mark.parametrize("has", ["", "other"])
 def test_where_a_failed_load_is_an_error_only_an_adapter_that_the_worker_has_is_loaded_for(
-    e: Engine, one: pathlib.Path, has: str  # noqa: F811
+    e: Engine,
+    one: pathlib.Path,
+    has: str,
 ) -> None:
     e.scheduler._fails = True
     if has:
@@ -323,7 +354,7 @@ def test_where_a_failed_load_is_an_error_only_an_adapter_that_the_worker_has_is_
     assert [c[0] for c in e.worker_shim.take()] == ["expect"]
 
 
-def test_what_came_before_the_cancel_is_not_used(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
+def test_what_came_before_the_cancel_is_not_used(e: Engine, one: pathlib.Path) -> None:
     expect(e, "r", one)
     e.worker_shim.end(1, received=True, status=shim.OK)
     done = e.step()
@@ -360,7 +391,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     assert threading.main_thread() not in g.threads
 
 
-def test_the_engine_s_thread_makes_no_call_to_the_file_system(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+def test_the_engine_s_thread_makes_no_call_to_the_file_system(
+    e: Engine, one: pathlib.Path, gate: Gate
+) -> None:
     r = request(dict(DECODE), lora(one))
     began = time.monotonic()
     new(e, r)
@@ -374,7 +407,9 @@ def test_the_engine_s_thread_makes_no_call_to_the_file_system(e: Engine, one: pa
     assert e.meta({"r": 40}).intents[0].adapter == (1, digest(one))
 
 
-def test_files_that_were_read_are_only_checked_by_the_reader(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+def test_files_that_were_read_are_only_checked_by_the_reader(
+    e: Engine, one: pathlib.Path, gate: Gate
+) -> None:
     """A request for a known adapter waits for the check, and is not declined meanwhile."""
     gate.closed.clear()
     worker_read(e, 1, digest(one))
@@ -388,7 +423,9 @@ def test_files_that_were_read_are_only_checked_by_the_reader(e: Engine, one: pat
     assert e.scheduler.matched(r, 0) == (40, True)
 
 
-def test_a_prompt_whose_adapter_is_unread_is_declined_at_once(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+def test_a_prompt_whose_adapter_is_unread_is_declined_at_once(
+    e: Engine, one: pathlib.Path, gate: Gate
+) -> None:
     r = request(prefill_first(), lora(one))
     new(e, r)
     assert e.scheduler.matched(r, 0) == (0, False)
@@ -399,22 +436,28 @@ def test_a_prompt_whose_adapter_is_unread_is_declined_at_once(e: Engine, one: pa
     assert not e.scheduler._reading and not e.scheduler._destinations
 
 
-def test_only_this_prompt_is_declined_if_the_prefill_names_the_adapter(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+def test_only_this_prompt_is_declined_if_the_prefill_names_the_adapter(
+    e: Engine, one: pathlib.Path, gate: Gate
+) -> None:
     """The other prompts of a list may find the adapter read."""
     there = digest(one)
     r = request(prefill_first(adapter=there), lora(one))
     new(e, r)
     ((_, hash, _, why),) = e.scheduler_shim.declined
-    assert hash == e.scheduler._prompt_hash(r, there) and hash != bytes(32) and "are being read" in why
+    assert (
+        hash == e.scheduler._prompt_hash(r, there) and hash != bytes(32) and "are being read" in why
+    )
 
 
-def test_a_prompt_whose_adapter_cannot_be_read_is_declined(e: Engine, tmp_path: pathlib.Path) -> None:  # noqa: F811
+def test_a_prompt_whose_adapter_cannot_be_read_is_declined(
+    e: Engine, tmp_path: pathlib.Path
+) -> None:
     add(e, "r", 40, prefill_first(), lora(tmp_path / "none"))
     ((_, hash, _, why),) = e.scheduler_shim.declined
     assert hash == bytes(32) and "cannot be read" in why
 
 
-def test_an_adapter_is_read_for_requests_without_a_transfer(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
+def test_an_adapter_is_read_for_requests_without_a_transfer(e: Engine, one: pathlib.Path) -> None:
     new(e, request({}, lora(one)))
     end = time.monotonic() + 60
     while not e.scheduler._adapters.known(lora(one)) and time.monotonic() < end:
@@ -424,7 +467,9 @@ def test_an_adapter_is_read_for_requests_without_a_transfer(e: Engine, one: path
 
 @pytest.mark.parametrize("how", ["too long", "it ends"])
 @pytest.mark.parametrize("side", ["source", "destination"])
-def test_an_adapter_that_is_not_read_in_time(e: Engine, one: pathlib.Path, gate: Gate, how: str, side: str) -> None:  # noqa: F811
+def test_an_adapter_that_is_not_read_in_time(
+    e: Engine, one: pathlib.Path, gate: Gate, how: str, side: str
+) -> None:
     if side == "destination":
         gate.closed.clear()
         add(e, "first", 40, dict(DECODE), lora(one))
@@ -434,7 +479,9 @@ def test_an_adapter_that_is_not_read_in_time(e: Engine, one: pathlib.Path, gate:
     assert e.scheduler.matched(r, 0) == (None, False)
     if how == "it ends":
         assert e.finish("r", "FINISHED_ABORTED") == (False, None)
-        assert len(e.scheduler_shim.declined) == (side == "destination"), "the prefill engine need not keep its blocks"
+        assert len(e.scheduler_shim.declined) == (side == "destination"), (
+            "the prefill engine need not keep its blocks"
+        )
     else:
         e.clock += 2.1
         assert e.scheduler.matched(r, 0) == (0, False)
@@ -444,7 +491,9 @@ def test_an_adapter_that_is_not_read_in_time(e: Engine, one: pathlib.Path, gate:
     assert not e.scheduler._reading and not e.scheduler._destinations
 
 
-def test_a_prompt_without_a_hash_that_ends_first_ends_no_engine(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+def test_a_prompt_without_a_hash_that_ends_first_ends_no_engine(
+    e: Engine, one: pathlib.Path, gate: Gate
+) -> None:
     gate.closed.clear()
     add(e, "first", 40, dict(DECODE), lora(one))
     gate.closed.add("*")
@@ -459,7 +508,7 @@ def test_a_prompt_without_a_hash_that_ends_first_ends_no_engine(e: Engine, one: 
     assert not e.scheduler_shim.declined and not e.scheduler._reading
 
 
-def test_bad_params_wait_for_no_adapter(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+def test_bad_params_wait_for_no_adapter(e: Engine, one: pathlib.Path, gate: Gate) -> None:
     new(e, request(prefill_first(v="what"), lora(one)))
     assert not e.scheduler._reading
     assert e.finish("r", "FINISHED_ABORTED") == (False, None)
@@ -485,14 +534,15 @@ def test_a_failure_is_not_kept(tmp_path: pathlib.Path) -> None:
     assert content(a, lora(saved(tmp_path / "late", 1.0))) == digest(tmp_path / "late")
 
 
-def test_files_of_the_same_length_and_time_are_told_apart(one: pathlib.Path) -> None:
+def test_files_of_the_same_length_and_time_are_distinguished(one: pathlib.Path) -> None:
     a = Adapters()
     before = content(a, lora(one))
     file = one / "adapter_model.safetensors"
     was = file.stat()
     old = file.read_bytes()
     end = time.monotonic() + 60
-    while file.stat().st_ctime_ns == was.st_ctime_ns and time.monotonic() < end:  # the kernel's clock ticks
+    # The kernel's clock ticks.
+    while file.stat().st_ctime_ns == was.st_ctime_ns and time.monotonic() < end:
         with file.open("r+b") as f:
             f.write(old[:-8] + b"other!!!")
         os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
@@ -517,7 +567,9 @@ def test_an_answer_is_for_the_files_of_its_question(one: pathlib.Path, gate: Gat
     assert second.result(60) == digest(one)
 
 
-def test_a_thread_that_cannot_be_started_is_an_error_of_the_request(one: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_be_started_is_an_error_of_the_request(
+    one: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -530,7 +582,9 @@ def test_a_thread_that_cannot_be_started_is_an_error_of_the_request(one: pathlib
     assert content(a, lora(one)) == digest(one)
 
 
-def test_readings_are_bounded(tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readings_are_bounded(
+    tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(adapters, "MAX_READING", 2)
     a = Adapters()
     paths = [saved(tmp_path / f"a{i}", float(i)) for i in range(3)]
@@ -561,9 +615,11 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
     assert Manager._load_adapter is inner
 
 
-def test_what_the_engine_loads_is_told(manager: Manager, one: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    told: list[tuple[int, str]] = []
-    w = LoadWatch(lambda id, content: told.append((id, content)))
+def test_what_the_engine_loads_is_reported(
+    manager: Manager, one: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    loads: list[tuple[int, str]] = []
+    w = LoadWatch(lambda id, content: loads.append((id, content)))
     w.watch()
     assert manager._load_adapter(lora(one, id=3)) == "model"
     manager._load_adapter(lora(one, "changes", id=4))
@@ -571,4 +627,4 @@ def test_what_the_engine_loads_is_told(manager: Manager, one: pathlib.Path, tmp_
     w.close()
     manager._load_adapter(lora(one, id=6))
     first = digest(saved(tmp_path / "as-it-was", 1.0))
-    assert told == [(3, first), (4, ""), (5, "")]
+    assert loads == [(3, first), (4, ""), (5, "")]

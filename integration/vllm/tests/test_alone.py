@@ -17,14 +17,23 @@ from kvspray_vllm.worker import WorkerSide
 
 # (what fails, what the shim reports, what the line has of it)
 REASONS = [
-    ("memory", "this is no memory of a GPU: CUDA_ERROR_INVALID_VALUE (1); pass data_ptr() of a tensor on a GPU", "data_ptr()"),
     (
         "memory",
-        "the allocation cannot be exported as a descriptor: CUDA_ERROR_INVALID_VALUE (1); allocate it with "
-        "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR; with torch, unset expandable_segments",
+        "this is no memory of a GPU: CUDA_ERROR_INVALID_VALUE (1); pass data_ptr() of a tensor on "
+        "a GPU",
+        "data_ptr()",
+    ),
+    (
+        "memory",
+        "the allocation cannot be exported as a descriptor: CUDA_ERROR_INVALID_VALUE (1); allocate "
+        "it with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR; with torch, unset expandable_segments",
         "unset expandable_segments",
     ),
-    ("memory", "libcuda.so.1 cannot be opened; install the NVIDIA driver", "install the NVIDIA driver"),
+    (
+        "memory",
+        "libcuda.so.1 cannot be opened; install the NVIDIA driver",
+        "install the NVIDIA driver",
+    ),
     ("flags", "no signals by the GPU: no CUDA context in this thread", "no CUDA context"),
 ]
 
@@ -81,13 +90,18 @@ def engine(monkeypatch: pytest.MonkeyPatch, client: Client, policy: str) -> Any:
     monkeypatch.setattr(connector, "LoadWatch", lambda *a: nothing)
     monkeypatch.setattr(connector, "GpuSignals", lambda flags: flags)
     monkeypatch.setattr(connector, "kv_heads_of", lambda *a: (1,))
-    monkeypatch.setattr(connector.layout, "identity_of", lambda *a: {"packing": "", "dtype": "bfloat16"})
+    monkeypatch.setattr(
+        connector.layout, "identity_of", lambda *a: {"packing": "", "dtype": "bfloat16"}
+    )
     monkeypatch.setattr(connector.caches, "describe", lambda *a, **k: described)
     c = object.__new__(connector.KVSprayConnector)
     model = SimpleNamespace(model="m", served_model_name="m")
     c._vllm_config = SimpleNamespace(model_config=model)
     c._kv_transfer_config = SimpleNamespace(kv_load_failure_policy=policy)
-    c._kv_cache_config, c._settings = SimpleNamespace(), SimpleNamespace(weights="", memory="auto", identity="")
+    c._kv_cache_config, c._settings = (
+        SimpleNamespace(),
+        SimpleNamespace(weights="", memory="auto", identity=""),
+    )
     c._flag_of, c._ranks, c.region = {}, layout.Ranks(), None
     c._worker_client = client
     c._worker = WorkerSide(client, connector.logger)  # type: ignore[arg-type]
@@ -95,19 +109,30 @@ def engine(monkeypatch: pytest.MonkeyPatch, client: Client, policy: str) -> Any:
 
 
 @pytest.mark.parametrize(("what", "why", "remedy"), REASONS)
-def test_memory_that_cannot_be_lent(monkeypatch: pytest.MonkeyPatch, log: Any, what: str, why: str, remedy: str) -> None:
+def test_memory_that_cannot_be_lent(
+    monkeypatch: pytest.MonkeyPatch, log: Any, what: str, why: str, remedy: str
+) -> None:
     client = Client(what, why)
     c = engine(monkeypatch, client, "recompute")
     c.register_kv_caches({})
     assert not client.registered
     lines = warnings(log)
-    assert len(lines) == 1 and "prefills locally" in lines[0] and remedy in lines[0] and "\n" not in lines[0]
+    assert (
+        len(lines) == 1
+        and "prefills locally" in lines[0]
+        and remedy in lines[0]
+        and "\n" not in lines[0]
+    )
     landed = c._worker.take_landed()
-    assert landed is not None and landed.disabled == why, "the scheduler's side asks for no transfer"
+    assert landed is not None and landed.disabled == why, (
+        "the scheduler's side asks for no transfer"
+    )
 
 
 @pytest.mark.parametrize(("what", "why", "remedy"), REASONS[:2])
-def test_an_engine_that_may_not_recompute_does_not_start(monkeypatch: pytest.MonkeyPatch, what: str, why: str, remedy: str) -> None:
+def test_an_engine_that_may_not_recompute_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, what: str, why: str, remedy: str
+) -> None:
     with pytest.raises(shim.ShimError, match=remedy.replace("(", r"\(").replace(")", r"\)")):
         engine(monkeypatch, Client(what, why), "fail").register_kv_caches({})
 

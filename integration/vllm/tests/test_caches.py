@@ -242,7 +242,9 @@ def described(
     kernel: int | None = None,
 ) -> list[dict[str, Any]]:
     """The groups of layers that share one block table, in memory as vLLM's own code divides it."""
-    groups = planning._get_kv_cache_groups_uniform_type(UniformTypeKVCacheSpecs.from_specs(dict(specs)))
+    groups = planning._get_kv_cache_groups_uniform_type(
+        UniformTypeKVCacheSpecs.from_specs(dict(specs))
+    )
     tensors, offset = {}, 0
     memory = torch.zeros(sum(s.page_size_bytes for s in specs.values()) * BLOCKS, dtype=torch.int8)
     for name, spec in specs.items():
@@ -286,7 +288,8 @@ def test_kernel_pages() -> None:
     )  # with tokens outside, pieces in a row are one block
     with pytest.raises(
         Unsupported,
-        match="layer a: a block of vllm_cpu_attn holds 2 kernel blocks; set block_size to the kernel's, 64",
+        match="layer a: a block of vllm_cpu_attn holds 2 kernel blocks; set block_size to the "
+        "kernel's, 64",
     ):
         caches.place_params(
             "a", caches.place_of("a", torch.zeros(12, 2, 64, 64), 6), Kind("vllm_cpu_attn", {}), 128
@@ -356,8 +359,8 @@ def test_place_of_a_layer_view() -> None:
             Unsupported, match="layer l"
         ):  # pieces apart, every other element, pieces with holes
             caches.place_of("l", buf.as_strided(shape, strides), 6)
-    # Half of each row, as where layers alternate within a token: a packed page can say it, others
-    # cannot.
+    # Half of each row, as where layers alternate within a token: a packed page can express it,
+    # others cannot.
     rows = caches.place_of("l", buf.as_strided((6, 2, 32, 8), (1024, 512, 16, 1)), 6)
     assert rows.strides == (("head_stride", 1024), ("row_stride", 32))
     assert caches.place_params("l", rows, Kind("packed", {"heads": 2}, ordered=True), 32) == (
@@ -393,7 +396,7 @@ def test_a_stage_without_a_layer_of_a_group(backend: str) -> None:
 
 def test_a_draft_of_other_heads() -> None:
     """On one rank each layer has its own; on several they are the model's or its draft's, where
-    that can be told."""
+    that can be known."""
     both = {
         "a": FullAttentionSpec(**SIZES | {"num_kv_heads": 4}),
         "draft": FullAttentionSpec(**SIZES | {"num_kv_heads": 1}),

@@ -26,4 +26,7 @@ def test_a_newer_vllm_is_named(version: str, newer: bool) -> None:
 
 
 def test_the_installed_vllm_is_known() -> None:
-    assert ".".join(vllm.__version__.split(".")[:2]) in versions.KNOWN and not versions.newer_than_known()
+    assert (
+        ".".join(vllm.__version__.split(".")[:2]) in versions.KNOWN
+        and not versions.newer_than_known()
+    )

@@ -1,4 +1,5 @@
-"""A request that no worker will expect KV for is declined, once, by the scheduler's own session; one that a worker has a lease for is not."""
+"""A request that no worker will expect KV for is declined, once, by the scheduler's own session;
+one that a worker has a lease for is not."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import BLOCK, LOG, XFER, Engine, concurrent, e, fake_hash, prefill_first  # noqa: F401
+from fakes import BLOCK, LOG, XFER, Engine, Request, concurrent, e, fake_hash, prefill_first
 
 from kvspray_vllm import shim
 from kvspray_vllm.scheduler import EVERY_PROMPT, SchedulerSide
@@ -19,28 +20,31 @@ def hash_of(n: int) -> bytes:
     return fake_hash(range(n), "", "", [])
 
 
-def declined(e: Engine) -> list[tuple[bytes, bytes, str]]:  # noqa: F811
+def declined(e: Engine) -> list[tuple[bytes, bytes, str]]:
     return [d[:3] for d in e.scheduler_shim.declined]
 
 
-def table(e: Engine, req: str) -> Any:  # noqa: F811
+def table(e: Engine, req: str) -> Any:
     return SimpleNamespace(get_block_ids=lambda: (e.tables[req],))
 
 
 @pytest.mark.parametrize("kv", [prefill_first(), concurrent()])
 @pytest.mark.parametrize("asked", [False, True])
-def test_an_abort_before_allocation(e: Engine, kv: dict[str, Any], asked: bool) -> None:  # noqa: F811
+def test_an_abort_before_allocation(e: Engine, kv: dict[str, Any], asked: bool) -> None:
     r = e.add("r", 40, kv)
     if asked:
         e.scheduler.matched(r, 0)
     assert e.finish("r", "FINISHED_ABORTED") == (False, None)
-    assert declined(e) == [(X, hash_of(40), "p:1")] and "FINISHED_ABORTED" in e.scheduler_shim.declined[0][3]
+    assert (
+        declined(e) == [(X, hash_of(40), "p:1")]
+        and "FINISHED_ABORTED" in e.scheduler_shim.declined[0][3]
+    )
     e.finish("r", "FINISHED_ABORTED")
     assert len(e.scheduler_shim.declined) == 1
 
 
 @pytest.mark.parametrize("computed", [0, 32])
-def test_a_prompt_of_which_the_engine_takes_nothing(e: Engine, computed: int) -> None:  # noqa: F811
+def test_a_prompt_of_which_the_engine_takes_nothing(e: Engine, computed: int) -> None:
     r = e.add("r", 40, prefill_first())
     e.scheduler.matched(r, computed)
     e.scheduler.allocated(r, table(e, "r"), 0)
@@ -50,14 +54,14 @@ def test_a_prompt_of_which_the_engine_takes_nothing(e: Engine, computed: int) ->
     assert len(e.scheduler_shim.declined) == 1
 
 
-def test_a_prompt_that_the_engine_has_is_no_refusal(e: Engine) -> None:  # noqa: F811
+def test_a_prompt_that_the_engine_has_is_no_refusal(e: Engine) -> None:
     r = e.add("r", 40, prefill_first())
     assert e.scheduler.matched(r, 40) == (0, False)
     e.scheduler.allocated(r, table(e, "r"), 0)
     assert declined(e) == [(X, hash_of(40), "p:1")] and e.scheduler.take_stats() is None
 
 
-def test_a_load_is_not_declined_but_cancelled(e: Engine) -> None:  # noqa: F811
+def test_a_load_is_not_declined_but_cancelled(e: Engine) -> None:
     r = e.add("r", 40, prefill_first())
     e.scheduler.matched(r, 0)
     e.scheduler.allocated(r, table(e, "r"), 40)
@@ -69,7 +73,7 @@ def test_a_load_is_not_declined_but_cancelled(e: Engine) -> None:  # noqa: F811
     assert e.step().received == {"r"} and not e.scheduler.pending_push_work()
 
 
-def test_an_admission_that_does_not_come_in_time(e: Engine) -> None:  # noqa: F811
+def test_an_admission_that_does_not_come_in_time(e: Engine) -> None:
     r = e.add("r", 40, concurrent())
     assert e.scheduler.matched(r, 0) == (None, False)
     e.clock += 11
@@ -77,12 +81,21 @@ def test_an_admission_that_does_not_come_in_time(e: Engine) -> None:  # noqa: F8
     assert declined(e) == [(X, hash_of(40), "p:1")]
 
 
-def test_a_request_that_the_front_end_refused(e: Engine) -> None:  # noqa: F811
-    """vLLM makes one without its prompt, so that every prompt of the transfer is meant, for each of its samples."""
-    for i, (kv, want) in enumerate(((prefill_first(), 1), (prefill_first(fanout=3), 3), ({"do_remote_decode": True}, 0), ({"do_remote_prefill": True}, 0))):
-        r = SimpleNamespace(
-            request_id=f"r{i}", prompt_token_ids=[0], num_prompt_tokens=1, kv_transfer_params=kv, abort_immediately=True, lora_request=None,
-            cache_salt=None, mm_features=[], status=SimpleNamespace(name="FINISHED_ABORTED"),
+def test_a_request_that_the_front_end_refused(e: Engine) -> None:
+    """vLLM makes one without its prompt, so that every prompt of the transfer is meant, for each of
+    its samples."""
+    for i, (kv, want) in enumerate(
+        (
+            (prefill_first(), 1),
+            (prefill_first(fanout=3), 3),
+            ({"do_remote_decode": True}, 0),
+            ({"do_remote_prefill": True}, 0),
+        )
+    ):
+        r = Request(
+            request_id=f"r{i}", prompt_token_ids=[0], num_prompt_tokens=1, kv_transfer_params=kv,
+            abort_immediately=True,
+            status=SimpleNamespace(name="FINISHED_ABORTED"),
         )  # fmt: skip
         e.scheduler_shim.declined.clear()
         e.scheduler.on_new_request(r)  # type: ignore[arg-type]
@@ -90,15 +103,20 @@ def test_a_request_that_the_front_end_refused(e: Engine) -> None:  # noqa: F811
         assert declined(e) == [(X, EVERY_PROMPT, "p:1")] * want
 
 
-def test_a_role_that_receives_nothing(e: Engine) -> None:  # noqa: F811
-    e.scheduler = SchedulerSide(Settings(), e.scheduler_shim, [BLOCK], "engine", fake_hash, LOG, role="kv_producer")
+def test_a_role_that_receives_nothing(e: Engine) -> None:
+    e.scheduler = SchedulerSide(
+        Settings(), e.scheduler_shim, [BLOCK], "engine", fake_hash, LOG, role="kv_producer"
+    )
     e.add("r", 40, prefill_first())
     assert declined(e) == [(X, hash_of(40), "p:1")]
 
 
-def test_a_router_releases_a_transfer(e: Engine) -> None:  # noqa: F811
-    """By a request of one token: every prompt of the transfer, and every sample, is given up, and nothing is asked for or offered."""
-    e.scheduler = SchedulerSide(Settings(), e.scheduler_shim, [BLOCK], "engine", fake_hash, LOG, role="kv_producer")
+def test_a_router_releases_a_transfer(e: Engine) -> None:
+    """By a request of one token: every prompt of the transfer, and every sample, is given up, and
+    nothing is asked for or offered."""
+    e.scheduler = SchedulerSide(
+        Settings(), e.scheduler_shim, [BLOCK], "engine", fake_hash, LOG, role="kv_producer"
+    )
     kv = prefill_first(fanout=2)
     kv["kvspray"]["release"] = True
     kv["do_remote_decode"] = False

@@ -1,4 +1,3 @@
-# ruff: noqa: F811 (fixtures are imported)
 """The decode side of the connector, and sliding windows on both sides."""
 
 from __future__ import annotations
@@ -10,7 +9,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import BLOCK, DECODE, LOG, XFER, Engine, FakeScheduler, FakeWorker, concurrent, e, fake_hash, prefill_first  # noqa: F401
+from fakes import (
+    BLOCK,
+    DECODE,
+    LOG,
+    XFER,
+    Engine,
+    FakeScheduler,
+    FakeWorker,
+    Request,
+    concurrent,
+    e,
+    fake_hash,
+    prefill_first,
+)
 
 import kvspray
 from kvspray_vllm import shim
@@ -29,9 +41,12 @@ def blocks(e: Engine, req: str) -> Any:
 def test_prefill_first_loads_what_is_missing(e: Engine) -> None:
     r = e.add("r", 40, prefill_first())
     assert e.scheduler.matched(r, 16) == (24, True)
-    assert e.scheduler_shim.asked == [(bytes.fromhex(XFER), "p:1")], "the prefill engine holds the blocks on for it"
+    assert e.scheduler_shim.asked == [(bytes.fromhex(XFER), "p:1")], (
+        "the prefill engine holds the blocks on for it"
+    )
     e.scheduler.allocated(r, blocks(e, "r"), 24)
-    assert e.scheduler.matched(r, 0) == (0, False)  # vLLM asks again after a prompt of one token, or a failed load
+    # vLLM asks again after a prompt of one token, or a failed load.
+    assert e.scheduler.matched(r, 0) == (0, False)
     assert not r.kv_transfer_params["do_remote_prefill"]
     e.step()
     assert e.worker_shim.take() == [("expect", 1, "r", "p:1", 40, 16, ((1, 2, 3),))]
@@ -41,11 +56,13 @@ def test_prefill_first_loads_what_is_missing(e: Engine) -> None:
 
 
 def test_nothing_is_asked_for_a_request_that_was_refused_before_the_engine(e: Engine) -> None:
-    r = SimpleNamespace(
-        request_id="r", prompt_token_ids=[0], num_prompt_tokens=1, num_computed_tokens=0, kv_transfer_params=concurrent(), abort_immediately=True,
-        lora_request=None, cache_salt=None, mm_features=[], status=SimpleNamespace(name="FINISHED_ABORTED"),
+    r = Request(
+        request_id="r", prompt_token_ids=[0], num_prompt_tokens=1, num_computed_tokens=0,
+        kv_transfer_params=concurrent(), abort_immediately=True,
+        status=SimpleNamespace(name="FINISHED_ABORTED"),
     )  # fmt: skip
-    e.scheduler._backoff = 0  # a model whose last token moves, too: the one token that vLLM puts there would be a prompt
+    # A model whose last token moves, too: the one token that vLLM puts there would be a prompt.
+    e.scheduler._backoff = 0
     e.scheduler.on_new_request(r)  # type: ignore[arg-type]
     assert e.scheduler_shim.asked == []
     assert e.scheduler.finished(r, ((),)) == (False, None)  # type: ignore[arg-type]
@@ -75,19 +92,24 @@ def test_the_real_scheduler_shim_says_what_it_cannot_ask(tmp_path: pathlib.Path)
 
 
 @pytest.mark.parametrize("kv", [dict(DECODE), prefill_first()])
-def test_a_prompt_that_cannot_be_hashed_is_prefilled_locally(kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_cannot_be_hashed_is_prefilled_locally(
+    kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     e = Engine()
     monkeypatch.setattr(e.scheduler, "_hash", shim.prefix_hash)
-    r = SimpleNamespace(
-        request_id="r", prompt_token_ids=[-1, 2], num_prompt_tokens=2, num_computed_tokens=0, kv_transfer_params=kv,
-        lora_request=None, cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
+    r = Request(
+        request_id="r", prompt_token_ids=[-1, 2], num_prompt_tokens=2, num_computed_tokens=0,
+        kv_transfer_params=kv,
+        status=SimpleNamespace(name="RUNNING"),
     )  # fmt: skip
     e.scheduler.on_new_request(r)  # type: ignore[arg-type]
     assert e.scheduler.matched(r, 0) == (0, False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("endpoint", [None, "", "no port", "h:", "cut-in-the-middle:"])
-def test_an_endpoint_that_nobody_can_dial_is_not_handed_out(e: Engine, endpoint: str | None) -> None:
+def test_an_endpoint_that_nobody_can_dial_is_not_handed_out(
+    e: Engine, endpoint: str | None
+) -> None:
     e.add("r", 16, dict(DECODE))
     e.step({"r": 16})
     e.scheduler_shim.endpoint = endpoint
@@ -103,7 +125,9 @@ def test_concurrent_waits_for_admission(e: Engine) -> None:
 
 
 @pytest.mark.parametrize("answer", ["refused", "gone"])
-def test_a_refused_admission_means_local_prefill(e: Engine, answer: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_admission_means_local_prefill(
+    e: Engine, answer: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     r = e.add("r", 40, concurrent())
     e.scheduler_shim.answers[bytes.fromhex(XFER)] = shim.Answer(answer, "it is yours")
@@ -122,7 +146,11 @@ def test_admission_is_bounded(e: Engine) -> None:
 
 
 def test_no_sidecar_unknown_version_or_no_key_mean_local_prefill(e: Engine) -> None:
-    for kv in (prefill_first(v=2), {"do_remote_prefill": True, "remote_block_ids": [[1]]}, {"do_remote_prefill": True, "kvspray": 3}):
+    for kv in (
+        prefill_first(v=2),
+        {"do_remote_prefill": True, "remote_block_ids": [[1]]},
+        {"do_remote_prefill": True, "kvspray": 3},
+    ):
         r = e.add("r", 40, kv)
         assert e.scheduler.matched(r, 0) == (0, False)
     e.scheduler_shim.connected = False
@@ -137,7 +165,11 @@ def test_a_failed_load_is_reported_after_its_fence(e: Engine) -> None:
     done = e.step()
     assert done.received == {"r"} == done.failed and not done.bad_blocks
     stats = e.worker.take_stats()
-    assert stats is not None and stats.data["recompute_tokens"] == 40 and stats.data["transfers"] == {"received/expired": 1}
+    assert (
+        stats is not None
+        and stats.data["recompute_tokens"] == 40
+        and stats.data["transfers"] == {"received/expired": 1}
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +181,7 @@ def test_a_failed_load_is_reported_after_its_fence(e: Engine) -> None:
         (0, 99, {7}, 4),
         (32, 32, {3, 4, 5, 6, 7}, 68),  # nothing came, and what the engine had is good
         (32, 80, {6, 7}, 20),
-        # Not even a block of it, nothing said, or nonsense: the engine begins anew.
+        # Not even a block of it, nothing at all, or garbage: the engine begins anew.
         (0, 0, set(), 100),
         (0, 15, set(), 100),
         (32, 0, set(), 68),
@@ -158,35 +190,53 @@ def test_a_failed_load_is_reported_after_its_fence(e: Engine) -> None:
         (0, 1 << 40, set(), 100),
     ],
 )
-def test_a_load_that_fails_is_recomputed_from_the_first_token_that_lacks(e: Engine, hit: int, lacks: int, bad: set[int], recomputed: int) -> None:
+def test_a_load_that_fails_is_recomputed_from_the_first_token_that_lacks(
+    e: Engine, hit: int, lacks: int, bad: set[int], recomputed: int
+) -> None:
     r = e.add("r", 100, prefill_first())
     assert e.scheduler.matched(r, hit) == (100 - hit, True)
     e.scheduler.allocated(r, blocks(e, "r"), 100 - hit)
     e.step()
     e.worker_shim.end(1, received=True, status=shim.FAILED, lacks=lacks)
     done = e.step()
-    assert done.received == {"r"} and done.bad_blocks == bad and done.failed == (set() if bad else {"r"})
+    assert (
+        done.received == {"r"}
+        and done.bad_blocks == bad
+        and done.failed == (set() if bad else {"r"})
+    )
     stats = e.worker.take_stats()
     assert stats is not None and stats.data["recompute_tokens"] == recomputed
 
 
 def test_the_real_worker_shim_names_the_first_token_that_lacks() -> None:
     w = object.__new__(shim.Worker)
-    end = kvspray.Completion(lease=3, received=True, status=kvspray.CompletionStatus.FAILED, recompute=((64, 96), (32, 40)))
+    end = kvspray.Completion(
+        lease=3,
+        received=True,
+        status=kvspray.CompletionStatus.FAILED,
+        recompute=((64, 96), (32, 40)),
+    )
     w._c = SimpleNamespace(poll=lambda: [end, dataclasses.replace(end, recompute=())])  # type: ignore[assignment]
-    assert [(got.lease, got.status, got.lacks) for got in w.poll()] == [(3, shim.FAILED, 32), (3, shim.FAILED, 0)]
+    assert [(got.lease, got.status, got.lacks) for got in w.poll()] == [
+        (3, shim.FAILED, 32),
+        (3, shim.FAILED, 0),
+    ]
 
 
 def test_what_came_is_not_used_where_the_engine_could_not_go_on() -> None:
     """Recurrent states, sliding windows, several groups; a request that is over; other weights."""
     for case in ("no resumption", "groups", "cancelled", "outdated"):
         e = Engine()
-        e.worker = WorkerSide(e.worker_shim, LOG, resume_block=0 if case == "no resumption" else BLOCK)
+        e.worker = WorkerSide(
+            e.worker_shim, LOG, resume_block=0 if case == "no resumption" else BLOCK
+        )
         r = e.add("r", 100, prefill_first())
         e.scheduler.allocated(r, blocks(e, "r"), 100)
         meta = e.meta()
         if case == "groups":
-            meta.expects = [dataclasses.replace(x, blocks=(x.blocks[0], x.blocks[0])) for x in meta.expects]
+            meta.expects = [
+                dataclasses.replace(x, blocks=(x.blocks[0], x.blocks[0])) for x in meta.expects
+            ]
         e.run(meta)
         if case == "cancelled":
             e.finish("r", "FINISHED_ABORTED")
@@ -199,7 +249,9 @@ def test_what_came_is_not_used_where_the_engine_could_not_go_on() -> None:
         assert done.failed == (set() if case == "cancelled" else {"r"}), case
 
 
-def test_a_load_that_was_complete_before_the_weights_changed_and_is_seen_after_is_not_used(e: Engine) -> None:
+def test_a_load_that_was_complete_before_the_weights_changed_and_is_seen_after_is_not_used(
+    e: Engine,
+) -> None:
     r = e.add("r", 100, prefill_first())
     e.scheduler.allocated(r, blocks(e, "r"), 100)
     e.step()
@@ -240,7 +292,8 @@ def test_local_hits_that_leave_nothing_to_load(e: Engine) -> None:
 
 @pytest.mark.parametrize("given", ["x", 7, ["do_remote_decode"], True])
 def test_params_of_any_type_are_survived(e: Engine, given: Any) -> None:
-    # vLLM copies what a client sends in vllm_xargs without looking; an exception would end the engine core.
+    # vLLM copies what a client sends in vllm_xargs without looking; an exception would end the
+    # engine core.
     r = e.add("odd", 3 * BLOCK, given)
     assert r.kv_transfer_params is None
     meta = e.meta({"odd": 3 * BLOCK})
@@ -257,20 +310,36 @@ class Hybrid(Engine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = SchedulerSide(
-            Settings(), self.scheduler_shim, [BLOCK, BLOCK], "engine", fake_hash, LOG, windows=(0, 32), now=lambda: self.clock
+            Settings(),
+            self.scheduler_shim,
+            [BLOCK, BLOCK],
+            "engine",
+            fake_hash,
+            LOG,
+            windows=(0, 32),
+            now=lambda: self.clock,
         )
 
-    def meta(self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None) -> StepMeta:
+    def meta(
+        self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None
+    ) -> StepMeta:
         counts = scheduled or {}
         out = SimpleNamespace(
-            num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), preempted_req_ids=preempted or set(), scheduled_new_reqs=[]
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+            preempted_req_ids=preempted or set(),
+            scheduled_new_reqs=[],
         )
         for req in counts:
-            # As allocate_slots does before it takes blocks for this step's tokens: whole blocks that the next token sees no more.
+            # As allocate_slots does before it takes blocks for this step's tokens: whole blocks
+            # that the next token sees no more.
             table = self.windows.setdefault(req, [i + 100 for i in range(len(self.tables[req]))])
             gone = max(self.requests[req].num_computed_tokens - 32 + 1, 0) // BLOCK
             table[:gone] = [0] * gone
-            self.tables[req] += range(len(self.tables[req]) + 1, 1 + -(-(self.requests[req].num_computed_tokens + counts[req]) // BLOCK))
+            self.tables[req] += range(
+                len(self.tables[req]) + 1,
+                1 + -(-(self.requests[req].num_computed_tokens + counts[req]) // BLOCK),
+            )
             table += [i + 100 for i in range(len(table), len(self.tables[req]))]
         meta = self.scheduler.build(out, lambda req: (self.tables[req], self.windows[req]))  # type: ignore[arg-type]
         for req, n in counts.items():
@@ -292,9 +361,17 @@ def test_with_a_window_both_sides_compute_the_last_token() -> None:
     e.add("r", 40, dict(DECODE))
     e.step({"r": 16})
     e.step({"r": 24})
-    assert [c for c in e.worker_shim.take() if c[0] in ("intent", "step")] == [("intent", 1, "r", 39, 1), ("step", 1, [(1, 16)]), ("step", 2, [(1, 39)])]
+    assert [c for c in e.worker_shim.take() if c[0] in ("intent", "step")] == [
+        ("intent", 1, "r", 39, 1),
+        ("step", 1, [(1, 16)]),
+        ("step", 2, [(1, 39)]),
+    ]
     delay, kv = e.finish("r")
-    assert delay and kv["remote_num_tokens"] == 39 and kv["remote_block_ids"] == [[1, 2, 3], [100, 101, 102]]
+    assert (
+        delay
+        and kv["remote_num_tokens"] == 39
+        and kv["remote_block_ids"] == [[1, 2, 3], [100, 101, 102]]
+    )
     d = e.add("d", 40, prefill_first())
     assert e.scheduler.matched(d, 16) == (23, True)
     for kv in (dict(DECODE), prefill_first()):
@@ -314,7 +391,8 @@ def test_a_window_that_moves_on_takes_the_lease_with_it() -> None:
     assert [c[0] for c in e.worker_shim.take()] == ["intent", "step", "layer", "layer", "end"]
     meta = e.meta({"r": 1})
     assert [req for req, _ in meta.lost] == ["r"]
-    e.worker.preempts(meta)  # before anything of this step is computed: the block may be somebody else's in it
+    # Before anything of this step is computed: the block may be somebody else's in it.
+    e.worker.preempts(meta)
     assert e.worker_shim.take() == [("cancel", 1)]
     e.worker.begin(meta)
     assert e.meta({"r": 1}).lost == []

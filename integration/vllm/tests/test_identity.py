@@ -1,5 +1,6 @@
-"""What tells two engines' caches apart: each field of the identity changes the fingerprint and is named by `kvspray layout check`, and what a plan
-bridges (tensor and pipeline parallelism, block size) does neither."""
+"""What distinguishes two engines' caches: each field of the identity changes the fingerprint and is
+named by `kvspray layout check`, and what a plan bridges (tensor and pipeline parallelism, block
+size) does neither."""
 
 from __future__ import annotations
 
@@ -18,12 +19,21 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.attention.backends import cpu_attn
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 
 from kvspray import protocol
 from kvspray_vllm import layout, strategies
 
-BINARY = pathlib.Path(os.environ.get("KVSPRAY_BINARY", pathlib.Path(__file__).resolve().parents[3] / "bin" / "kvspray"))
+BINARY = pathlib.Path(
+    os.environ.get(
+        "KVSPRAY_BINARY", pathlib.Path(__file__).resolve().parents[3] / "bin" / "kvspray"
+    )
+)
 LAYERS, KV_HEADS, BLOCKS = 6, 4, 8
 
 
@@ -31,7 +41,13 @@ LAYERS, KV_HEADS, BLOCKS = 6, 4, 8
 class Engine:
     """What identity_of and kind_of ask an engine for, of a model of six layers."""
 
-    hf: dict[str, Any] = dataclasses.field(default_factory=lambda: {"vocab_size": 1000, "rope_theta": 10000.0, "_name_or_path": "/models/a"})
+    hf: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {
+            "vocab_size": 1000,
+            "rope_theta": 10000.0,
+            "_name_or_path": "/models/a",
+        }
+    )
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: str = "auto"
     layers: int = LAYERS
@@ -46,20 +62,35 @@ class Engine:
 
     def config(self) -> Any:
         model = SimpleNamespace(
-            dtype=self.dtype, quantization=self.quantization, use_mla=False, get_head_size=lambda: self.head_size, get_total_num_kv_heads=lambda: KV_HEADS,
-            get_total_num_hidden_layers=lambda: self.layers, hf_text_config=SimpleNamespace(to_dict=lambda: dict(self.hf)),
+            dtype=self.dtype, quantization=self.quantization, use_mla=False,
+            get_head_size=lambda: self.head_size, get_total_num_kv_heads=lambda: KV_HEADS,
+            get_total_num_hidden_layers=lambda: self.layers,
+            hf_text_config=SimpleNamespace(to_dict=lambda: dict(self.hf)),
         )  # fmt: skip
         return SimpleNamespace(
-            model_config=model, cache_config=SimpleNamespace(cache_dtype=self.cache_dtype, block_size=self.block), speculative_config=self.spec,
+            model_config=model, cache_config=SimpleNamespace(cache_dtype=self.cache_dtype,
+            block_size=self.block), speculative_config=self.spec,
             device_config=SimpleNamespace(device_type="cpu"),
         )  # fmt: skip
 
     def groups(self, stage: int) -> list[KVCacheGroupSpec]:
-        sizes: dict[str, Any] = {"block_size": self.block, "num_kv_heads": KV_HEADS // self.tp, "head_size": self.head_size, "dtype": self.dtype}
-        of = lambda w: SlidingWindowSpec(**sizes, sliding_window=w) if w else FullAttentionSpec(**sizes)  # noqa: E731
-        names = [f"layers.{i}" for i in range(stage * LAYERS // self.pp, (stage + 1) * LAYERS // self.pp)]
+        sizes: dict[str, Any] = {
+            "block_size": self.block,
+            "num_kv_heads": KV_HEADS // self.tp,
+            "head_size": self.head_size,
+            "dtype": self.dtype,
+        }
+        of = lambda w: (  # noqa: E731
+            SlidingWindowSpec(**sizes, sliding_window=w) if w else FullAttentionSpec(**sizes)
+        )
+        names = [
+            f"layers.{i}" for i in range(stage * LAYERS // self.pp, (stage + 1) * LAYERS // self.pp)
+        ]
         n = len(self.windows)
-        return [KVCacheGroupSpec([name for name in names if int(name[7:]) % n == i], of(w)) for i, w in enumerate(self.windows)]
+        return [
+            KVCacheGroupSpec([name for name in names if int(name[7:]) % n == i], of(w))
+            for i, w in enumerate(self.windows)
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Each rank's layout, as the connector makes it, with layers one behind the other."""
@@ -67,33 +98,63 @@ class Engine:
             kv = KVCacheConfig(BLOCKS, [], self.groups(stage))
             identity = layout.identity_of(self.config(), kv, self.weights)
             for rank in range(self.tp):
-                ranks, at, groups = layout.Ranks(tp=rank, tp_size=self.tp, pp=stage, pp_size=self.pp), 0, []
+                ranks, at, groups = (
+                    layout.Ranks(tp=rank, tp_size=self.tp, pp=stage, pp_size=self.pp),
+                    0,
+                    [],
+                )
                 for group in kv.kv_cache_groups:
                     spec, described = group.kv_cache_spec, []
                     for name in group.layer_names:
                         page = spec.page_size_bytes
-                        described.append({"name": name, "index": at, "region": 0, "base": at << 30, "block_stride": page, "page_bytes": page})
+                        described.append(
+                            {
+                                "name": name,
+                                "index": at,
+                                "region": 0,
+                                "base": at << 30,
+                                "block_stride": page,
+                                "page_bytes": page,
+                            }
+                        )
                         at += 1
-                    kind = strategies.kind_of(spec, strategies.CPU_ATTN, KV_HEADS, ranks, identity["packing"])
-                    groups.append({"tokens_per_block": spec.block_size, "strategy": kind.strategy, "params": kind.params,
-                                    "num_blocks": BLOCKS, "layers": described})
-                yield f"pp{stage}/tp{rank}", {"model": "m", "dtype": identity["dtype"], "groups": groups, "identity": identity}
+                    kind = strategies.kind_of(
+                        spec, strategies.CPU_ATTN, KV_HEADS, ranks, identity["packing"]
+                    )
+                    groups.append(
+                        {
+                            "tokens_per_block": spec.block_size,
+                            "strategy": kind.strategy,
+                            "params": kind.params,
+                            "num_blocks": BLOCKS,
+                            "layers": described,
+                        }
+                    )
+                yield (
+                    f"pp{stage}/tp{rank}",
+                    {
+                        "model": "m",
+                        "dtype": identity["dtype"],
+                        "groups": groups,
+                        "identity": identity,
+                    },
+                )
 
 
-Registered = Iterable[tuple[str, dict[str, Any]]]  # an Engine, or what one has said
+Registered = Iterable[tuple[str, dict[str, Any]]]  # an Engine, or what one has registered
 Check = Callable[[Registered, Registered], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def check() -> Iterator[Check]:
     """`kvspray layout check` of two engines, as their sidecars would present them."""
-    said: dict[str, bytes] = {}
+    served: dict[str, bytes] = {}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(said[self.path])
+            self.wfile.write(served[self.path])
 
         def log_message(self, *_: object) -> None:
             pass
@@ -105,12 +166,24 @@ def check() -> Iterator[Check]:
     def run(a: Registered, b: Registered) -> dict[str, Any]:
         for side, e in (("p", a), ("d", b)):
             workers = [
-                {"name": rank, "engine": side, "rank": rank, "layout": base64.b64encode(protocol.pack(protocol._ordered("REGISTER.layout", of))).decode()}
+                {
+                    "name": rank,
+                    "engine": side,
+                    "rank": rank,
+                    "layout": base64.b64encode(
+                        protocol.pack(protocol._ordered("REGISTER.layout", of))
+                    ).decode(),
+                }
                 for rank, of in e
             ]
-            said[f"/{side}/v1/layouts"] = json.dumps({"workers": workers}).encode()
+            served[f"/{side}/v1/layouts"] = json.dumps({"workers": workers}).encode()
         url = f"http://127.0.0.1:{server.server_port}"
-        done = subprocess.run([str(BINARY), "layout", "check", "--json", f"{url}/p", f"{url}/d"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [str(BINARY), "layout", "check", "--json", f"{url}/p", f"{url}/d"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert done.stdout, done.stderr
         verdict: dict[str, Any] = json.loads(done.stdout)
         moves = not verdict["differs"] and not verdict.get("refused")
@@ -127,7 +200,8 @@ def check() -> Iterator[Check]:
 
 @pytest.fixture(autouse=True)
 def vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU with AVX-512 and without AMX, whatever this one has: what vLLM would choose on it is asked, and nothing is computed."""
+    """A CPU with AVX-512 and without AMX, whatever this one has: what vLLM would choose on it is
+    asked, and nothing is computed."""
     amx(monkeypatch, False)
     monkeypatch.setattr(cpu_attn.torch.cpu, "_is_avx512_supported", lambda: True)
 
@@ -146,14 +220,19 @@ BASE_HF = Engine().hf
 @pytest.mark.parametrize(
     ("a", "b", "fields"),
     [
-        ({}, {"windows": (0, 64)}, {"identity.groups", "identity.backoff", "window"}),  # group structure, and prefill back-off with it
+        # Group structure, and prefill back-off with it.
+        ({}, {"windows": (0, 64)}, {"identity.groups", "identity.backoff", "window"}),
         ({"windows": (0, 64)}, {"windows": (0, 96)}, {"identity.groups", "window"}),
         ({}, {"dtype": torch.float16}, {"dtype", "identity.dtype"}),
         ({}, {"cache_dtype": "fp8_e5m2"}, {"identity.cache_dtype"}),
         ({}, {"head_size": 64}, {"identity.head_size", "bytes of a head of a token"}),
         ({}, {"layers": LAYERS + 1}, {"identity.layers"}),
         ({}, {"hf": BASE_HF | {"rope_theta": 1e6}}, {"identity.rope", "identity.model_config"}),
-        ({}, {"hf": BASE_HF | {"rope_scaling": {"factor": 8.0}}}, {"identity.rope", "identity.model_config"}),
+        (
+            {},
+            {"hf": BASE_HF | {"rope_scaling": {"factor": 8.0}}},
+            {"identity.rope", "identity.model_config"},
+        ),
         ({}, {"hf": BASE_HF | {"vocab_size": 2000}}, {"identity.model_config"}),
         ({}, {"spec": draft()}, {"identity.speculative"}),
         ({"spec": draft()}, {"spec": draft(method="medusa")}, {"identity.speculative"}),
@@ -163,24 +242,36 @@ BASE_HF = Engine().hf
     ],
     ids=lambda v: ",".join(v) if isinstance(v, (dict, set)) else None,
 )
-def test_what_differs_is_named(check: Check, a: dict[str, Any], b: dict[str, Any], fields: set[str]) -> None:
+def test_what_differs_is_named(
+    check: Check, a: dict[str, Any], b: dict[str, Any], fields: set[str]
+) -> None:
     p, d = Engine(**a), Engine(**b)
-    said = check(p, d)
-    assert named(said) == fields, said
-    assert said["fingerprints"][0] != said["fingerprints"][1]
-    assert check(d, d)["fingerprints"] == [said["fingerprints"][1]] * 2  # its own, and not by chance
+    answer = check(p, d)
+    assert named(answer) == fields, answer
+    assert answer["fingerprints"][0] != answer["fingerprints"][1]
+    # Its own, and not by chance.
+    assert check(d, d)["fingerprints"] == [answer["fingerprints"][1]] * 2
 
 
-@pytest.mark.parametrize(("a", "b"), [(draft(), draft(tokens=4)), (None, draft(method="ngram")), (draft(method="suffix"), draft(method="medusa"))])
-def test_speculation_that_leaves_the_cache_of_a_prompt_as_it_is(check: Check, a: Any, b: Any) -> None:
-    said = check(Engine(spec=a), Engine(spec=b))
-    assert named(said) == set() and said["fingerprints"][0] == said["fingerprints"][1], said
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (draft(), draft(tokens=4)),
+        (None, draft(method="ngram")),
+        (draft(method="suffix"), draft(method="medusa")),
+    ],
+)
+def test_speculation_that_leaves_the_cache_of_a_prompt_as_it_is(
+    check: Check, a: Any, b: Any
+) -> None:
+    answer = check(Engine(spec=a), Engine(spec=b))
+    assert named(answer) == set() and answer["fingerprints"][0] == answer["fingerprints"][1], answer
 
 
-def named(said: dict[str, Any]) -> set[str]:
+def named(answer: dict[str, Any]) -> set[str]:
     """The fields that are named, those of layers without their layer and role."""
     out = set()
-    for line in said["differs"] or []:
+    for line in answer["differs"] or []:
         field = line.partition(": ")[0]
         for name in ("window", "bytes of a head of a token"):
             if field.endswith(name):
@@ -193,17 +284,24 @@ def test_byte_order(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as m:
         m.setattr(layout.sys, "byteorder", "big")
         big = list(Engine())
-    said = check(Engine(), big)
-    assert named(said) == {"byte_order"} and said["fingerprints"][0] != said["fingerprints"][1]
+    answer = check(Engine(), big)
+    assert (
+        named(answer) == {"byte_order"} and answer["fingerprints"][0] != answer["fingerprints"][1]
+    )
 
 
-def test_packing_that_depends_on_the_block_size(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_that_depends_on_the_block_size(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With AMX, vLLM packs blocks that are multiples of 32 for it, and others as AVX-512 would."""
     amx(monkeypatch, True)
-    said = check(Engine(block=32), Engine(block=48))
-    assert "identity.packing" in named(said) and said["fingerprints"][0] != said["fingerprints"][1], said
-    said = check(Engine(block=32), Engine(block=64))
-    assert said["fingerprints"][0] == said["fingerprints"][1]
+    answer = check(Engine(block=32), Engine(block=48))
+    assert (
+        "identity.packing" in named(answer)
+        and answer["fingerprints"][0] != answer["fingerprints"][1]
+    ), answer
+    answer = check(Engine(block=32), Engine(block=64))
+    assert answer["fingerprints"][0] == answer["fingerprints"][1]
 
 
 def test_engine_version(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,15 +314,20 @@ def test_engine_version(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "gives"),
-    [
-        ({}, {"tp": 2}, 1), ({"tp": 4}, {}, 4), ({"tp": 4}, {"tp": 2}, 2), ({"pp": 3}, {"pp": 2}, 2), ({}, {"block": 48}, 1), ({"block": 96}, {"block": 32}, 1),
-        ({"tp": 2, "pp": 2, "block": 16}, {"pp": 3, "block": 128}, 4), ({"windows": (0, 64), "pp": 6}, {"windows": (0, 64)}, 6),
-        ({}, {"hf": BASE_HF | {"_name_or_path": "/elsewhere"}}, 1), ({"quantization": "gptq"}, {"quantization": "gptq_marlin"}, 1),
-    ],
-    ids=str,
+    ("a", "b", "gives"), [({}, {"tp": 2}, 1), ({"tp": 4}, {}, 4), ({"tp": 4}, {"tp": 2}, 2),
+    ({"pp": 3}, {"pp": 2}, 2), ({}, {"block": 48}, 1), ({"block": 96}, {"block": 32}, 1),
+    ({"tp": 2, "pp": 2, "block": 16}, {"pp": 3, "block": 128}, 4),
+    ({"windows": (0, 64), "pp": 6}, {"windows": (0, 64)}, 6),
+    ({}, {"hf": BASE_HF | {"_name_or_path": "/elsewhere"}}, 1),
+    ({"quantization": "gptq"}, {"quantization": "gptq_marlin"}, 1)], ids=str,
 )  # fmt: skip
-def test_what_a_plan_bridges_is_no_difference(check: Check, a: dict[str, Any], b: dict[str, Any], gives: int) -> None:
-    said = check(Engine(**a), Engine(**b))
-    assert (said["differs"] or [], said.get("refused", ""), said["contributors"]) == ([], "", gives), said
-    assert said["fingerprints"][0] == said["fingerprints"][1]
+def test_what_a_plan_bridges_is_no_difference(
+    check: Check, a: dict[str, Any], b: dict[str, Any], gives: int
+) -> None:
+    answer = check(Engine(**a), Engine(**b))
+    assert (answer["differs"] or [], answer.get("refused", ""), answer["contributors"]) == (
+        [],
+        "",
+        gives,
+    ), answer
+    assert answer["fingerprints"][0] == answer["fingerprints"][1]

@@ -40,7 +40,9 @@ OFFLOADING = {
 
 def config(*connectors: dict[str, Any]) -> KVTransferConfig:
     return KVTransferConfig(
-        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": list(connectors)}
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": list(connectors)},
     )
 
 
@@ -52,7 +54,8 @@ def multi(*connectors: Any) -> Any:
 
 
 def test_statistics_cross_processes() -> None:
-    """vLLM's server rebuilds those of each connector by the name of its class, and ends where it knows none of that name."""
+    """vLLM's server rebuilds those of each connector by the name of its class, and ends where it
+    has none of that name."""
     stats = KVSprayStats()
     stats.ended(True, "ok", 4096, 250, "tcp", 0)
     got = MultiConnector.build_kv_connector_stats({"KVSprayConnector": stats.to_dict()})
@@ -94,7 +97,7 @@ def ours(e: Engine) -> Any:
 
 
 @pytest.mark.parametrize("first", ["ours", "the other"])
-def test_one_of_them_loads_and_the_other_knows(first: str) -> None:
+def test_one_of_them_loads_and_the_other_is_informed(first: str) -> None:
     e, other = Engine(), Other(32)
     m = multi(ours(e), other) if first == "ours" else multi(other, ours(e))
     r = e.add("r", 40, prefill_first())
@@ -107,7 +110,9 @@ def test_one_of_them_loads_and_the_other_knows(first: str) -> None:
         assert e.scheduler_shim.declined == []
     else:
         assert other.took == 32 and not meta.expects
-        assert e.scheduler_shim.declined[0][3] == "the engine takes none of it", "P need not keep its blocks"
+        assert e.scheduler_shim.declined[0][3] == "the engine takes none of it", (
+            "P need not keep its blocks"
+        )
 
 
 def test_a_request_that_both_still_read_ends_once() -> None:
@@ -138,8 +143,8 @@ def test_reports_of_workers_find_their_scheduler() -> None:
 
 
 def test_full_graphs_signal_at_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MultiConnector answers for its children while a graph is captured, and has no step then: no layer's hook is called in
-    the capture. The end of the step is signalled behind the replay."""
+    """MultiConnector answers for its children while a graph is captured, and has no step then: no
+    layer's hook is called in the capture. The end of the step is signalled behind the replay."""
     capturing = [True]
     monkeypatch.setattr(signals, "_raw_stream", lambda torch: lambda: 7)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])

@@ -1,4 +1,5 @@
-"""The offloading worker: its pieces of memory, and what becomes of a job whatever the sidecar does."""
+"""The offloading worker: its pieces of memory, and what becomes of a job whatever the sidecar
+does."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ import numpy as np
 import pytest
 import torch
 from vllm.device_allocator import cumem
-from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec, TransferResult
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    TransferResult,
+)
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 import kvspray
@@ -26,8 +33,13 @@ BLOCKS, CHUNKS = 24, 12
 
 def caches(pages: list[int], groups: list[list[tuple[int, int]]]) -> CanonicalKVCaches:
     """Tensors of these pages, and for each group (tensor, bytes of its page that it uses)."""
-    tensors = [CanonicalKVCacheTensor(torch.randint(-128, 127, (BLOCKS, page), dtype=torch.int8), page) for page in pages]
-    return CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(t, n) for t, n in group] for group in groups])
+    tensors = [
+        CanonicalKVCacheTensor(torch.randint(-128, 127, (BLOCKS, page), dtype=torch.int8), page)
+        for page in pages
+    ]
+    return CanonicalKVCaches(
+        tensors, [[CanonicalKVCacheRef(t, n) for t, n in group] for group in groups]
+    )
 
 
 @pytest.fixture
@@ -46,7 +58,8 @@ def pool() -> Any:
 @pytest.mark.parametrize("per_chunk", [1, 3])
 @pytest.mark.parametrize("groups", [[[(0, 64), (1, 48)]], [[(0, 64)], [(1, 40), (0, 32)]]])
 def test_blocks_come_back(pool: Any, per_chunk: int, groups: list[list[tuple[int, int]]]) -> None:
-    """Stored and loaded into other blocks, also from the middle of a chunk: each has the bytes that it had."""
+    """Stored and loaded into other blocks, also from the middle of a chunk: each has the bytes that
+    it had."""
     r = random.Random(per_chunk)
     pages = [64, 48]
     for _ in range(30):
@@ -55,7 +68,12 @@ def test_blocks_come_back(pool: Any, per_chunk: int, groups: list[list[tuple[int
         sizes = [r.randint(0, 6) for _ in groups]
         starts = [r.randrange(9) for _ in groups]
         taken = iter(r.sample(range(CHUNKS), CHUNKS))
-        chunks = [c for n, s in zip(sizes, starts, strict=True) if n for c in itertools.islice(taken, -(-(n + s % per_chunk) // per_chunk))]
+        chunks = [
+            c
+            for n, s in zip(sizes, starts, strict=True)
+            if n
+            for c in itertools.islice(taken, -(-(n + s % per_chunk) // per_chunk))
+        ]
         # Each group has blocks of its own, as in vLLM.
         ids = r.sample(range(BLOCKS), 2 * sum(sizes))
         src, dst = ids[: sum(sizes)], ids[sum(sizes) :]
@@ -70,7 +88,9 @@ def test_blocks_come_back(pool: Any, per_chunk: int, groups: list[list[tuple[int
                     assert torch.equal(kv.tensors[t].tensor[new, :n], before[t][old, :n])
                     before[t][new, :n] = before[t][old, :n]
             at += size
-        assert all(torch.equal(t.tensor, b) for t, b in zip(kv.tensors, before, strict=True)), "and nothing else is written"
+        assert all(torch.equal(t.tensor, b) for t, b in zip(kv.tensors, before, strict=True)), (
+            "and nothing else is written"
+        )
 
 
 def test_copies_of_some_layers_each(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +100,9 @@ def test_copies_of_some_layers_each(pool: Any, monkeypatch: pytest.MonkeyPatch) 
 
     def pieces(at_most: int) -> tuple[list[int], list[list[int]]]:
         monkeypatch.setattr(offload, "COPY_PIECES", at_most)
-        copies = [rows.tolist() for _, rows in offload.Pieces(kv, None, memory, 1).of(blocks, chunks)]
+        copies = [
+            rows.tolist() for _, rows in offload.Pieces(kv, None, memory, 1).of(blocks, chunks)
+        ]
         return [len(c) for c in copies], [row for c in copies for row in c]
 
     # Blocks 1 and 2 follow each other on both sides.
@@ -92,27 +114,42 @@ def test_copies_of_some_layers_each(pool: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_pieces_that_follow_each_other_are_one() -> None:
-    rows = np.array([[0, 100, 8], [8, 108, 8], [16, 200, 8], [24, 208, 4], [28, 212, 8], [40, 220, 8]], dtype=np.uint64)
+    rows = np.array(
+        [[0, 100, 8], [8, 108, 8], [16, 200, 8], [24, 208, 4], [28, 212, 8], [40, 220, 8]],
+        dtype=np.uint64,
+    )
     assert offload.joined(rows).tolist() == [[0, 100, 16], [16, 200, 20], [40, 220, 8]]
     r = random.Random(1)
     for _ in range(200):
-        rows = np.array([[r.randrange(12) * 4, r.randrange(12) * 4, 4] for _ in range(r.randint(1, 20))], dtype=np.uint64)
+        rows = np.array(
+            [[r.randrange(12) * 4, r.randrange(12) * 4, 4] for _ in range(r.randint(1, 20))],
+            dtype=np.uint64,
+        )
         got = [(a + i, b + i) for a, b, n in offload.joined(rows).tolist() for i in range(0, n, 4)]
         assert got == [(a, b) for a, b, _ in rows.tolist()]
 
 
 @pytest.mark.parametrize(
-    ("blocks", "sizes", "chunks"), [([1, 2], [2], [1]), ([1], [1], [1, 2]), ([1, 2, 3], [3], [1, 2])]
+    ("blocks", "sizes", "chunks"),
+    [([1, 2], [2], [1]), ([1], [1], [1, 2]), ([1, 2, 3], [3], [1, 2])],
 )
-def test_lists_that_do_not_fit(pool: Any, blocks: list[int], sizes: list[int], chunks: list[int]) -> None:
+def test_lists_that_do_not_fit(
+    pool: Any, blocks: list[int], sizes: list[int], chunks: list[int]
+) -> None:
     kv, memory = caches([64], [[(0, 64)]]), pool([64], 1)
     with pytest.raises(ValueError, match="vLLM gave"):
-        offload.HostCopies(kv, memory, 1).submit_load(1, CPULoadStoreSpec(chunks), GPULoadStoreSpec(blocks, sizes, [0]))
+        offload.HostCopies(kv, memory, 1).submit_load(
+            1, CPULoadStoreSpec(chunks), GPULoadStoreSpec(blocks, sizes, [0])
+        )
 
 
 def test_a_pool_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "free_memory", lambda _: (1 << 21, "/sys/fs/cgroup/memory.max"))  # just the pool
-    with pytest.raises(ValueError, match="cpu_bytes_to_use.*2 MiB are left of the limit in /sys/fs/cgroup/memory.max: lower it"):
+    # Just the pool.
+    monkeypatch.setattr(limits, "free_memory", lambda _: (1 << 21, "/sys/fs/cgroup/memory.max"))
+    with pytest.raises(
+        ValueError,
+        match="cpu_bytes_to_use.*2 MiB are left of the limit in /sys/fs/cgroup/memory.max: lower",
+    ):
         offload.Pool([1 << 20], 1, 2)
     with pytest.raises(ValueError, match="cpu_bytes_to_use.*raise it"):
         offload.Pool([1 << 20], 1, 0)
@@ -139,7 +176,9 @@ class Client:
         self.open: dict[int, tuple[str, int]] = {}  # request, mark
         self.on_wait: Any = lambda: None
 
-    def copy(self, src: Any, dst: Any, blocks: bytes, *, req: str, deadline_s: float, after: int) -> int:
+    def copy(
+        self, src: Any, dst: Any, blocks: bytes, *, req: str, deadline_s: float, after: int
+    ) -> int:
         assert (src, dst) == (("cache", "pool") if req.startswith("store") else ("pool", "cache"))
         assert len(blocks) <= 24 * offload.COPY_PIECES
         if not self.takes:
@@ -153,7 +192,15 @@ class Client:
 
     def end(self, lease: int, ok: bool = True) -> None:
         del self.open[lease]
-        self.ended.append(SimpleNamespace(lease=lease, ok=ok, bytes=7 if ok else 0, status=SimpleNamespace(name="LOST"), reason="gone"))
+        self.ended.append(
+            SimpleNamespace(
+                lease=lease,
+                ok=ok,
+                bytes=7 if ok else 0,
+                status=SimpleNamespace(name="LOST"),
+                reason="gone",
+            )
+        )
 
     def poll(self) -> list[Any]:
         out, self.ended = self.ended, []
@@ -230,11 +277,15 @@ def w() -> Any:
 
 
 def store(w: Any, job: int, blocks: int = 1) -> None:
-    assert w.worker.submit_store(job, GPULoadStoreSpec([0] * blocks, [blocks], [0]), CPULoadStoreSpec([0]))
+    assert w.worker.submit_store(
+        job, GPULoadStoreSpec([0] * blocks, [blocks], [0]), CPULoadStoreSpec([0])
+    )
 
 
 def load(w: Any, job: int, blocks: int = 1) -> None:
-    assert w.worker.submit_load(job, CPULoadStoreSpec([0]), GPULoadStoreSpec([0] * blocks, [blocks], [0]))
+    assert w.worker.submit_load(
+        job, CPULoadStoreSpec([0]), GPULoadStoreSpec([0] * blocks, [blocks], [0])
+    )
 
 
 def finished(w: Any) -> list[int]:
@@ -368,7 +419,9 @@ def test_a_load_that_vllm_waits_for_within_the_step(w: Any) -> None:
     w.client.room = 1
     load(w, 1)
     load(w, 2)
-    assert w.worker.submit_load(3, CPULoadStoreSpec([0]), GPULoadStoreSpec([0], [1], [0]), expedited=True)
+    assert w.worker.submit_load(
+        3, CPULoadStoreSpec([0]), GPULoadStoreSpec([0], [1], [0]), expedited=True
+    )
     w.client.end(1)
     assert finished(w) == [1] and w.client.requests() == ["load-3"]
 
@@ -377,7 +430,9 @@ def test_the_pool_has_what_vllm_pins(pool: Any) -> None:
     """Fields of its SharedOffloadRegion that vLLM's own function reads."""
     from vllm.v1.kv_offload.cpu import gpu_worker
 
-    read = set(re.findall(r"\bregion\.(\w+)", inspect.getsource(gpu_worker.pin_mmap_region))) - {"iter_worker_slot_ranges"}
+    read = set(re.findall(r"\bregion\.(\w+)", inspect.getsource(gpu_worker.pin_mmap_region))) - {
+        "iter_worker_slot_ranges"
+    }
     assert read and not {name for name in read if not hasattr(pool([64], 1), name)}
 
 
@@ -390,7 +445,9 @@ def test_the_pool_has_what_vllm_pins(pool: Any) -> None:
         ("full for long", "too many open leases"),
     ],
 )
-def test_the_log_has_the_cause(w: Any, clock: list[float], caplog: pytest.LogCaptureFixture, cause: str, logged: str) -> None:
+def test_the_log_has_the_cause(
+    w: Any, clock: list[float], caplog: pytest.LogCaptureFixture, cause: str, logged: str
+) -> None:
     if cause == "refused":
         w.client.copy = lambda *a, **k: 0
         w.client.refusal = "this process may not kill the sidecar"
@@ -405,7 +462,9 @@ def test_the_log_has_the_cause(w: Any, clock: list[float], caplog: pytest.LogCap
     finished(w)
     assert w.native.made == [("load", 1)]
     (line,) = caplog.messages
-    assert line == f"kvspray: vLLM's own worker copies what the sidecar did not: {logged} (1 so far)"
+    assert (
+        line == f"kvspray: vLLM's own worker copies what the sidecar did not: {logged} (1 so far)"
+    )
 
 
 def test_a_job_without_blocks(w: Any) -> None:

@@ -29,13 +29,20 @@ PAIRS = [
         (ours, theirs, name)
         for ours, theirs in PAIRS
         for name, value in vars(ours).items()
-        if callable(getattr(value, "__func__", value)) and name != "__init__" and not isinstance(value, type) and hasattr(theirs, name)
+        if callable(getattr(value, "__func__", value))
+        and name != "__init__"
+        and not isinstance(value, type)
+        and hasattr(theirs, name)
     ],
 )
 def test_what_vllm_passes_is_taken(ours: Any, theirs: Any, name: str) -> None:
     base, own = (inspect.signature(getattr(cls, name)) for cls in (theirs, ours))
     kinds = inspect.Parameter
-    args = [p for p in base.parameters.values() if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    args = [
+        p
+        for p in base.parameters.values()
+        if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
     keywords = {p.name for p in base.parameters.values() if p.kind is kinds.KEYWORD_ONLY}
     required = [p for p in args if p.default is kinds.empty]
     own.bind(*required, **{k: None for k in keywords})

@@ -12,7 +12,9 @@ def test_absent_key_is_none() -> None:
 
 
 def test_round_trip() -> None:
-    got = params.parse({"kvspray": {"v": 1, "xfer": XFER, "peer": "10.0.0.1:7650", "fanout": 3, "later": {"x": 1}}})
+    got = params.parse(
+        {"kvspray": {"v": 1, "xfer": XFER, "peer": "10.0.0.1:7650", "fanout": 3, "later": {"x": 1}}}
+    )
     assert got is not None
     assert got == params.Spray(bytes.fromhex(XFER), "10.0.0.1:7650", 3)
     assert params.parse({"kvspray": got.encode()}) == got
@@ -58,7 +60,12 @@ def test_what_cannot_be_used_says_why(raw: object, label: str) -> None:
 @pytest.mark.parametrize(
     "group",
     [
-        ["cmpl-abc-0-0123abcd", "cmpl-abc-1-89abcdef", "1_cmpl-abc-1-89abcdef", "cmpl-abc-11-00000000"],
+        [
+            "cmpl-abc-0-0123abcd",
+            "cmpl-abc-1-89abcdef",
+            "1_cmpl-abc-1-89abcdef",
+            "cmpl-abc-11-00000000",
+        ],
         ["chatcmpl-abc-01234567", "0_chatcmpl-abc-01234567", "1_chatcmpl-abc-01234567"],
         ["cmpl-a-b-7-0-0123abcd", "cmpl-a-b-7-1-0123abce"],
         ["12-0123abcd", "3_12-0123abcd"],
@@ -69,5 +76,13 @@ def test_the_prompts_of_one_call_share_their_xfer(group: list[str]) -> None:
 
 
 def test_other_calls_and_other_engines_have_others() -> None:
-    ids = ["cmpl-a-0-01234567", "cmpl-b-0-01234567", "chatcmpl-a-01234567", "12-01234567", "13-01234567"]
-    assert len({params.derive_xfer(s, rid) for rid in ids for s in (b"1" * 16, b"2" * 16)}) == 2 * len(ids)
+    ids = [
+        "cmpl-a-0-01234567",
+        "cmpl-b-0-01234567",
+        "chatcmpl-a-01234567",
+        "12-01234567",
+        "13-01234567",
+    ]
+    assert len(
+        {params.derive_xfer(s, rid) for rid in ids for s in (b"1" * 16, b"2" * 16)}
+    ) == 2 * len(ids)

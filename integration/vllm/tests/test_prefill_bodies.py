@@ -1,5 +1,5 @@
-"""The router's body for a prefill engine, for each field of vLLM's request classes: what vLLM accepts
-from a client it must accept from the router, or each such request is computed twice."""
+"""The router's body for a prefill engine, for each field of vLLM's request classes: what vLLM
+accepts from a client it must accept from the router, or each such request is computed twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A request that ends ends all that it has here: a destination, a load, a source. Each by its own name."""
+"""A request that ends ends all that it has here: a destination, a load, a source. Each by its own
+name."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import BLOCK, DECODE, Engine, concurrent, e, prefill_first  # noqa: F401
+from fakes import BLOCK, DECODE, Engine, concurrent, e, prefill_first
 from store_fakes import Vllm
 
 from kvspray_vllm import shim
@@ -16,7 +17,8 @@ PROMPT = list(range(40))
 
 
 def loading_source(v: Vllm) -> Any:
-    """A prompt that another engine waits for was preempted, and loads its blocks back from the store."""
+    """A prompt that another engine waits for was preempted, and loads its blocks back from the
+    store."""
     v.run("warm", PROMPT, answer=1)
     for b in v.pool.blocks:  # vLLM's own prefix cache has lost what the store has
         b.hash = None
@@ -41,7 +43,7 @@ def loading_source(v: Vllm) -> Any:
         b.hash = None
     v.pool.cached.clear()
     for s in v.shims:
-        s.work = lambda _: None  # loads end when the test says so
+        s.work = lambda _: None  # loads end when the test ends them
 
     def step() -> None:
         v.queue.append(v.schedule())
@@ -73,7 +75,7 @@ def test_an_abort_during_a_reload_ends_the_source_too() -> None:
     assert "src" not in v.requests or not v.scheduler.pending_push_work()
 
 
-def test_the_end_of_an_earlier_lease_leaves_the_name_s_next_one(e: Engine) -> None:  # noqa: F811
+def test_the_end_of_an_earlier_lease_leaves_the_name_s_next_one(e: Engine) -> None:
     """An engine may use a request's name again before the lease of the one before has ended."""
     e.add("r", 40, dict(DECODE))
     e.step({"r": 40})
@@ -87,7 +89,9 @@ def test_the_end_of_an_earlier_lease_leaves_the_name_s_next_one(e: Engine) -> No
 
 
 @pytest.mark.parametrize("params", [prefill_first, concurrent])
-def test_a_load_that_the_engine_takes_nothing_of_is_counted(e: Engine, params: Any, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_a_load_that_the_engine_takes_nothing_of_is_counted(
+    e: Engine, params: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO"):
         r = e.add("r", 40, params())
         e.scheduler.matched(r, BLOCK)

@@ -1,5 +1,5 @@
-"""The worker's side of a GPU engine, over flags that keep a record: what is enqueued on which stream, and in which order with the
-records that the sidecar reads. No GPU."""
+"""The worker's side of a GPU engine, over flags that keep a record: what is enqueued on which
+stream, and in which order with the records that the sidecar reads. No GPU."""
 
 from __future__ import annotations
 
@@ -78,7 +78,12 @@ def gains(step: int, *, intent: bool = False) -> StepMeta:
 
 
 def expects(n: int = 1) -> StepMeta:
-    return StepMeta(expects=[Expect(f"d{i}", bytes([i]) * 16, b"h" * 32, "peer:1", 32, 0, ((3, 4),)) for i in range(n)])
+    return StepMeta(
+        expects=[
+            Expect(f"d{i}", bytes([i]) * 16, b"h" * 32, "peer:1", 32, 0, ((3, 4),))
+            for i in range(n)
+        ]
+    )
 
 
 def test_a_step_is_set_on_the_stream_before_its_layers(rig: Rig) -> None:
@@ -95,7 +100,9 @@ def test_a_step_is_set_on_the_stream_before_its_layers(rig: Rig) -> None:
     rig.worker.step_done()
     assert rig.client.take() == []
     rig.worker.close()
-    assert rig.client.take() == [("synchronize",), ("gpu close",), ("close",)], "no flag is on its way to memory that is given back"
+    assert rig.client.take() == [("synchronize",), ("gpu close",), ("close",)], (
+        "no flag is on its way to memory that is given back"
+    )
 
 
 def test_layers_of_a_graph_are_signalled_while_it_is_captured(rig: Rig) -> None:
@@ -114,7 +121,9 @@ def test_layers_of_a_graph_are_signalled_while_it_is_captured(rig: Rig) -> None:
     assert not KVSprayConnector.requires_piecewise_for_cudagraph({})
 
 
-def test_a_source_that_is_preempted_moves_its_epoch_before_the_step_that_takes_its_blocks(rig: Rig) -> None:
+def test_a_source_that_is_preempted_moves_its_epoch_before_the_step_that_takes_its_blocks(
+    rig: Rig,
+) -> None:
     """The GPU may still compute the step before. Flags of that one may come, and mean nothing for
     the blocks that the request gets afterwards."""
     rig.worker.begin(gains(1, intent=True))
@@ -128,14 +137,20 @@ def test_a_source_that_is_preempted_moves_its_epoch_before_the_step_that_takes_i
     rig.worker.preempts(again)
     rig.worker.begin(again)
     rig.worker.step_done()
-    assert rig.client.take() == [("gpu step", 2, STREAM), ("step", 2, [(1, 32)]), ("gpu end", STREAM)]
+    assert rig.client.take() == [
+        ("gpu step", 2, STREAM),
+        ("step", 2, [(1, 32)]),
+        ("gpu end", STREAM),
+    ]
 
 
 def test_loads_wait_for_the_steps_in_flight(rig: Rig) -> None:
     rig.worker.begin(expects(2))
     got = rig.client.take()
     assert got[0] == ("gpu mark", STREAM) and len(got) == 3
-    assert [(c[0], c[-1]) for c in got[1:]] == [("expect", 1), ("expect", 1)], "one mark for the loads of one step"
+    assert [(c[0], c[-1]) for c in got[1:]] == [("expect", 1), ("expect", 1)], (
+        "one mark for the loads of one step"
+    )
     rig.worker.begin(StepMeta())
     assert rig.client.take() == [], "a step without loads pays nothing"
 
@@ -186,17 +201,25 @@ def test_the_scheduler_learns_that_the_worker_serves_alone(rig: Rig) -> None:
     for req, given in (("p", DECODE), ("d", prefill_first())):
         engine.add(req, 32, given)
     why = f"this engine takes part in no transfer: {NO_SIGNALS}"
-    assert [reason for *_, reason in engine.scheduler_shim.declined] == [why], "P need not keep its blocks"
+    assert [reason for *_, reason in engine.scheduler_shim.declined] == [why], (
+        "P need not keep its blocks"
+    )
     assert not engine.scheduler._pending and not engine.scheduler._destinations
 
 
 def test_clearing_before_the_connector_is_called() -> None:
     kv = SimpleNamespace(needs_kv_cache_zeroing=True)
-    for second, role, refused in ((True, "kv_both", True), (True, "kv_consumer", False), (False, "kv_both", False)):
+    for second, role, refused in (
+        (True, "kv_both", True),
+        (True, "kv_consumer", False),
+        (False, "kv_both", False),
+    ):
         transfer = SimpleNamespace(kv_role=role, is_kv_producer=role != "kv_consumer")
         c: Any = SimpleNamespace(use_v2_model_runner=second, kv_transfer_config=transfer)
         if refused:
-            with pytest.raises(layout.Unsupported, match="kv_role is kv_both.*VLLM_USE_V2_MODEL_RUNNER=0"):
+            with pytest.raises(
+                layout.Unsupported, match="kv_role is kv_both.*VLLM_USE_V2_MODEL_RUNNER=0"
+            ):
                 layout.check_clearing(c, kv)  # type: ignore[arg-type]
         else:
             layout.check_clearing(c, kv)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Sleep and wake-up: what is kept has its bytes again, whatever the sidecar and the GPU do. The GPU's memory is memory of this process."""
+"""Sleep and wake-up: what is kept has its bytes again, whatever the sidecar and the GPU do. The
+GPU's memory is memory of this process."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Memory:
     def map(self, handle: Any) -> None:
         _, nbytes, ptr, _ = handle
         if sum(map(len, self.at.values())) + nbytes > self.room:
-            raise kvspray.KvsprayError("CUDA_ERROR_OUT_OF_MEMORY: free memory of this GPU, and try again")
+            raise kvspray.KvsprayError(
+                "CUDA_ERROR_OUT_OF_MEMORY: free memory of this GPU, and try again"
+            )
         assert ptr not in self.at
         self.at[ptr] = bytearray(b"\xee" * nbytes)
 
@@ -78,7 +81,9 @@ class Client:
         self.most = max(self.most, len(self.regions))
 
     def drop_regions(self, regions: list[Any], timeout_s: float) -> bool:
-        assert not self.open or all(r not in (x[0], x[1]) for x in self.open.values() for r in regions)
+        assert not self.open or all(
+            r not in (x[0], x[1]) for x in self.open.values() for r in regions
+        )
         self.regions -= {id(r) for r in regions}
         return True
 
@@ -107,12 +112,23 @@ class Client:
             lost = self.loses()
             for a, b, n in blocks:
                 n = n // 2 if lost else n
-                bytes_ = bytes(src.device[a : a + n]) if hasattr(src, "device") else ctypes.string_at(src.addr + a, n)
+                bytes_ = (
+                    bytes(src.device[a : a + n])
+                    if hasattr(src, "device")
+                    else ctypes.string_at(src.addr + a, n)
+                )
                 if hasattr(dst, "device"):
                     dst.device[b : b + n] = bytes_
                 else:
                     ctypes.memmove(dst.addr + b, bytes_, n)
-            out.append(SimpleNamespace(lease=lease, ok=not lost, status=SimpleNamespace(name="LOST"), reason="the sidecar died"))
+            out.append(
+                SimpleNamespace(
+                    lease=lease,
+                    ok=not lost,
+                    status=SimpleNamespace(name="LOST"),
+                    reason="the sidecar died",
+                )
+            )
         self.open.clear()
         return out
 
@@ -146,7 +162,11 @@ class Rig:
     def check(self, *tags: str) -> None:
         for ptr, data in self.allocator.pointer_to_data.items():
             if data.tag in tags:
-                assert not data.is_asleep and data.cpu_backup_tensor is None and self.memory.at[ptr] == self.want[ptr]
+                assert (
+                    not data.is_asleep
+                    and data.cpu_backup_tensor is None
+                    and self.memory.at[ptr] == self.want[ptr]
+                )
 
 
 @pytest.fixture
@@ -159,7 +179,8 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(cumem, "PIN_MEMORY", False, raising=False)  # vLLM 0.33 asks only once
     for module in (sleep, cumem):
-        monkeypatch.setattr(module, "gc", SimpleNamespace(collect=lambda: None))  # half a second each time, of PyTorch's objects
+        # Half a second each time, of PyTorch's objects.
+        monkeypatch.setattr(module, "gc", SimpleNamespace(collect=lambda: None))
     for nbytes in (PAGE, 3 * PAGE, 100, 5000):
         out.allocate(nbytes, "weights")
     out.allocate(2 * PAGE, "kv_cache")
@@ -174,7 +195,9 @@ KEPT = ("weights", "runtime")
 def test_many_times(rig: Rig) -> None:
     for _ in range(20):
         rig.allocator.sleep(KEPT)
-        assert rig.memory.at == {} and all(d.is_asleep for d in rig.allocator.pointer_to_data.values())
+        assert rig.memory.at == {} and all(
+            d.is_asleep for d in rig.allocator.pointer_to_data.values()
+        )
         rig.allocator.wake_up()
         rig.check(*KEPT)
         assert len(rig.memory.at) == 6
@@ -235,7 +258,11 @@ def test_a_call_that_fails(rig: Rig, call: str, at: int, monkeypatch: pytest.Mon
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == at:
-            raise kvspray.KvsprayError("no more descriptors") if call == "add_regions" else ValueError("too big")
+            raise (
+                kvspray.KvsprayError("no more descriptors")
+                if call == "add_regions"
+                else ValueError("too big")
+            )
         return real(*args, **kwargs)
 
     setattr(rig.client, call, fails)
@@ -327,7 +354,9 @@ def test_what_the_sidecar_does_not_copy(
 
 
 @pytest.mark.parametrize("no_room", ["memory", "MAX_SLABS"])
-def test_without_host_memory(rig: Rig, no_room: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_host_memory(
+    rig: Rig, no_room: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     if no_room == "MAX_SLABS":
         monkeypatch.setattr(sleep, no_room, 0)
     else:

@@ -1,30 +1,42 @@
-# ruff: noqa: F811 (fixtures are imported)
 """Steps and the prefill side of the connector."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-from fakes import BLOCK, DECODE, LOG, XFER, Engine, FakeScheduler, FakeWorker, concurrent, e, fake_hash, prefill_first  # noqa: F401
+from fakes import (
+    BLOCK,
+    DECODE,
+    LOG,
+    XFER,
+    Engine,
+    FakeScheduler,
+    FakeWorker,
+    concurrent,
+    e,
+    fake_hash,
+    prefill_first,
+)
 
 from kvspray_vllm import shim
 from kvspray_vllm.worker import LOAD_WAIT_S, WorkerSide
 
-# ---- what is said when
+# ---- what is reported when
 
 
-def test_a_step_begins_once_however_often_that_is_said(e: Engine) -> None:
+def test_a_step_begins_once_however_often_that_is_reported(e: Engine) -> None:
     e.add("r", 32, dict(DECODE))
     dest = e.add("d", 40, prefill_first())
     e.scheduler.allocated(dest, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 40)  # type: ignore[arg-type]
     meta = e.meta({"r": 32})
     e.worker.begin(meta)
-    said = e.worker_shim.take()
-    assert [c[0] for c in said] == ["intent", "step", "expect"]
+    calls = e.worker_shim.take()
+    assert [c[0] for c in calls] == ["intent", "step", "expect"]
     assert e.worker.signals
     e.worker.preempts(meta)
     e.worker.begin(meta)
-    assert e.worker_shim.take() == [] and e.worker.signals  # nor is it taken for a forward pass that failed
+    # Nor is it taken for a forward pass that failed.
+    assert e.worker_shim.take() == [] and e.worker.signals
     e.worker.step_done()
     e.worker.begin(e.meta())
     assert e.worker_shim.take() == [("end", 1)]
@@ -67,7 +79,9 @@ def test_only_a_step_that_computes_nothing_waits_for_a_load(e: Engine) -> None:
 
 def test_no_wait_where_the_end_of_another_load_is_known_or_other_ranks_wait(e: Engine) -> None:
     def load(req: str) -> None:
-        e.scheduler.allocated(e.add(req, 40, prefill_first()), SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 40)  # type: ignore[arg-type]
+        e.scheduler.allocated(
+            e.add(req, 40, prefill_first()), SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 40
+        )  # type: ignore[arg-type]
 
     load("d")
     e.step()
@@ -96,9 +110,18 @@ def test_chunked_prefill_announces_each_step_before_its_forward(e: Engine) -> No
         ("step", 3, [(1, 40)]), ("layer", 0, 3), ("layer", 1, 3), ("end", 3),
     ]  # fmt: skip
     delay, kv = e.finish("r")
-    assert delay and kv["do_remote_prefill"] and kv["remote_num_tokens"] == 40 and kv["remote_block_ids"] == [[1, 2, 3]]
+    assert (
+        delay
+        and kv["do_remote_prefill"]
+        and kv["remote_num_tokens"] == 40
+        and kv["remote_block_ids"] == [[1, 2, 3]]
+    )
     assert kv["remote_host"] == "10.1.1.1" and kv["remote_port"] == 7650
-    assert kv["kvspray"]["v"] == 1 and kv["kvspray"]["peer"] == "10.1.1.1:7650" and len(kv["kvspray"]["xfer"]) == 32
+    assert (
+        kv["kvspray"]["v"] == 1
+        and kv["kvspray"]["peer"] == "10.1.1.1:7650"
+        and len(kv["kvspray"]["xfer"]) == 32
+    )
     assert e.step().sent == set() and e.worker_shim.take() == [("hold", 1)]
     assert e.scheduler.pending_push_work()
     e.worker_shim.end(1, received=False)
@@ -147,7 +170,7 @@ def test_preemption_comes_before_anything_else_and_the_next_attempt_starts_over(
     assert ("step", 3, [(1, 48)]) in e.worker_shim.take()
 
 
-def test_preempts_are_said_once(e: Engine) -> None:
+def test_preempts_are_reported_once(e: Engine) -> None:
     e.add("r", 48, dict(DECODE))
     e.step({"r": 32})
     e.worker_shim.take()
@@ -199,7 +222,7 @@ def test_a_failed_forward_signals_nothing(e: Engine) -> None:
     e.worker_shim.take()
     e.worker.step_failed()
     e.worker.step_done()
-    # The flags of a later step would say that this one is complete, too.
+    # The flags of a later step would report that this one is complete, too.
     assert e.worker_shim.take() == [("cancel", 1)]
 
 

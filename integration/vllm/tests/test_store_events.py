@@ -26,7 +26,9 @@ class Index:
         for e in self.source.take():
             assert (e.medium, e.ownership, e.locality) == ("CPU", "kvspray", "LOCAL")
             if isinstance(e, BlockStored):
-                assert e.block_size == PAGE and len(e.token_ids) == PAGE * len(e.block_hashes) == PAGE * len(e.extra_keys or ())
+                assert e.block_size == PAGE and len(e.token_ids) == PAGE * len(
+                    e.block_hashes
+                ) == PAGE * len(e.extra_keys or ())
                 parent = e.parent_block_hash
                 for i, h in enumerate(e.block_hashes):
                     self.pages[h] = (parent, tuple(e.token_ids[i * PAGE : (i + 1) * PAGE]))
@@ -46,7 +48,9 @@ class Index:
 def index(monkeypatch: pytest.MonkeyPatch) -> Index:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
     # The fakes' requests lack what adapters and images need.
-    monkeypatch.setattr(events.kv_cache_utils, "generate_block_hash_extra_keys", lambda r, a, b, at: (None, at))
+    monkeypatch.setattr(
+        events.kv_cache_utils, "generate_block_hash_extra_keys", lambda r, a, b, at: (None, at)
+    )
     return Index(StoreEvents())
 
 
@@ -140,7 +144,9 @@ def test_a_page_that_is_asked_for_while_it_is_put_can_be_taken_back_later(index:
     assert not index.read().pages
 
 
-def test_pages_beyond_the_bound_are_taken_back(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_beyond_the_bound_are_taken_back(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(events, "MAX_ANNOUNCED", 4)
     v = Vllm(blocks=60, events=index.source)
     v.run("a", PROMPT, answer=7)
@@ -164,27 +170,6 @@ def test_other_weights_and_another_sidecar_take_all_back(index: Index) -> None:
     assert not index.read().pages
 
 
-def test_pages_of_a_salt_are_left_out_if_events_cannot_tell(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    salted = False
-    monkeypatch.setattr(
-        events.kv_cache_utils,
-        "generate_block_hash_extra_keys",
-        lambda r, a, b, at: (("salt",) if salted and a == 0 else None, at),
-    )
-    v = Vllm(blocks=60, events=index.source)
-    request = v.add("a", PROMPT)
-    fields = tuple(f for f in BlockStored.__struct_fields__ if f != "extra_keys")
-    older = SimpleNamespace(__struct_fields__=fields)
-    salted = True
-    assert index.source.describe(request, 2, 4, PAGE) is not None, "its events tell"
-    with monkeypatch.context() as m:
-        m.setattr(events.kv_events, "BlockStored", older)
-        assert index.source.describe(request, 2, 4, PAGE) is None, "the salt is that of the first page"
-        m.setattr(events, "_make", lambda kind, **all: all)
-        salted = False
-        assert index.source.describe(request, 2, 4, PAGE) is not None
-
-
 def test_events_that_nobody_takes_are_bounded() -> None:
     source = StoreEvents()
     for i in range(MAX_EVENTS + 5):
@@ -195,7 +180,6 @@ def test_events_that_nobody_takes_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("config", "want"),
     [
-        (SimpleNamespace(), False),
         (SimpleNamespace(kv_events_config=None), False),
         (SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=False)), False),
         (SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True)), True),

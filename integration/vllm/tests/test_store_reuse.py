@@ -1,5 +1,6 @@
-"""Attacks on what the store must never have: a page with other content than its hash names. Requests share prefixes, are
-preempted, aborted and aborted while they load, pages go missing, weights change; PUTs read their blocks at any time before they end."""
+"""Attacks on what the store must never have: a page with other content than its hash names.
+Requests share prefixes, are preempted, aborted and aborted while they load, pages go missing,
+weights change; PUTs read their blocks at any time before they end."""
 
 from __future__ import annotations
 
@@ -51,4 +52,6 @@ def test_a_page_is_what_its_hash_names(lag: int, ranks: int) -> None:
     for seed in range(RUNS):
         n, m = attack(seed, lag, ranks)
         pages, loads = pages + n, loads + m
-    assert pages > 10 * RUNS and loads > RUNS, "the attack saves and loads too little to mean anything"
+    assert pages > 10 * RUNS and loads > RUNS, (
+        "the attack saves and loads too little to mean anything"
+    )

@@ -46,7 +46,9 @@ def test_the_sidecar_gets_it_and_other_processes_do_not(monkeypatch: pytest.Monk
     opened: list[kvspray.store.Namespace] = []
 
     class Space:
-        def __init__(self, client: Any, namespace: kvspray.store.Namespace, pieces: Any = (), blocks: int = 0) -> None:
+        def __init__(
+            self, client: Any, namespace: kvspray.store.Namespace, pieces: Any = (), blocks: int = 0
+        ) -> None:
             opened.append(namespace)
 
     class Client:

@@ -94,14 +94,18 @@ def test_an_answer_that_is_too_old_is_asked_for_again(v: Vllm) -> None:
 
 
 @pytest.mark.parametrize("why", ["down", "refused", "opening"])
-def test_without_a_store_prompts_are_computed(v: Vllm, why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_store_prompts_are_computed(
+    v: Vllm, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     v.run("a", PROMPT)
     v.pool.clear()
     v.store.up, v.store.opening = False, why == "opening"
     v.store.error = "store: namespace field seed" if why == "refused" else ""
     r = v.add("b", PROMPT)
     assert v.scheduler.matched(r, 0) == ((None, False) if why == "opening" else (0, False))
-    assert ("refuses this engine's pages: store: namespace field seed" in caplog.text) == (why == "refused")
+    assert ("refuses this engine's pages: store: namespace field seed" in caplog.text) == (
+        why == "refused"
+    )
     v.store.up = True
     assert v.scheduler.matched(r, 0) == ((28, True) if why == "opening" else (0, False))
 
@@ -138,11 +142,20 @@ def test_pages_that_are_gone_when_they_are_loaded_are_computed_and_put_again(v: 
     v.drain()
     assert r.num_computed_tokens and v.check() == before
     # From the page that was missing on; those behind it were there.
-    assert stats(v) == {"put/stored": before + 1, "put/existed": before - 2, "get/memory": 6, "get/miss": 1, "none": 1, "found": 1}
+    assert stats(v) == {
+        "put/stored": before + 1,
+        "put/existed": before - 2,
+        "get/memory": 6,
+        "get/miss": 1,
+        "none": 1,
+        "found": 1,
+    }
 
 
 @pytest.mark.parametrize("byte", [0, 12, 15 | 1 << 4])
-def test_a_page_whose_outcome_is_not_known_is_computed(v: Vllm, byte: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_whose_outcome_is_not_known_is_computed(
+    v: Vllm, byte: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not reached, or an outcome of a later release."""
     v.run("a", PROMPT)
     before = puts(v)
@@ -158,7 +171,13 @@ def test_a_page_whose_outcome_is_not_known_is_computed(v: Vllm, byte: int, monke
 
 def test_the_tier_of_a_hit_is_a_label_and_nothing_else() -> None:
     hits = [1 | tier << 4 for tier in range(8)]
-    assert [shim.page_outcome(h) for h in hits[:5]] == ["unknown", "memory", "disk", "object", "peer"]
+    assert [shim.page_outcome(h) for h in hits[:5]] == [
+        "unknown",
+        "memory",
+        "disk",
+        "object",
+        "peer",
+    ]
     assert shim.leading_hits(bytes(hits)) == 8 and shim.leading_hits(bytes([1, 0x11, 0, 1])) == 2
 
 
@@ -228,14 +247,17 @@ def test_abort_while_loading_saves_nothing(v: Vllm) -> None:
 
 
 def test_blocks_that_a_preempted_request_gets_are_saved_a_step_later(v: Vllm) -> None:
-    """Another connector may load them in the step that computes on them, and report afterwards that it could not."""
+    """Another connector may load them in the step that computes on them, and report afterwards that
+    it could not."""
     r = v.add("a", PROMPT, answer=30)
     for _ in range(3):
         v.step()
     assert r.num_computed_tokens == 20 and puts(v) == 2
     table = [b.block_id for b in r.table]
     for preempted, want in (({"a"}, 0), (set(), 3)):
-        out = SimpleNamespace(num_scheduled_tokens={"a": 1}, preempted_req_ids=preempted, scheduled_new_reqs=[])
+        out = SimpleNamespace(
+            num_scheduled_tokens={"a": 1}, preempted_req_ids=preempted, scheduled_new_reqs=[]
+        )
         meta = StepMeta()
         v.side.build(out, lambda _: table, meta)  # type: ignore[arg-type]
         assert sum(len(p.blocks) for p in meta.puts) == want
@@ -273,7 +295,12 @@ def test_other_weights_have_other_pages(v: Vllm, caplog: pytest.LogCaptureFixtur
 def test_adapters_and_resumable_requests_are_left_alone(v: Vllm) -> None:
     v.run("a", PROMPT, resumable=True)
     assert puts(v) == 0 and not v.store.asked
-    r = SimpleNamespace(**{**vars(v.add("x", PROMPT)), "lora_request": SimpleNamespace(lora_int_id=1, lora_name="l", lora_path="/nowhere")})
+    r = SimpleNamespace(
+        **{
+            **vars(v.add("x", PROMPT)),
+            "lora_request": SimpleNamespace(lora_int_id=1, lora_name="l", lora_path="/nowhere"),
+        }
+    )
     asked = len(v.store.asked)
     v.side.arrived(r, True)
     assert len(v.store.asked) == asked
@@ -307,10 +334,13 @@ def test_questions_are_bounded(v: Vllm) -> None:
 
 def config(**more: Any) -> Any:
     values = {
-        "kv_role": "kv_both", "policy": "recompute", "device": "cpu", "pp": 1, "algorithm": "sha256", "spec": None, **more,
+        "kv_role": "kv_both", "policy": "recompute", "device": "cpu", "pp": 1,
+        "algorithm": "sha256", "spec": None, **more,
     }  # fmt: skip
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_role=values["kv_role"], kv_load_failure_policy=values["policy"]),
+        kv_transfer_config=SimpleNamespace(
+            kv_role=values["kv_role"], kv_load_failure_policy=values["policy"]
+        ),
         parallel_config=SimpleNamespace(pipeline_parallel_size=values["pp"]),
         device_config=SimpleNamespace(device_type=values["device"]),
         cache_config=SimpleNamespace(prefix_caching_hash_algo=values["algorithm"]),
@@ -331,10 +361,16 @@ def one_group(n: int = 1) -> Any:
         ({}, 2, r"2 cache group\(s\)"),
         ({"pp": 2}, 1, "pipeline_parallel_size 2"),
         ({"spec": "eagle"}, 1, "method eagle"),
-        ({"algorithm": "xxhash"}, 1, "prefix_caching_hash_algo xxhash, and PYTHONHASHSEED is not set.*sha256_cbor"),
+        (
+            {"algorithm": "xxhash"},
+            1,
+            "prefix_caching_hash_algo xxhash, and PYTHONHASHSEED is not set.*sha256_cbor",
+        ),
     ],
 )
-def test_what_the_store_does_not_serve_is_refused_by_name(change: Any, groups: int, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_store_does_not_serve_is_refused_by_name(
+    change: Any, groups: int, want: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     pages.check_store(config(), one_group())
     with pytest.raises(Unsupported, match=want):
@@ -342,8 +378,6 @@ def test_what_the_store_does_not_serve_is_refused_by_name(change: Any, groups: i
 
 
 def test_seeds_tell_hashes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.core import kv_cache_utils
-
     seen = set()
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     seen.add(pages.hash_seed("sha256"))
@@ -352,21 +386,27 @@ def test_seeds_tell_hashes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         for algorithm in ("sha256", "xxhash"):
             seen.add(pages.hash_seed(algorithm))
     assert len(seen) == 5 and all(0 < len(s) <= 128 for s in seen)
-    monkeypatch.delenv("PYTHONHASHSEED")
-    monkeypatch.delattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
-    with pytest.raises(Unsupported):
-        pages.hash_seed("sha256")
 
 
 def group(**params: int) -> dict[str, Any]:
-    layers = [{"name": n, "index": i, "region": 0, "base": base, "block_stride": 100, "page_bytes": 96} for i, (n, base) in enumerate((("a", 0), ("b", 4096)))]
-    return {"tokens_per_block": 16, "strategy": "packed_hnd", "params": {"heads": 2, **params}, "num_blocks": 8, "layers": layers}
+    layers = [
+        {"name": n, "index": i, "region": 0, "base": base, "block_stride": 100, "page_bytes": 96}
+        for i, (n, base) in enumerate((("a", 0), ("b", 4096)))
+    ]
+    return {
+        "tokens_per_block": 16,
+        "strategy": "packed_hnd",
+        "params": {"heads": 2, **params},
+        "num_blocks": 8,
+        "layers": layers,
+    }
 
 
 def test_a_page_is_all_layers_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     shared = group()
-    shared["layers"].append({**shared["layers"][0], "name": "c"})  # a layer that uses another's memory
+    # A layer that uses another's memory.
+    shared["layers"].append({**shared["layers"][0], "name": "c"})
     assert pages.pieces_of([shared]) == [(0, 0, 100, 96), (0, 4096, 100, 96)]
     with pytest.raises(Unsupported, match="VLLM_KV_CACHE_LAYOUT"):
         pages.pieces_of([group(row_stride=3, head_stride=5)])
@@ -375,26 +415,48 @@ def test_a_page_is_all_layers_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None
     def of(identity: Any = identity, groups: Any = None, ranks: Ranks = Ranks()) -> shim.Namespace:  # noqa: B008
         return pages.namespace_of(config(), identity, groups or [group()], ranks)
 
-    assert (of().page_bytes, of().page_tokens, of().dtype, of().algorithm, of().seed) == (192, 16, "bfloat16", "vllm-sha256", "PYTHONHASHSEED=0")
-    different = {of(), of({**identity, "weights": "x"}), of({**identity, "rope": "x"}), of(groups=[group(dim=3)]), of(ranks=Ranks(0, 1, 1, 2)),
-                 of(ranks=Ranks(0, 1, 0, 2)), of(groups=[shared])}  # fmt: skip
+    assert (of().page_bytes, of().page_tokens, of().dtype, of().algorithm, of().seed) == (
+        192,
+        16,
+        "bfloat16",
+        "vllm-sha256",
+        "PYTHONHASHSEED=0",
+    )
+    different = {of(), of({**identity, "weights": "x"}), of({**identity, "rope": "x"}),
+        of(groups=[group(dim=3)]), of(ranks=Ranks(0, 1, 1, 2)), of(ranks=Ranks(0, 1, 0, 2)),
+        of(groups=[shared])}  # fmt: skip
     assert len(different) == 7
-    with pytest.raises(Unsupported, match="the name of the weights is empty.*give set_weights a name"):
+    with pytest.raises(
+        Unsupported, match="the name of the weights is empty.*give set_weights a name"
+    ):
         of({**identity, "weights": ""})
 
 
-def test_weights_without_a_name_turn_the_store_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_without_a_name_turn_the_store_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """set_weights may get an empty name, and must not end vLLM's load."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     asked: list[Any] = []
     saving = SimpleNamespace(set=lambda namespace, why="": asked.append((namespace, why)))
     identity = {"weights": "", "cache_dtype": "auto", "dtype": "bfloat16"}
-    c = SimpleNamespace(_saving=saving, _regions=[object()], _vllm_config=config(), _layout={"identity": identity, "groups": [group()]}, _ranks=Ranks())
+    c = SimpleNamespace(
+        _saving=saving,
+        _regions=[object()],
+        _vllm_config=config(),
+        _layout={"identity": identity, "groups": [group()]},
+        _ranks=Ranks(),
+    )
     KVSprayConnector._open_store(c)  # type: ignore[arg-type]
     identity["weights"] = "step-1"
     KVSprayConnector._open_store(c)  # type: ignore[arg-type]
     (off, why), (on, _) = asked
-    assert off is None and "name of the weights is empty" in why and why in caplog.text and on.weights == "step-1"
+    assert (
+        off is None
+        and "name of the weights is empty" in why
+        and why in caplog.text
+        and on.weights == "step-1"
+    )
 
 
 def test_the_setting_is_a_boolean() -> None:
@@ -407,7 +469,9 @@ def test_a_pool_that_lacks_something_turns_the_store_off(caplog: pytest.LogCaptu
     caplog.set_level(logging.ERROR)
     v = Vllm()
     v.side.set_pool(SimpleNamespace(touch=None))
-    assert "block pool has no free_blocks, get_num_free_blocks, blocks, num_gpu_blocks" in caplog.text
+    assert (
+        "block pool has no free_blocks, get_num_free_blocks, blocks, num_gpu_blocks" in caplog.text
+    )
     v.run("a", PROMPT)
     assert not v.store.pages[0] and not v.store.asked
 
@@ -417,7 +481,10 @@ def test_a_change_of_weights_closes_what_was_open() -> None:
     for i in range(200):
         v.change_weights(f"w{i + 1}")
         v.run(f"r{i}", PROMPT[: 2 * PAGE])
-        assert len(v.store.opened) == 1 and [[p.weights for p in s.opened] for s in v.shims] == [[v.weights]] * 8
+        assert (
+            len(v.store.opened) == 1
+            and [[p.weights for p in s.opened] for s in v.shims] == [[v.weights]] * 8
+        )
     v.check()
 
 
@@ -436,7 +503,10 @@ def test_weights_without_a_name_and_then_with_one(caplog: pytest.LogCaptureFixtu
     change("w1", None, "the name of the weights is empty")
     before = puts(v)
     v.run("b", list(range(100, 140)), answer=1)
-    assert puts(v) == before and "does not use the store: the name of the weights is empty" in caplog.text
+    assert (
+        puts(v) == before
+        and "does not use the store: the name of the weights is empty" in caplog.text
+    )
     change("w2", namespace("w2"))
     v.run("c", list(range(200, 240)), answer=1)
     v.run("d", list(range(300, 340)), answer=1)

@@ -1,5 +1,5 @@
-# ruff: noqa: F811 (fixtures are imported)
-"""The traceparent of a request, from the router or from vLLM, reaches the sidecar; a malformed one does no harm."""
+"""The traceparent of a request, from the router or from vLLM, reaches the sidecar; a malformed one
+does no harm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import DECODE, XFER, Engine, e, prefill_first  # noqa: F401
+from fakes import DECODE, XFER, Engine, e, prefill_first
 
 from kvspray_vllm import params
 
@@ -15,7 +15,8 @@ GIVEN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 OTHER = "00-0af7651916cd43dd8448eb211c80319c-00f067aa0ba902b7-01"
 
 MALFORMED = [
-    None, 7, "", "x", {}, b"bytes", GIVEN[:-1], GIVEN.upper(), "ff" + GIVEN[2:], GIVEN + "-" + "0" * 64, GIVEN + "\n", GIVEN.replace("0af", "\u0660af"),
+    None, 7, "", "x", {}, b"bytes", GIVEN[:-1], GIVEN.upper(), "ff" + GIVEN[2:],
+    GIVEN + "-" + "0" * 64, GIVEN + "\n", GIVEN.replace("0af", "\u0660af"),
 ]  # fmt: skip
 
 

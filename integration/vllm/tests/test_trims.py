@@ -1,5 +1,6 @@
-"""vLLM may take fewer tokens from a connector than it was offered: none, without the end of the prompt, down to a block's boundary. Whatever it takes,
-what it believes loaded holds the prompt's KV afterwards, or is reported as lacking, and no block of anybody else was written.
+"""vLLM may take fewer tokens from a connector than it was offered: none, without the end of the
+prompt, down to a block's boundary. Whatever it takes, what it believes loaded holds the prompt's KV
+afterwards, or is reported as lacking, and no block of anybody else was written.
 
 Memory is a list of tokens per block here; a token's KV is its position in the prompt.
 """
@@ -11,7 +12,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-from fakes import BLOCK, FakeScheduler, FakeWorker, fake_hash, prefill_first
+from fakes import BLOCK, FakeScheduler, FakeWorker, Request, fake_hash, prefill_first
 
 from kvspray_vllm import shim
 from kvspray_vllm.scheduler import SchedulerSide
@@ -24,17 +25,31 @@ RUNS = 1000
 
 
 class Landing(FakeWorker):
-    """A sidecar that writes what it was told to, and no more: the tokens from `skip` to the prompt's end, in the blocks of the table."""
+    """A sidecar that writes what it was asked for, and no more: the tokens from `skip` to the
+    prompt's end, in the blocks of the table."""
 
     def __init__(self) -> None:
         super().__init__()
         self.memory: list[list[int | None]] = [[None] * BLOCK for _ in range(BLOCKS)]
         self.sent: int | None = None  # tokens, of the one load
 
-    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str, after: int = 0, *more: Any) -> int:
+    def expect(
+        self,
+        xfer: bytes,
+        hash: bytes,
+        peer: str,
+        tokens: int,
+        skip: int,
+        blocks: Any,
+        req: str,
+        after: int = 0,
+        *more: Any,
+    ) -> int:
         lease = super().expect(xfer, hash, peer, tokens, skip, blocks, req, after, *more)
         self.sent = tokens
-        assert len(blocks[0]) * BLOCK >= tokens, "a sidecar refuses a table that does not cover what is sent"
+        assert len(blocks[0]) * BLOCK >= tokens, (
+            "a sidecar refuses a table that does not cover what is sent"
+        )
         for i in range(skip, tokens):
             self.memory[blocks[0][i // BLOCK]][i % BLOCK] = i
         self.end(lease, received=True)
@@ -49,7 +64,7 @@ def trimmed(rng: random.Random, computed: int, external: int) -> int:
     if how == 0:
         return external
     if how == 1:
-        return 0  # it does not read the prefix cache, say
+        return 0  # it does not read the prefix cache, for example
     if how == 2:
         return external - external % BLOCK  # so that it computes again from a boundary
     if how == 3:
@@ -64,12 +79,14 @@ def one(seed: int) -> str:
     worker_shim = Landing()
     scheduler = SchedulerSide(Settings(), FakeScheduler(), [BLOCK], "engine", fake_hash, LOG)
     worker = WorkerSide(worker_shim, LOG, resume_block=BLOCK, load_wait_s=0)
-    request = SimpleNamespace(
-        request_id="d", prompt_token_ids=list(range(prompt)), num_prompt_tokens=prompt, num_computed_tokens=0, kv_transfer_params=prefill_first(),
-        lora_request=None, cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
+    request = Request(
+        request_id="d", prompt_token_ids=list(range(prompt)), num_prompt_tokens=prompt,
+        num_computed_tokens=0, kv_transfer_params=prefill_first(),
+        status=SimpleNamespace(name="RUNNING"),
     )  # fmt: skip
     scheduler.on_new_request(request)  # type: ignore[arg-type]
-    if rng.random() < 0.3:  # vLLM asks again after it found no room, and may have had another prefix then
+    # vLLM asks again after it found no room, and may have had another prefix then.
+    if rng.random() < 0.3:
         scheduler.matched(request, rng.randint(0, (prompt - 1) // BLOCK) * BLOCK)  # type: ignore[arg-type]
     offered, later = scheduler.matched(request, computed)  # type: ignore[arg-type]
     assert offered is not None and computed + offered <= prompt
@@ -80,14 +97,20 @@ def one(seed: int) -> str:
     if later:
         covered = believed  # vLLM allocates what it takes
     else:
-        covered = rng.randint(believed + (believed < prompt), prompt)  # and what this step computes behind it
+        # And what this step computes behind it.
+        covered = rng.randint(believed + (believed < prompt), prompt)
     table = tuple(rng.sample(range(1, 100), -(-covered // BLOCK)))
     for block in table[: computed // BLOCK]:
         at = table.index(block) * BLOCK
         worker_shim.memory[block] = list(range(at, at + BLOCK))
     before = [list(b) for b in worker_shim.memory]
     scheduler.allocated(request, SimpleNamespace(get_block_ids=lambda: (table,)), external)  # type: ignore[arg-type]
-    out = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0, preempted_req_ids=set(), scheduled_new_reqs=[])
+    out = SimpleNamespace(
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+        preempted_req_ids=set(),
+        scheduled_new_reqs=[],
+    )
     meta = scheduler.build(out, lambda req: (table,))  # type: ignore[arg-type]
     worker.begin(meta)
     done = worker.collect()
@@ -95,14 +118,20 @@ def one(seed: int) -> str:
     touched = {b for b in range(BLOCKS) if worker_shim.memory[b] != before[b]}
     assert touched <= set(table[computed // BLOCK :]), "a block of another request was written"
     if not external:
-        assert worker_shim.sent is None and not done.received and not done.failed, "a load of which the engine expects nothing"
+        assert worker_shim.sent is None and not done.received and not done.failed, (
+            "a load of which the engine expects nothing"
+        )
         return "none"
     if done.failed or done.bad_blocks:
         assert "d" in done.received
-        assert worker_shim.sent is None and (done.failed == {"d"} or set(table[computed // BLOCK :]) <= done.bad_blocks)
+        assert worker_shim.sent is None and (
+            done.failed == {"d"} or set(table[computed // BLOCK :]) <= done.bad_blocks
+        )
         return "refused"
     holds = [worker_shim.memory[table[i // BLOCK]][i % BLOCK] for i in range(believed)]
-    assert holds == list(range(believed)), f"{prompt} tokens, {computed} here, {external} of {offered} taken: {holds}"
+    assert holds == list(range(believed)), (
+        f"{prompt} tokens, {computed} here, {external} of {offered} taken: {holds}"
+    )
     return "loaded"
 
 
@@ -119,14 +148,19 @@ def test_what_the_engine_believes_loaded_was_loaded() -> None:
 
 def test_a_trim_that_leaves_the_end_without_a_block_is_named() -> None:
     s = SchedulerSide(Settings(), FakeScheduler(), [BLOCK], "engine", fake_hash, LOG)
-    request = SimpleNamespace(
-        request_id="d", prompt_token_ids=list(range(100)), num_prompt_tokens=100, kv_transfer_params=prefill_first(), lora_request=None,
-        cache_salt=None, mm_features=[],
+    request = Request(
+        request_id="d", prompt_token_ids=list(range(100)), num_prompt_tokens=100,
+        kv_transfer_params=prefill_first(),
     )  # fmt: skip
     s.on_new_request(request)  # type: ignore[arg-type]
     assert s.matched(request, 0) == (100, True)  # type: ignore[arg-type]
     s.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5, 6],)), 96)  # type: ignore[arg-type]
-    out = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0, preempted_req_ids=set(), scheduled_new_reqs=[])
+    out = SimpleNamespace(
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+        preempted_req_ids=set(),
+        scheduled_new_reqs=[],
+    )
     (expect,) = s.build(out, lambda req: ((),)).expects  # type: ignore[arg-type]
     assert "takes 96 tokens" in expect.refused and "6 blocks of 16 for the 100" in expect.refused
     client = FakeWorker()
@@ -136,4 +170,6 @@ def test_a_trim_that_leaves_the_end_without_a_block_is_named() -> None:
     done = worker.collect()
     assert client.take() == [] and done.received == done.failed == {"d"} and not done.bad_blocks
     stats = worker.take_stats()
-    assert stats is not None and stats.data["transfers"] == {f"received/{shim.status_name(shim.REFUSED)}": 1}
+    assert stats is not None and stats.data["transfers"] == {
+        f"received/{shim.status_name(shim.REFUSED)}": 1
+    }

@@ -22,7 +22,11 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    SupportsHMA,
+    supports_hma,
+)
 from vllm.plugins import DEFAULT_PLUGINS_GROUP
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import WorkerBase
@@ -67,27 +71,36 @@ def test_blocks_that_lack_are_reported_with_the_request_that_ends() -> None:
     done = Results(sent={"s"}, received={"r", "f"}, failed={"f"}, bad_blocks={4})
     c._worker = SimpleNamespace(collect=lambda: done)  # type: ignore[assignment]
     got = c.get_transfer_results({"x"})
-    assert (got.finished_sending, got.finished_recving, got.failed_recving) == ({"s"}, {"r", "f"}, {"f"})
+    assert (got.finished_sending, got.finished_recving, got.failed_recving) == (
+        {"s"},
+        {"r", "f"},
+        {"f"},
+    )
     assert c.get_block_ids_with_load_errors() == {4}
-    assert c.get_block_ids_with_load_errors() == set()  # each is told once
+    assert c.get_block_ids_with_load_errors() == set()  # each is reported once
 
 
 @pytest.mark.parametrize("clears", [False, True])
-def test_a_load_begins_before_the_input_is_prepared_but_not_before_new_blocks_are_cleared(clears: bool) -> None:
-    said: list[str] = []
+def test_a_load_begins_before_the_input_is_prepared_but_not_before_new_blocks_are_cleared(
+    clears: bool,
+) -> None:
+    calls: list[str] = []
     c = object.__new__(KVSprayConnector)
-    c._worker = SimpleNamespace(begin=lambda m: said.append("begin"), preempts=lambda m: said.append("preempts"))  # type: ignore[assignment]
+    c._worker = SimpleNamespace(
+        begin=lambda m: calls.append("begin"), preempts=lambda m: calls.append("preempts")
+    )  # type: ignore[assignment]
     c._generation, c._clears_blocks = None, clears
     meta = StepMeta()
     c.handle_preemptions(meta)
-    assert said == ["preempts" if clears else "begin"]
+    assert calls == ["preempts" if clears else "begin"]
     c.bind_connector_metadata(meta)
-    assert said[1:] == ["begin"]  # where it has begun, the worker's side knows
+    assert calls[1:] == ["begin"]  # where it has begun, the worker's side has it
 
 
 def test_metadata_survives_pickling() -> None:
     meta = StepMeta(
-        preempts=["a"], step=3, gains=[Gain("a", 5, ((1,),))], intents=[Intent("a", b"x" * 16, b"h" * 32, 5, 1, ((1,),))],
+        preempts=["a"], step=3, gains=[Gain("a", 5, ((1,),))],
+        intents=[Intent("a", b"x" * 16, b"h" * 32, 5, 1, ((1,),))],
         expects=[Expect("b", b"x" * 16, b"h" * 32, "p:1", 5, 0, ((2,),))],
     )  # fmt: skip
     assert pickle.loads(pickle.dumps(meta)) == meta
@@ -96,7 +109,10 @@ def test_metadata_survives_pickling() -> None:
 @pytest.mark.parametrize(
     ("extra", "word"),
     [
-        ({"sokcet": "x"}, "sokcet"), ({"weights": "x" * 129}, "weights"), ({"admission_s": 0}, "admission_s"), ({"memory": "gpu"}, "memory"),
+        ({"sokcet": "x"}, "sokcet"),
+        ({"weights": "x" * 129}, "weights"),
+        ({"admission_s": 0}, "admission_s"),
+        ({"memory": "gpu"}, "memory"),
         ({"socket": ""}, "socket"),
     ],
 )
@@ -117,7 +133,9 @@ def test_stats_add_up_and_reach_prometheus() -> None:
     assert stats.reduce()["kvspray received/ok"] == 1
 
     registry = CollectorRegistry()
-    kinds = {kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    kinds = {
+        kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
+    }
 
     class Config:
         kv_transfer_config = None
@@ -127,8 +145,10 @@ def test_stats_add_up_and_reach_prometheus() -> None:
     text = generate_latest(registry).decode()
     for line in (
         'vllm:kvspray_transfers_total{engine="0",model_name="m",outcome="ok",side="received"} 1.0',
-        'vllm:kvspray_transfers_total{engine="0",model_name="m",outcome="expired",side="received"} 1.0',
-        'vllm:kvspray_bytes_total{engine="0",model_name="m",side="sent",transport="tcp"} 1.048576e+06',
+        'vllm:kvspray_transfers_total{engine="0",model_name="m",outcome="expired",side="received"} '
+        "1.0",
+        'vllm:kvspray_bytes_total{engine="0",model_name="m",side="sent",transport="tcp"} '
+        "1.048576e+06",
         'vllm:kvspray_transfer_seconds_count{engine="0",model_name="m"} 1.0',
         'vllm:kvspray_recompute_tokens_total{engine="0",model_name="m"} 40.0',
         'vllm:kvspray_local_prefills_total{engine="0",model_name="m",reason="no_sidecar"} 1.0',
@@ -137,10 +157,20 @@ def test_stats_add_up_and_reach_prometheus() -> None:
 
 
 def config(**over: object) -> SimpleNamespace:
-    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1, enable_dbo=False)
+    parallel = SimpleNamespace(
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+        enable_dbo=False,
+        ubatch_size=0,
+        use_ubatching=False,
+    )
     out = SimpleNamespace(
-        parallel_config=parallel, speculative_config=None, device_config=SimpleNamespace(device_type="cpu"),
-        model_config=SimpleNamespace(is_encoder_decoder=False),
+        parallel_config=parallel, speculative_config=None, device_config=SimpleNamespace(
+        device_type="cpu"), model_config=SimpleNamespace(
+        is_encoder_decoder=False, enable_sleep_mode=False),
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=False),
     )  # fmt: skip
     for path, value in over.items():
         target, _, name = path.rpartition("__")
@@ -157,7 +187,6 @@ def test_a_plain_cpu_engine_is_accepted() -> None:
     [
         ("parallel_config__prefill_context_parallel_size", 2),
         ("parallel_config__decode_context_parallel_size", 2),
-        ("parallel_config__enable_dbo", True),
         ("parallel_config__use_ubatching", True),
         ("device_config__device_type", "xpu"),
         ("model_config__is_encoder_decoder", True),
@@ -167,7 +196,11 @@ def test_a_plain_cpu_engine_is_accepted() -> None:
 def test_what_cannot_be_served_is_refused_at_start(path: str, value: object) -> None:
     with pytest.raises(layout.Unsupported) as err:
         layout.check_config(config(**{path: value}))  # type: ignore[arg-type]
-    name = next(iter(vars(value))) if isinstance(value, SimpleNamespace) else path.rpartition("__")[2].removesuffix("_type").split("_")[0]
+    name = (
+        next(iter(vars(value)))
+        if isinstance(value, SimpleNamespace)
+        else path.rpartition("__")[2].removesuffix("_type").split("_")[0]
+    )
     assert name in str(err.value)
 
 
@@ -190,9 +223,7 @@ def test_what_cannot_be_served_is_refused_at_start(path: str, value: object) -> 
 def test_speculation(method: str, tokens: int, modules: int | None, stages: int, word: str) -> None:
     hf = {"num_nextn_predict_layers": modules} if modules else {}
     draft = SimpleNamespace(hf_config=SimpleNamespace(**hf))
-    spec = SimpleNamespace(
-        method=method, num_speculative_tokens=tokens, draft_model_config=draft
-    )
+    spec = SimpleNamespace(method=method, num_speculative_tokens=tokens, draft_model_config=draft)
     engine = config(speculative_config=spec)
     engine.parallel_config.pipeline_parallel_size = stages
     if not word:
@@ -216,11 +247,21 @@ def test_heads_of_a_draft() -> None:
 
 def test_long_rope_tells_models_apart() -> None:
     a, b = "x" * 600 + "a", "x" * 600 + "b"
-    assert layout._short(a) != layout._short(b) and len(layout._short(a)) < 512 and layout._short("short") == "short"
+    assert (
+        layout._short(a) != layout._short(b)
+        and len(layout._short(a)) < 512
+        and layout._short("short") == "short"
+    )
 
 
 def test_windows_of_cache_groups() -> None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+    )
 
     sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
     full, kept = FullAttentionSpec(**sizes), FullAttentionSpec(**sizes, sliding_window=64)
@@ -228,7 +269,9 @@ def test_windows_of_cache_groups() -> None:
     many = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": window, "b": window})
 
     def windows(*specs: object) -> tuple[int, ...]:
-        return layout.windows_of(KVCacheConfig(1, [], [KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs)]))  # type: ignore[arg-type]
+        return layout.windows_of(
+            KVCacheConfig(1, [], [KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs)])
+        )  # type: ignore[arg-type]
 
     assert windows(full) == (0,) and layout.backoff_of((0,)) == 0
     assert windows(kept, window, many) == (0, 64, 64) and layout.backoff_of((0, 64, 64)) == 1
@@ -241,11 +284,15 @@ def test_an_engine_without_kvspray_gets_nothing_from_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"{name} is imported"))
     before = dict(vars(WorkerBase))
     register()
-    assert dict(vars(WorkerBase)) == before and not any(name.startswith("kvspray") for name in before)
+    assert dict(vars(WorkerBase)) == before and not any(
+        name.startswith("kvspray") for name in before
+    )
 
 
 @pytest.mark.parametrize("variable", ["KVSPRAY_LOAD", "KVSPRAY_SLEEP"])
-def test_what_cannot_be_served_ends_no_engine(variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_served_ends_no_engine(
+    variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(name: str) -> ModuleType:
         raise OSError("libkvspray.so: cannot open shared object file")
 
@@ -253,7 +300,10 @@ def test_what_cannot_be_served_ends_no_engine(variable: str, monkeypatch: pytest
     monkeypatch.setattr(importlib, "import_module", broken)
     with _lines("vllm.kvspray") as lines:
         register()
-    assert f"{variable} is not available in this process" in lines.getvalue() and "cannot open" in lines.getvalue()
+    assert (
+        f"{variable} is not available in this process" in lines.getvalue()
+        and "cannot open" in lines.getvalue()
+    )
 
 
 def test_another_vllm_ends_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,8 +330,16 @@ def test_names_that_the_plug_in_imports_exist() -> None:
     missing = []
     for file in sorted(pathlib.Path(kvspray_vllm.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "vllm":
-                missing += [(file.name, node.module, a.name) for a in node.names if not _there(node.module, a.name)]
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module
+                and node.module.partition(".")[0] == "vllm"
+            ):
+                missing += [
+                    (file.name, node.module, a.name)
+                    for a in node.names
+                    if not _there(node.module, a.name)
+                ]
     assert not missing
 
 
@@ -289,6 +347,10 @@ def _there(module: str, name: str) -> bool:
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return False
-    if any((pathlib.Path(place) / f"{name}{ending}").exists() for place in spec.submodule_search_locations or () for ending in (".py", "")):
+    if any(
+        (pathlib.Path(place) / f"{name}{ending}").exists()
+        for place in spec.submodule_search_locations or ()
+        for ending in (".py", "")
+    ):
         return True
     return re.search(rf"\b{re.escape(name)}\b", pathlib.Path(spec.origin).read_text()) is not None

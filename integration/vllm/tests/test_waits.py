@@ -1,12 +1,12 @@
-# ruff: noqa: F811 (fixtures are imported)
-"""How long the two sides wait for each other: holds of a prefill engine, silent loads of a decode engine."""
+"""How long the two sides wait for each other: holds of a prefill engine, silent loads of a decode
+engine."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from fakes import DECODE, Engine, FakePool, concurrent, e, prefill_first  # noqa: F401
+from fakes import DECODE, Engine, FakePool, concurrent, e, prefill_first
 
 from kvspray_vllm.patience import MEASURED_TOKENS, NEWEST, STALL_MIN_S, STALL_UNKNOWN_S, Patience
 
@@ -33,7 +33,9 @@ def test_a_full_pool_ends_the_longest_hold_that_is_older_than_the_match_timeout(
     e.clock += 10
     pool.free = pool.free[:15]
     e.step()
-    assert yielded() == [("yield", 2)], "the three blocks of the first are counted, and it is asked once"
+    assert yielded() == [("yield", 2)], (
+        "the three blocks of the first are counted, and it is asked once"
+    )
     e.worker_shim.end(1, received=False)
     e.worker_shim.end(2, received=False)
     assert e.step().sent == {"a", "b"}
@@ -42,7 +44,9 @@ def test_a_full_pool_ends_the_longest_hold_that_is_older_than_the_match_timeout(
     assert yielded() == [] and list(e.scheduler._held) == ["c"]
 
 
-def test_a_request_that_is_loaded_asks_although_its_prefill_is_done_and_needs_no_answer(e: Engine) -> None:
+def test_a_request_that_is_loaded_asks_although_its_prefill_is_done_and_needs_no_answer(
+    e: Engine,
+) -> None:
     e.scheduler_shim.full = True
     r = e.add("r", 40, prefill_first())
     assert e.scheduler.matched(r, 0) == (40, True) or e.scheduler.matched(r, 0) == (39, True)

@@ -1,4 +1,5 @@
-"""Which name an engine's weights have: of its checkpoint, of a setting, of nobody else once they were replaced."""
+"""Which name an engine's weights have: of its checkpoint, of a setting, of nobody else once they
+were replaced."""
 
 from __future__ import annotations
 
@@ -21,12 +22,23 @@ from kvspray_vllm.weights import Generation, name_of
 LOG = logging.getLogger("test")
 
 
-def config(model: object, load_format: str = "auto", revision: str | None = None, tp: int = 1, draft: object = None) -> Any:
-    spec = None if draft is None else SimpleNamespace(draft_model_config=SimpleNamespace(model=str(draft), revision=None))
+def config(
+    model: object,
+    load_format: str = "auto",
+    revision: str | None = None,
+    tp: int = 1,
+    draft: object = None,
+) -> Any:
+    spec = (
+        None
+        if draft is None
+        else SimpleNamespace(draft_model_config=SimpleNamespace(model=str(draft), revision=None))
+    )
     return SimpleNamespace(
-        load_config=SimpleNamespace(load_format=load_format, download_dir=None), speculative_config=spec,
-        model_config=SimpleNamespace(model=str(model), model_weights="", revision=revision),
-        parallel_config=SimpleNamespace(tensor_parallel_size=tp, pipeline_parallel_size=1), device_config=SimpleNamespace(device_type="cpu"),
+        load_config=SimpleNamespace(load_format=load_format, download_dir=None),
+        speculative_config=spec, model_config=SimpleNamespace(model=str(model), model_weights="",
+        revision=revision), parallel_config=SimpleNamespace(tensor_parallel_size=tp,
+        pipeline_parallel_size=1), device_config=SimpleNamespace(device_type="cpu"),
     )  # fmt: skip
 
 
@@ -41,16 +53,23 @@ def saved(directory: pathlib.Path, value: float) -> pathlib.Path:
     return directory
 
 
-def test_a_folder_is_called_by_its_content(model: pathlib.Path, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_is_called_by_its_content(
+    model: pathlib.Path, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
     name = name_of(config(model), LOG)
     assert name == digest(model) and name_of(config(model, tp=4), LOG) == name
     other = saved(tmp_path / "other", 0.25)
     assert name_of(config(other), LOG) != name == name_of(config(other), LOG, str(model))
-    assert name_of(config(model, draft=other), LOG) == f"{name}+{digest(other)}" and name_of(config(model, draft=model), LOG) == name
+    assert (
+        name_of(config(model, draft=other), LOG) == f"{name}+{digest(other)}"
+        and name_of(config(model, draft=model), LOG) == name
+    )
     assert not caplog.records
 
 
-def test_a_model_whose_files_are_not_here_is_called_by_its_name_with_a_warning(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_whose_files_are_not_here_is_called_by_its_name_with_a_warning(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for model, revision, name in (
         ("org/none", None, "named:org/none@main"),
         ("org/none", "v2", "named:org/none@v2"),
@@ -58,13 +77,24 @@ def test_a_model_whose_files_are_not_here_is_called_by_its_name_with_a_warning(t
     ):
         caplog.clear()
         got = name_of(config(model, revision=revision), LOG)
-        assert len(got.encode()) <= weights.MAX_NAME_BYTES and (got == name or got.startswith("named:sha256:"))
+        assert len(got.encode()) <= weights.MAX_NAME_BYTES and (
+            got == name or got.startswith("named:sha256:")
+        )
         assert "set weights in kv_connector_extra_config" in caplog.text
-    assert name_of(config("s3://bucket/" + "x" * 300, draft="s3://bucket/" + "y" * 300), LOG).count("named:sha256:") == 2
+    assert (
+        name_of(config("s3://bucket/" + "x" * 300, draft="s3://bucket/" + "y" * 300), LOG).count(
+            "named:sha256:"
+        )
+        == 2
+    )
 
 
 def test_random_weights_are_those_of_the_same_shapes(model: pathlib.Path) -> None:
-    assert name_of(config(model, "dummy"), LOG) == name_of(config("elsewhere", "dummy"), LOG) != name_of(config(model, "dummy", tp=2), LOG)
+    assert (
+        name_of(config(model, "dummy"), LOG)
+        == name_of(config("elsewhere", "dummy"), LOG)
+        != name_of(config(model, "dummy", tp=2), LOG)
+    )
 
 
 # ---- replaced
@@ -79,7 +109,12 @@ class Tuned(Model): ...
 
 
 class Runner:
-    def reload_weights(self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True) -> None:
+    def reload_weights(
+        self,
+        weights_iterator: Any = None,
+        weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:
         if weights_path == "fails":
             raise OSError("no such directory")
         reload(MODEL)
@@ -103,7 +138,9 @@ MODEL = torch.nn.Linear(2, 2)
 class Watched:
     def __init__(self) -> None:
         self.changes: list[str] = []
-        self.g = Generation("step-1", lambda: self.changes.append(str(self.g)), lambda path: f"files of {path}")
+        self.g = Generation(
+            "step-1", lambda: self.changes.append(str(self.g)), lambda path: f"files of {path}"
+        )
         self.g.watch(Tuned)
 
     def take(self) -> list[str]:
@@ -114,7 +151,10 @@ class Watched:
 
 @pytest.fixture
 def w(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    for name, cls in (("vllm.v1.worker.gpu_model_runner", ("GPUModelRunner", Runner)), ("vllm.v1.worker.gpu_worker", ("Worker", Worker))):
+    for name, cls in (
+        ("vllm.v1.worker.gpu_model_runner", ("GPUModelRunner", Runner)),
+        ("vllm.v1.worker.gpu_worker", ("Worker", Worker)),
+    ):
         module = ModuleType(name)
         setattr(module, *cls)
         monkeypatch.setitem(sys.modules, name, module)

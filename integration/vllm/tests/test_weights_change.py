@@ -1,23 +1,24 @@
-"""Weights that change while requests are under way: what was computed with others is not offered."""
+"""Weights that change while requests are under way: what was computed with others is not
+offered."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from fakes import DECODE, Engine, e, prefill_first  # noqa: F401
+from fakes import DECODE, Engine, e, prefill_first
 
 from kvspray_vllm import KVSprayConnector, shim
 from kvspray_vllm.meta import Landed
 
 
-def connector(e: Engine, told: list[Any]) -> KVSprayConnector:  # noqa: F811
+def connector(e: Engine, sent: list[Any]) -> KVSprayConnector:
     c = object.__new__(KVSprayConnector)
 
     def describe(layout: Any) -> None:
-        if told and isinstance(told[0], Exception):
-            raise told[0]
-        told.append(layout["identity"]["weights"])
+        if sent and isinstance(sent[0], Exception):
+            raise sent[0]
+        sent.append(layout["identity"]["weights"])
 
     c._worker = e.worker
     c._worker_client = SimpleNamespace(describe=describe)  # type: ignore[assignment]
@@ -26,21 +27,21 @@ def connector(e: Engine, told: list[Any]) -> KVSprayConnector:  # noqa: F811
     return c
 
 
-def load(e: Engine, req: str) -> None:  # noqa: F811
+def load(e: Engine, req: str) -> None:
     r = e.add(req, 40, prefill_first())
     e.scheduler.matched(r, 0)
     blocks = SimpleNamespace(get_block_ids=lambda: (e.tables[req],))
     e.scheduler.allocated(r, blocks, 40)  # type: ignore[arg-type]
 
 
-def test_open_leases_end_and_new_ones_are_not_made(e: Engine) -> None:  # noqa: F811
+def test_open_leases_end_and_new_ones_are_not_made(e: Engine) -> None:
     e.add("source", 40, dict(DECODE))
     load(e, "load")
     e.step({"source": 40})
     assert e.finish("source")[0], "its blocks are held"
     e.step()
-    told: list[Any] = [RuntimeError("out of memory")]
-    c = connector(e, told)
+    sent: list[Any] = [RuntimeError("out of memory")]
+    c = connector(e, sent)
     e.worker_shim.take()
     c._weights_changed()
     cancelled = {call[1] for call in e.worker_shim.take() if call[0] == "cancel"}
@@ -60,15 +61,15 @@ def test_open_leases_end_and_new_ones_are_not_made(e: Engine) -> None:  # noqa: 
     assert e.finish("after")[0] and e.step().sent == {"after"}
     assert e.worker_shim.leases == 2 and not [c for c in e.worker_shim.take() if c[0] == "step"]
 
-    told[:] = []
-    c._weights_changed()  # later ones can be told again
-    assert told == ["new"]
+    sent[:] = []
+    c._weights_changed()  # later ones can be sent again
+    assert sent == ["new"]
     load(e, "at last")
     e.step()
     assert e.worker_shim.leases == 3
 
 
-def test_a_load_that_was_complete_is_not_used(e: Engine) -> None:  # noqa: F811
+def test_a_load_that_was_complete_is_not_used(e: Engine) -> None:
     load(e, "load")
     e.step()
     e.worker_shim.end(1, received=True, status=shim.OK)
@@ -77,16 +78,16 @@ def test_a_load_that_was_complete_is_not_used(e: Engine) -> None:  # noqa: F811
     assert done.received == done.failed == {"load"}
 
 
-def cached(e: Engine, req: str, tokens: int) -> None:  # noqa: F811
+def cached(e: Engine, req: str, tokens: int) -> None:
     """A prompt of which vLLM has these tokens in its prefix cache."""
     e.add(req, 40, dict(DECODE)).num_computed_tokens = tokens
 
 
-def offered(e: Engine) -> list[str]:  # noqa: F811
+def offered(e: Engine) -> list[str]:
     return [call[2] for call in e.worker_shim.take() if call[0] == "intent"]
 
 
-def test_cached_blocks_of_other_weights_are_not_offered(e: Engine) -> None:  # noqa: F811
+def test_cached_blocks_of_other_weights_are_not_offered(e: Engine) -> None:
     """Although the weights have a name again, which other engines have, too."""
     pool = SimpleNamespace(num_gpu_blocks=10, get_num_free_blocks=lambda: free[0])
     e.scheduler.set_pool(pool)  # type: ignore[arg-type]
@@ -117,7 +118,7 @@ def test_cached_blocks_of_other_weights_are_not_offered(e: Engine) -> None:  # n
     assert offered(e) == ["after", "at last"]
 
 
-def test_preempted_prompt_that_hits_other_weights_is_not_delivered(e: Engine) -> None:  # noqa: F811
+def test_preempted_prompt_that_hits_other_weights_is_not_delivered(e: Engine) -> None:
     connector(e, [])._weights_changed()
     e.step()
     r = e.add("r", 40, dict(DECODE))
@@ -133,8 +134,10 @@ def test_preempted_prompt_that_hits_other_weights_is_not_delivered(e: Engine) ->
     assert e.step().sent == {"r"}
 
 
-def test_vllm_empties_its_cache_without_its_connectors(e: Engine) -> None:  # noqa: F811
-    pool = SimpleNamespace(num_gpu_blocks=10, get_num_free_blocks=lambda: 9, cached_block_hash_to_block={b"h": 1})
+def test_vllm_empties_its_cache_without_its_connectors(e: Engine) -> None:
+    pool = SimpleNamespace(
+        num_gpu_blocks=10, get_num_free_blocks=lambda: 9, cached_block_hash_to_block={b"h": 1}
+    )
     e.scheduler.set_pool(pool)  # type: ignore[arg-type]
     connector(e, [])._weights_changed()
     e.step()

@@ -1,4 +1,5 @@
-"""Every method of vLLM that writes parameters ends the name of the weights. The sources of the installed vLLM have no other."""
+"""Every method of vLLM that writes parameters ends the name of the weights. The sources of the
+installed vLLM have no other."""
 
 from __future__ import annotations
 
@@ -15,16 +16,25 @@ from vllm.v1.worker.gpu_worker import Worker
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "test" / "rig"))
 
-import writers  # noqa: E402
+import writers
 
-from kvspray_vllm import load  # noqa: E402
-from kvspray_vllm.weights import WORKER_WRITERS, Generation  # noqa: E402
+from kvspray_vllm import load
+from kvspray_vllm.weights import WORKER_WRITERS, Generation
 
 ROOT = pathlib.Path(vllm.__file__).parent
 # Code of models and layers runs when a checkpoint is loaded, or computes.
-LOOKED_AT = ("v1", "distributed", "device_allocator", "entrypoints", "lora", "utils", "model_executor/model_loader")
+LOOKED_AT = (
+    "v1",
+    "distributed",
+    "device_allocator",
+    "entrypoints",
+    "lora",
+    "utils",
+    "model_executor/model_loader",
+)
 
-# Functions that write parameters in place, and the method of WORKER_WRITERS, or the reason, that makes each one harmless.
+# Functions that write parameters in place, and the method of WORKER_WRITERS, or the reason, that
+# makes each one harmless.
 KNOWN = {
     "batch_transfer_weights": "elastic_ep_execute",
     "reload_weights": "reload_weights",
@@ -40,8 +50,9 @@ KNOWN = {
 }
 # Methods of workers that are about weights and write none.
 READS = {
-    "supports_draft_weight_updates", "compute_weight_checksums", "init_weight_transfer_engine", "shutdown_weight_transfer_engine",
-    "_weight_checksum_prefix", "_set_draft_weight_update_target", "_check_weight_transfer_engine", "_start_weight_update",
+    "supports_draft_weight_updates", "compute_weight_checksums", "init_weight_transfer_engine",
+    "shutdown_weight_transfer_engine", "_weight_checksum_prefix",
+    "_set_draft_weight_update_target", "_check_weight_transfer_engine", "_start_weight_update",
 }  # fmt: skip
 
 
@@ -49,14 +60,18 @@ def test_no_other_function_writes_parameters() -> None:
     found = writers.find(ROOT, LOOKED_AT)
     assert "zero_weights" in found, "the search finds nothing"
     unknown = {f"{name} in {path}" for name, path in found.items() if name not in KNOWN}
-    assert not unknown, "a method of the worker that calls them belongs into WORKER_WRITERS, and they into KNOWN"
+    assert not unknown, (
+        "a method of the worker that calls them belongs into WORKER_WRITERS, and they into KNOWN"
+    )
 
 
 @pytest.mark.parametrize("worker", [Worker, CPUWorker])
 def test_no_other_method_of_a_worker_is_about_weights(worker: type) -> None:
     about = {name for name in dir(worker) if "weight" in name or name == "load_model"}
     assert about <= {*WORKER_WRITERS, *READS}
-    assert set(WORKER_WRITERS) <= set(dir(Worker)), "this vLLM has other methods, and others may write parameters"
+    assert set(WORKER_WRITERS) <= set(dir(Worker)), (
+        "this vLLM has other methods, and others may write parameters"
+    )
 
 
 def test_weights_that_are_set_to_zero_have_no_name() -> None:
@@ -73,13 +88,18 @@ def test_weights_that_are_set_to_zero_have_no_name() -> None:
         g.close()
     assert not any(p.any() for p in model.parameters())
     assert changed == [str(g)] and str(g).startswith("replaced:")
-    assert "_kvspray" not in vars(Worker) and Worker.reset_weights.__qualname__ == "Worker.reset_weights"
+    assert (
+        "_kvspray" not in vars(Worker)
+        and Worker.reset_weights.__qualname__ == "Worker.reset_weights"
+    )
     worker.reset_weights()
     assert len(changed) == 1, "it is watched no more"
 
 
 @pytest.mark.parametrize("name", WORKER_WRITERS)
-def test_each_is_watched_and_refused_while_others_are_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_is_watched_and_refused_while_others_are_loaded(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called: list[str] = []
     monkeypatch.setattr(Worker, name, lambda self: called.append(name))
     changed: list[str] = []

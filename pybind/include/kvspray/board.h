@@ -61,7 +61,7 @@ struct kvs_flags_header {
  * load_flags[l]: sidecar -> GPU. Data of step s is present. Two writers, the other is the shim for a load that has ended: compare-and-swap, it
  *     only grows.
  * source_epoch: shim -> sidecar. Grows *before* the engine may reuse any block that an intent named (preemption, abort,
- *     free), and before the record that says which. Bytes read from source blocks count only if the epoch is unchanged
+ *     free), and before the record that lists them. Bytes read from source blocks count only if the epoch is unchanged
  *     after the read, or the ring was drained up to that epoch and names other blocks. So each growth has one naming record
  *     (PREEMPT, or CANCEL of a source lease), and no other record is between the two: a reader that has drained a record of
  *     epoch e has the names of all blocks that were released until e.

@@ -1,8 +1,8 @@
 """kvspray: the engine side of the KV cache mover.
 
-``WorkerClient`` belongs to one engine rank: regions, layout, flags, leases. ``SchedulerClient`` belongs to the engine's
-scheduler: admission. Both start without a sidecar and survive its restarts. Their background thread is in C: it needs no
-interpreter lock and raises nothing.
+``WorkerClient`` belongs to one engine rank: regions, layout, flags, leases. ``SchedulerClient``
+belongs to the engine's scheduler: admission. Both start without a sidecar and survive its restarts.
+Their background thread is in C: it needs no interpreter lock and raises nothing.
 """
 
 from .client import (

@@ -1,4 +1,5 @@
-"""``python -m kvspray`` and the command ``kvspray``: become the sidecar binary that the wheel contains.
+"""``python -m kvspray`` and the command ``kvspray``: become the sidecar binary that the wheel
+contains.
 
 The process is replaced, so that signals, exit status and process id are those of the binary.
 """
@@ -16,8 +17,8 @@ BINARY = pathlib.Path(__file__).with_name("_bin") / "kvspray"
 def main() -> NoReturn:
     if not BINARY.is_file():
         sys.exit(
-            f"kvspray: {BINARY} is missing: this package was built from sources, without the sidecar. Install a wheel from "
-            "`make wheels`, or run bin/kvspray from `make build`"
+            f"kvspray: {BINARY} is missing: this package was built from sources, without the "
+            "sidecar. Install a wheel from `make wheels`, or run bin/kvspray from `make build`"
         )
     # `kvspray doctor` looks for engines in the environment that this package is installed in.
     if sys.prefix != sys.base_prefix:

@@ -1,7 +1,8 @@
 """libkvspray.so through ctypes: the structs and prototypes of kvspray.h, and nothing else.
 
-``lib`` releases the interpreter lock around each call. ``fast`` holds it: only for calls that take no lock and make no
-system call (one store each), where handing the lock over would cost more than the call.
+``lib`` releases the interpreter lock around each call. ``fast`` holds it: only for calls that take
+no lock and make no system call (one store each), where handing the lock over would cost more than
+the call.
 """
 
 from __future__ import annotations
@@ -9,7 +10,20 @@ from __future__ import annotations
 import ctypes
 import os
 import pathlib
-from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char,
+    c_char_p,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint8,
+    c_uint16,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 
 __all__ = ["byref", "lib", "fast"]
 
@@ -35,8 +49,9 @@ REC_RECEIVED, REC_SENT = 32, 33
 
 
 class CRegion(ctypes.Structure):
-    _fields_ = [("id", c_uint8 * 16), ("kind", c_int32), ("fd", c_int32), ("addr", c_uint64), ("bytes", c_uint64), ("handle", c_uint8 * 104),
-                ("offset", c_uint64), ("part", c_uint32), ("reserved", c_uint32)]  # fmt: skip
+    _fields_ = [("id", c_uint8 * 16), ("kind", c_int32), ("fd", c_int32), ("addr", c_uint64),
+        ("bytes", c_uint64), ("handle", c_uint8 * 104), ("offset", c_uint64), ("part", c_uint32),
+        ("reserved", c_uint32)]  # fmt: skip
 
 
 class CConfig(ctypes.Structure):

@@ -1,9 +1,11 @@
 """The tensors of a checkpoint in safetensors files, and the order in which their bytes are read.
 
-Headers come from outside. What safetensors' own library refuses is refused here, too: tensors that overlap, holes, a size that does not
-follow from type and shape, names that occur twice. A CheckpointError names file, tensor, value and remedy.
+Headers come from outside. What safetensors' own library refuses is refused here, too: tensors that
+overlap, holes, a size that does not follow from type and shape, names that occur twice. A
+CheckpointError names file, tensor, value and remedy.
 
-A checkpoint is read in pieces: ranges of one file, each with whole tensors, or with a part of one that is larger than a piece.
+A checkpoint is read in pieces: ranges of one file, each with whole tensors, or with a part of one
+that is larger than a piece.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ INDEX = "model.safetensors.index.json"
 
 # Bits of an element.
 DTYPES = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
-    "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16,
+    "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64,
+    "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
 
 
@@ -91,21 +94,22 @@ class Manifest:
                 return value if isinstance(value, dict) else {}
         return {}
 
-    def pieces(self, most: int) -> Iterator[Piece]:
-        """Each at most ``most`` bytes, and at least one: tensors without elements are in none. Equal manifests have equal pieces, on all hosts."""
-        if most < 1:
-            raise ValueError(f"kvspray: pieces of {most} bytes, want at least 1")
+    def pieces(self, limit: int) -> Iterator[Piece]:
+        """Each at most ``limit`` bytes, and at least one: tensors without elements are in none.
+        Equal manifests have equal pieces, on all hosts."""
+        if limit < 1:
+            raise ValueError(f"kvspray: pieces of {limit} bytes, want at least 1")
         parts: list[Part] = []
         file = start = end = 0
         for i, e in enumerate(self.entries):
             if e.nbytes == 0:
                 continue
-            if parts and (e.file != file or e.start != end or end - start + e.nbytes > most):
+            if parts and (e.file != file or e.start != end or end - start + e.nbytes > limit):
                 yield Piece(file, start, end - start, tuple(parts))
                 parts = []
-            if e.nbytes > most:
-                for offset in range(0, e.nbytes, most):
-                    n = min(most, e.nbytes - offset)
+            if e.nbytes > limit:
+                for offset in range(0, e.nbytes, limit):
+                    n = min(limit, e.nbytes - offset)
                     yield Piece(e.file, e.start + offset, n, (Part(i, 0, offset, n),))
                 continue
             if not parts:
@@ -129,8 +133,14 @@ class Manifest:
         try:
             if not isinstance(value, dict):
                 raise ValueError(f"it is a {type(value).__name__}")
-            files = tuple(File(_text(name, 255), _number(size)) for name, size in _list(value["files"], MAX_FILES))
-            configs = tuple(base64.b64decode(_text(c, 2 * MAX_JSON_BYTES), validate=True) for c in _list(value["configs"], len(weights.CONFIGS)))
+            files = tuple(
+                File(_text(name, 255), _number(size))
+                for name, size in _list(value["files"], MAX_FILES)
+            )
+            configs = tuple(
+                base64.b64decode(_text(c, 2 * MAX_JSON_BYTES), validate=True)
+                for c in _list(value["configs"], len(weights.CONFIGS))
+            )
             found = []
             for name, dtype, shape, file, start in _list(value["tensors"], MAX_TENSORS):
                 if _number(file) >= len(files):
@@ -148,11 +158,13 @@ class Manifest:
         return out
 
 
-class Folder:
-    """A directory of safetensors files that are open: what is read is of these files, whatever happens to their names."""
+class Directory:
+    """A directory of safetensors files that are open: what is read is of these files, whatever
+    happens to their names."""
 
     def __init__(self, root: str | os.PathLike[str], digest: str | None = None) -> None:
-        """digest: what it is to be, for whoever compares that with Samples of what was read. Else samples of all tensors are read now."""
+        """digest: what it is to be, for whoever compares that with Samples of what was read. Else
+        samples of all tensors are read now."""
         self.root = pathlib.Path(root)
         self._digest = digest
         self.fds: list[int] = []
@@ -167,11 +179,16 @@ class Folder:
 
     def _open(self) -> None:
         if not self.root.is_dir():
-            raise CheckpointError(f"{self.root}: not a directory on this host; name one with *.safetensors files")
+            raise CheckpointError(
+                f"{self.root}: not a directory on this host; name one with *.safetensors files"
+            )
         self.paths = weights.weight_files(self.root, "auto")
         other = [p.name for p in self.paths if p.suffix != ".safetensors"]
         if other:
-            raise CheckpointError(f"{self.root}: the weights are in {other[0][:80]!r}, and only *.safetensors can be loaded; convert them")
+            raise CheckpointError(
+                f"{self.root}: the weights are in {other[0][:80]!r}, and only *.safetensors can be "
+                "loaded; convert them"
+            )
         self.stamps: list[tuple[int, ...]] = []
         files, entries = [], []
         for i, path in enumerate(self.paths):
@@ -186,7 +203,12 @@ class Folder:
         _unique(str(self.root), entries, files)
         self._check_index(files, entries)
         configs = tuple(weights.config_bytes(self.root / name) for name in weights.CONFIGS)
-        self.manifest = Manifest(tuple(files), tuple(entries), configs, self._digest or self._sampled(entries).digest(configs))
+        self.manifest = Manifest(
+            tuple(files),
+            tuple(entries),
+            configs,
+            self._digest or self._sampled(entries).digest(configs),
+        )
 
     def _sampled(self, entries: Sequence[Entry]) -> Samples:
         samples = Samples(entries)
@@ -195,11 +217,22 @@ class Folder:
             for i in some:
                 e = entries[i]
                 for at, n in samples.places(i):
-                    samples.take(i, at, _exactly(self.fds[e.file], e.start + at, n, e, self.paths[e.file]))
+                    samples.take(
+                        i, at, _exactly(self.fds[e.file], e.start + at, n, e, self.paths[e.file])
+                    )
 
-        with concurrent.futures.ThreadPoolExecutor(weights.THREADS) as pool:  # a disk is asked for many at a time
+        # A disk is asked for many at a time.
+        with concurrent.futures.ThreadPoolExecutor(weights.THREADS) as pool:
             part = -(-len(entries) // (4 * weights.THREADS))
-            list(pool.map(read, (range(at, min(at + part, len(entries))) for at in range(0, len(entries), part))))
+            list(
+                pool.map(
+                    read,
+                    (
+                        range(at, min(at + part, len(entries)))
+                        for at in range(0, len(entries), part)
+                    ),
+                )
+            )
         return samples
 
     def _check_index(self, files: Sequence[File], entries: Sequence[Entry]) -> None:
@@ -218,14 +251,18 @@ class Folder:
         for name in sorted(named.keys() | have.keys()):
             if named.get(name) != have.get(name):
                 raise CheckpointError(
-                    f"{index}: tensor {name[:80]!r} is in {named.get(name)!r} by the index, and in {have.get(name)!r} by the files; fetch the checkpoint again"
+                    f"{index}: tensor {name[:80]!r} is in {named.get(name)!r} by the index, and in "
+                    f"{have.get(name)!r} by the files; fetch the checkpoint again"
                 )
 
     def check(self) -> None:
         """Raises CheckpointError if a file has been written to since it was opened."""
         for fd, stamp, path in zip(self.fds, self.stamps, self.paths, strict=True):
             if _stamp(fd) != stamp:
-                raise CheckpointError(f"{path}: the file was changed while it was read; load again once nothing writes to it")
+                raise CheckpointError(
+                    f"{path}: the file was changed while it was read; load again once nothing "
+                    "writes to it"
+                )
 
     def close(self) -> None:
         for fd in self.fds:
@@ -235,13 +272,16 @@ class Folder:
 
 def _stamp(fd: int) -> tuple[int, ...]:
     s = os.fstat(fd)
-    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns  # nobody can set the last one
+    # Nobody can set the last one.
+    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
 
 def _exactly(fd: int, at: int, n: int, e: Entry, path: pathlib.Path) -> bytes:
     data = os.pread(fd, n, at)
     if len(data) != n:
-        raise CheckpointError(f"{path}: tensor {e.name[:80]!r} ends behind the file, which changes, or is cut")
+        raise CheckpointError(
+            f"{path}: tensor {e.name[:80]!r} ends behind the file, which changes, or is cut"
+        )
     return data
 
 
@@ -253,10 +293,15 @@ def parse(read: Any, size: int, file: int, where: str) -> list[Entry]:
     first = read(0, 8)
     n = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
     if not 2 <= n <= min(MAX_HEADER_BYTES, size - 8):
-        raise CheckpointError(f"{where}: a header of {n} bytes in a file of {size}; it is cut, or no safetensors file: fetch it again")
+        raise CheckpointError(
+            f"{where}: a header of {n} bytes in a file of {size}; it is cut, or no safetensors "
+            "file: fetch it again"
+        )
     raw = read(8, n)
     if len(raw) != n:
-        raise CheckpointError(f"{where}: {len(raw)} of {n} bytes of the header; the file is cut: fetch it again")
+        raise CheckpointError(
+            f"{where}: {len(raw)} of {n} bytes of the header; the file is cut: fetch it again"
+        )
     try:
         header = json.loads(raw.decode(), object_pairs_hook=_no_twins)
         if not isinstance(header, dict):
@@ -270,11 +315,17 @@ def parse(read: Any, size: int, file: int, where: str) -> list[Entry]:
             if not isinstance(t, dict):
                 raise ValueError(f"tensor {name[:80]!r} is a {type(t).__name__}")
             start, end = _list(t["data_offsets"], 2)
-            out.append(_entry(name, t["dtype"], t["shape"], file, 8 + n + _number(start), _number(end) - start))
+            out.append(
+                _entry(
+                    name, t["dtype"], t["shape"], file, 8 + n + _number(start), _number(end) - start
+                )
+            )
         out.sort(key=lambda e: (e.start, e.nbytes))
         _check_places(out, size, 8 + n)
     except (ValueError, KeyError, TypeError, RecursionError) as err:
-        raise CheckpointError(f"{where}: {err if isinstance(err, ValueError) else repr(err)}; fetch the file again") from err
+        raise CheckpointError(
+            f"{where}: {err if isinstance(err, ValueError) else repr(err)}; fetch the file again"
+        ) from err
     return out
 
 
@@ -285,17 +336,26 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _entry(name: str, dtype: object, shape: object, file: int, start: int, nbytes: int | None) -> Entry:
+def _entry(
+    name: str, dtype: object, shape: object, file: int, start: int, nbytes: int | None
+) -> Entry:
     bits = DTYPES.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise ValueError(f"tensor {name[:80]!r} has the type {str(dtype)[:40]!r}, want one of {', '.join(DTYPES)}")
+        raise ValueError(
+            f"tensor {name[:80]!r} has the type {str(dtype)[:40]!r}, want one of "
+            f"{', '.join(DTYPES)}"
+        )
     dims = tuple(_number(d) for d in _list(shape, MAX_DIMS))
     for d in dims:
         bits *= d
         if bits >> 63:
-            raise ValueError(f"tensor {name[:80]!r} has the shape {dims}, which is larger than any file")
+            raise ValueError(
+                f"tensor {name[:80]!r} has the shape {dims}, which is larger than any file"
+            )
     if bits % 8 or nbytes is not None and bits // 8 != nbytes:
-        raise ValueError(f"tensor {name[:80]!r} of {dtype} {list(dims)} has {nbytes} bytes, want {bits / 8:g}")
+        raise ValueError(
+            f"tensor {name[:80]!r} of {dtype} {list(dims)} has {nbytes} bytes, want {bits / 8:g}"
+        )
     return Entry(name, str(dtype), dims, file, start, bits // 8)
 
 
@@ -308,7 +368,9 @@ def _check_places(entries: Sequence[Entry], size: int, data: int | None) -> None
             raise ValueError(f"tensor {e.name[:80]!r} at {e.start} {what}, which ends at {end}")
         end = e.start + e.nbytes
         if end > size:
-            raise ValueError(f"tensor {e.name[:80]!r} ends at {end} of {size} bytes: the file is cut")
+            raise ValueError(
+                f"tensor {e.name[:80]!r} ends at {end} of {size} bytes: the file is cut"
+            )
     if end is not None and end != size:
         raise ValueError(f"the tensors end at {end} of {size} bytes")
 
@@ -317,15 +379,18 @@ def _unique(where: str, entries: Sequence[Entry], files: Sequence[File]) -> None
     seen: dict[str, int] = {}
     for e in entries:
         if e.name in seen:
-            raise CheckpointError(f"{where}: tensor {e.name[:80]!r} is in {files[seen[e.name]].name!r} and in {files[e.file].name!r}")
+            raise CheckpointError(
+                f"{where}: tensor {e.name[:80]!r} is in {files[seen[e.name]].name!r} and in "
+                f"{files[e.file].name!r}"
+            )
         seen[e.name] = e.file
     if not entries:
         raise CheckpointError(f"{where}: no tensors")
 
 
-def _list(value: object, most: int) -> list[Any]:
-    if not isinstance(value, list) or len(value) > most:
-        raise ValueError(f"{str(value)[:80]}: want a list of at most {most}")
+def _list(value: object, limit: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) > limit:
+        raise ValueError(f"{str(value)[:80]}: want a list of at most {limit}")
     return value
 
 
@@ -335,9 +400,9 @@ def _number(value: object) -> int:
     return value
 
 
-def _text(value: object, most: int) -> str:
-    if not isinstance(value, str) or len(value) > most:
-        raise ValueError(f"{str(value)[:80]!r}: want at most {most} characters")
+def _text(value: object, limit: int) -> str:
+    if not isinstance(value, str) or len(value) > limit:
+        raise ValueError(f"{str(value)[:80]!r}: want at most {limit} characters")
     return value
 
 
@@ -345,7 +410,8 @@ def _text(value: object, most: int) -> str:
 
 
 class Samples:
-    """Makes the digest that `kvspray.weights.digest` has, of bytes as they come by: so it is of what was loaded, not of files as they were."""
+    """Makes the digest that `kvspray.weights.digest` has, of bytes as they come by: so it is of
+    what was loaded, not of files as they were."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = entries
@@ -378,16 +444,22 @@ class Samples:
 
 
 # What a fine-tune may change without any effect on an engine that runs.
-HARMLESS = frozenset(("use_cache", "initializer_range", "attention_dropout", "hidden_dropout", "pretraining_tp"))
+HARMLESS = frozenset(
+    ("use_cache", "initializer_range", "attention_dropout", "hidden_dropout", "pretraining_tp")
+)
 
 
-def differences(have: Manifest, new: Manifest, most: int = 5) -> list[str]:
-    """Why weights of one checkpoint cannot take the place of another's: names, types, shapes and configuration must be equal. Empty: they can."""
+def differences(have: Manifest, new: Manifest, limit: int = 5) -> list[str]:
+    """Why weights of one checkpoint cannot take the place of another's: names, types, shapes and
+    configuration must be equal. Empty: they can."""
     out = []
     a, b = have.config(), new.config()
     for key in sorted((a.keys() | b.keys()) - HARMLESS):
         if a.get(key) != b.get(key):
-            out.append(f"config.json: {key[:80]} is {_short(b, key)}, and {_short(a, key)} in the engine's checkpoint")
+            out.append(
+                f"config.json: {key[:80]} is {_short(b, key)}, and {_short(a, key)} in the "
+                "engine's checkpoint"
+            )
     mine, theirs = {e.name: e for e in have.entries}, {e.name: e for e in new.entries}
     for name in sorted(mine.keys() | theirs.keys()):
         x, y = mine.get(name), theirs.get(name)
@@ -396,8 +468,11 @@ def differences(have: Manifest, new: Manifest, most: int = 5) -> list[str]:
         elif x is None:
             out.append(f"tensor {name[:80]!r} is not in the engine's checkpoint")
         elif (x.dtype, x.shape) != (y.dtype, y.shape):
-            out.append(f"tensor {name[:80]!r} is {y.dtype} {list(y.shape)}, and {x.dtype} {list(x.shape)} in the engine's checkpoint")
-    return out[:most] + ([f"and {len(out) - most} more"] if len(out) > most else [])
+            out.append(
+                f"tensor {name[:80]!r} is {y.dtype} {list(y.shape)}, and {x.dtype} {list(x.shape)} "
+                "in the engine's checkpoint"
+            )
+    return out[:limit] + ([f"and {len(out) - limit} more"] if len(out) > limit else [])
 
 
 def _short(config: Mapping[str, Any], key: str) -> str:

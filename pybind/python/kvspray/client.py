@@ -1,11 +1,12 @@
-"""What the clients of both roles share: the handle of libkvspray, the values that calls return, the log.
+"""What the clients of both roles share: the handle of libkvspray, the values that calls return, the
+log.
 
-Threads: any thread may use a client; its lock covers the snapshots of source leases. All waits are in C, without the
-interpreter lock. A client with a ``log`` has one Python thread, which passes on the log lines of the C thread as they
-appear, because an idle engine makes no calls.
+Threads: any thread may use a client; its lock covers the snapshots of source leases. All waits are
+in C, without the interpreter lock. A client with a ``log`` has one Python thread, which passes on
+the log lines of the C thread as they appear, because an idle engine makes no calls.
 
-Calls that hand over work never raise because of the sidecar: they return 0 or False, and the engine prefills locally.
-They raise ValueError for arguments that are never valid.
+Calls that hand over work never raise because of the sidecar: they return 0 or False, and the engine
+prefills locally. They raise ValueError for arguments that are never valid.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ LogFunc = Callable[[int, str], None]
 _LOG_LINE_BYTES = 1024
 _LOG_END_S = 5.0  # how long close() waits for a logger
 
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "error": logging.ERROR,
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,9 @@ class Ranks:
         out: list[int] = []
         for rank, size in (self.dp, self.pp, self.tp, self.pcp, self.dcp):
             if not 0 <= rank < size:
-                raise ValueError(f"kvspray: ranks {self}: rank {rank} of {size}, want 0 <= rank < size")
+                raise ValueError(
+                    f"kvspray: ranks {self}: rank {rank} of {size}, want 0 <= rank < size"
+                )
             out += [rank, size]
         return out
 
@@ -77,7 +85,8 @@ class CompletionStatus(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Completion:
-    """The end of one lease. ``received``: it was an expect(), a copy(), or pages of the store; else an intent()."""
+    """The end of one lease. ``received``: it was an expect(), a copy(), or pages of the store; else
+    an intent()."""
 
     lease: int
     received: bool
@@ -88,7 +97,8 @@ class Completion:
     reason: str = ""
     grants: int = 0
     recompute: tuple[tuple[int, int], ...] = ()  # token ranges; empty and not OK: everything
-    pages: builtins.bytes = b""  # of Space.get() and put(): a byte for each page (kvspray.store.PageResult)
+    # Of Space.get() and put(): a byte for each page (kvspray.store.PageResult).
+    pages: builtins.bytes = b""
 
     @property
     def ok(self) -> bool:
@@ -137,13 +147,14 @@ class Status:
     killable: bool
     """This process may kill the sidecar, and can prove its exit."""
     has_regions: bool
-    """The sidecar has answered for all regions, those of add_regions() included. It may have refused some."""
+    """The sidecar has answered for all regions, those of add_regions() included. It may have
+    refused some."""
     counters: Mapping[str, int]
 
 
 _COUNTERS = (
-    "connects", "refusals", "submitted", "kept", "full", "completed", "synthesised", "represented", "dropped",
-    "protocol_errors", "kills", "sidecar_exits",
+    "connects", "refusals", "submitted", "kept", "full", "completed", "synthesised", "represented",
+    "dropped", "protocol_errors", "kills", "sidecar_exits",
 )  # fmt: skip
 
 
@@ -153,7 +164,9 @@ def _text(raw: bytes) -> str:
 
 def _bin(name: str, value: bytes, size: int) -> bytes:
     if not isinstance(value, (bytes, bytearray)) or len(value) != size:
-        got = f"{len(value)} bytes" if isinstance(value, (bytes, bytearray)) else type(value).__name__
+        got = (
+            f"{len(value)} bytes" if isinstance(value, (bytes, bytearray)) else type(value).__name__
+        )
         raise ValueError(f"kvspray: {name}: want {size} bytes, got {got}")
     return bytes(value)
 
@@ -183,15 +196,18 @@ def identity(
     packing: str | None = None,
     **more: str,
 ) -> dict[str, str]:
-    """A layout's ``identity``: what must be equal between prefill and decode and is not visible in pages. All of it describes the whole model.
+    """A layout's ``identity``: what must be equal between prefill and decode and is not visible in
+    pages. All of it describes the whole model.
 
-    A sidecar refuses a layout without one of these, because two engines without it would count as equal; what a model does not have is "".
-    ``groups``: kinds of cache groups. ``backoff``: tokens of a prompt that prefill leaves to decode. ``packing``: needed if a page's inside is
-    not known. An engine may add more pairs, which are compared, too.
+    A sidecar refuses a layout without one of these, because two engines without it would count as
+    equal; what a model does not have is "". ``groups``: kinds of cache groups. ``backoff``: tokens
+    of a prompt that prefill leaves to decode. ``packing``: needed if a page's inside is not known.
+    An engine may add more pairs, which are compared, too.
     """
     pairs = {
-        "model_config": model_config, "weights": weights, "layers": str(layers), "head_size": str(head_size), "groups": groups, "rope": rope,
-        "backoff": str(backoff), "speculative": speculative,
+        "model_config": model_config, "weights": weights, "layers": str(layers),
+        "head_size": str(head_size), "groups": groups, "rope": rope, "backoff": str(backoff),
+        "speculative": speculative,
     }  # fmt: skip
     if packing is not None:
         pairs["packing"] = packing
@@ -207,13 +223,14 @@ class _Client:
         if rc != 0:
             detail = f": {limits.explain(ctypes.get_errno())}" if rc == _lib.E_SYS else ""
             raise KvsprayError(
-                f"kvspray: open: {_lib.strerror(rc)}{detail}; layers must be in 1..1024 and ring sizes powers of two in "
-                "64 KiB..16 MiB"
+                f"kvspray: open: {_lib.strerror(rc)}{detail}; layers must be in 1..1024 and ring "
+                "sizes powers of two in 64 KiB..16 MiB"
             )
         self._h = handle
         self._spaces: dict[Any, None] = {}  # open ones of the store, the least recently used first
         self._spaces_lock = threading.Lock()  # guards it, and what its spaces have open
-        # Freed once neither this object nor its log thread uses it: a thread in a call has a reference to this object.
+        # Freed once neither this object nor its log thread uses it: a thread in a call has a
+        # reference to this object.
         self._owner = _Handle(handle)
         out = log.log if isinstance(log, logging.Logger) else log
         # Joins the C thread before the interpreter ends, or when the client is garbage-collected.
@@ -228,7 +245,8 @@ class _Client:
         return self._h if self._finalizer.alive else None
 
     def close(self) -> None:
-        """Sends BYE and joins the background thread. Idempotent. Other threads may be in a call: their waits return."""
+        """Sends BYE and joins the background thread. Idempotent. Other threads may be in a call:
+        their waits return."""
         self._finalizer()
 
     def __enter__(self) -> Any:
@@ -239,7 +257,8 @@ class _Client:
 
     @property
     def connected(self) -> bool:
-        """True while there is a registered session, without which no new work reaches the sidecar."""
+        """True while there is a registered session, without which no new work reaches the
+        sidecar."""
         h = self._handle()
         return h is not None and lib.kvs_connected(h) == 1
 
@@ -295,8 +314,8 @@ class _Handle:
 
 
 class _LogThread:
-    """Passes the lines of a client's log to the engine's logger. It has no reference to the client, so that an unused client is collected and
-    closed."""
+    """Passes the lines of a client's log to the engine's logger. It has no reference to the client,
+    so that an unused client is collected and closed."""
 
     def __init__(self, owner: _Handle, out: LogFunc) -> None:
         self._owner = owner
@@ -315,13 +334,16 @@ class _LogThread:
 
     def end(self) -> None:
         lib.kvs_end_log(self._owner.value)
-        # The thread that closes the client may hold the logger's lock. A client may also be collected in the log thread itself.
+        # The thread that closes the client may hold the logger's lock. A client may also be
+        # collected in the log thread itself.
         if self._thread is not threading.current_thread():
             self._thread.join(_LOG_END_S)
         self._owner.end()
 
 
-def _config(role: int, socket_path: str | os.PathLike[str] | None, engine: EngineInfo, ranks: Ranks) -> _lib.CConfig:
+def _config(
+    role: int, socket_path: str | os.PathLike[str] | None, engine: EngineInfo, ranks: Ranks
+) -> _lib.CConfig:
     return _lib.CConfig(
         size=ctypes.sizeof(_lib.CConfig),
         role=role,

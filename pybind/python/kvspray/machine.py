@@ -13,16 +13,19 @@ VERSION_TIMEOUT_S = 10.0
 
 
 def machine(kvspray: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """What a result carries. To be called before a run, which is load itself. ``kvspray`` is the sidecar's binary; None: of somebody else,
-    whose version is not known."""
+    """What a result carries. To be called before a run, which is load itself. ``kvspray`` is the
+    sidecar's binary; None: of somebody else, whose version is not known."""
     return {
-        "version": None if kvspray is None else _version(kvspray), "processor": _processor(), "cores": os.cpu_count(), "kernel": platform.release(),
-        "python": platform.python_version(), "load_average": os.getloadavg()[0],
+        "version": None if kvspray is None else _version(kvspray), "processor": _processor(),
+        "cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version(),
+        "load_average": os.getloadavg()[0],
     }  # fmt: skip
 
 
 def _version(kvspray: str | os.PathLike[str]) -> str:
-    out = subprocess.run([kvspray, "version", "--json"], check=True, capture_output=True, timeout=VERSION_TIMEOUT_S).stdout
+    out = subprocess.run(
+        [kvspray, "version", "--json"], check=True, capture_output=True, timeout=VERSION_TIMEOUT_S
+    ).stdout
     return str(json.loads(out)["version"])
 
 

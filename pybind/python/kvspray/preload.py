@@ -1,4 +1,5 @@
-"""``python -m kvspray.preload COMMAND``: runs a program whose large copies between host memory and a GPU the sidecar makes (docs/preload.md).
+"""``python -m kvspray.preload COMMAND``: runs a program whose large copies between host memory and
+a GPU the sidecar makes (docs/preload.md).
 
 Without a command it prints the path of the library, for LD_PRELOAD.
 """
@@ -20,7 +21,10 @@ def main() -> None:
     if not LIBRARY.is_file():
         sys.exit(f"kvspray.preload: {LIBRARY}: not there: install kvspray with a C compiler")
     if set(str(LIBRARY)) & set(" :"):
-        sys.exit(f"kvspray.preload: {LIBRARY}: LD_PRELOAD takes no path with a space or a colon: install kvspray elsewhere")
+        sys.exit(
+            f"kvspray.preload: {LIBRARY}: LD_PRELOAD takes no path with a space or a colon: "
+            "install kvspray elsewhere"
+        )
     others = os.environ.get("LD_PRELOAD", "")
     os.environ["LD_PRELOAD"] = f"{LIBRARY} {others}".strip()
     try:

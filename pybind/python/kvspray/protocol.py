@@ -1,8 +1,10 @@
-"""The words of docs/protocol.md: message and record bodies, the prefix hash, and ``kv_transfer_params["kvspray"]``.
+"""The words of docs/protocol.md: message and record bodies, the prefix hash, and
+``kv_transfer_params["kvspray"]``.
 
-Canonical encoding: keys in the order of docs/protocol.md, absent optional keys left out, the smallest integer form, `bin`
-for byte strings and `str` for text. ``encode`` gives that order whatever the order of the given map; keys that it does not
-know follow at the end (a newer version may have them). Readers never depend on the order.
+Canonical encoding: keys in the order of docs/protocol.md, absent optional keys left out, the
+smallest integer form, `bin` for byte strings and `str` for text. ``encode`` gives that order
+whatever the order of the given map; keys that it does not have follow at the end (a newer version
+may have them). Readers never depend on the order.
 """
 
 from __future__ import annotations
@@ -31,7 +33,14 @@ _ORDER: dict[str, tuple[str, ...]] = {
     **ORDER,
     "REGISTER.layout": ("model", "dtype", "groups", "identity"),
     "REGISTER.layout.groups": ("tokens_per_block", "strategy", "params", "num_blocks", "layers"),
-    "REGISTER.layout.groups.layers": ("name", "index", "region", "base", "block_stride", "page_bytes"),
+    "REGISTER.layout.groups.layers": (
+        "name",
+        "index",
+        "region",
+        "base",
+        "block_stride",
+        "page_bytes",
+    ),
 }
 
 
@@ -49,7 +58,9 @@ def _ordered(name: str, value: Any) -> Any:
 def encode(kind: str, value: Mapping[str, Any]) -> bytes:
     """The canonical bytes of one message or record body."""
     if kind not in _ORDER:
-        raise ValueError(f"kvspray: unknown message or record {kind!r}; known are the names in docs/protocol.md")
+        raise ValueError(
+            f"kvspray: unknown message or record {kind!r}; known are the names in docs/protocol.md"
+        )
     return pack(_ordered(kind, value))
 
 
@@ -68,7 +79,8 @@ def pack(value: Any) -> bytes:
     try:
         out: bytes = _packers.packer.pack(value)
     except Exception:
-        _packers.packer = msgpack.Packer(use_bin_type=True)  # what it had written so far is not ours
+        # What it had written so far is not ours.
+        _packers.packer = msgpack.Packer(use_bin_type=True)
         raise
     return out
 
@@ -89,56 +101,77 @@ def _integers(what: str, code: str, values: Sequence[int]) -> bytes:
     try:
         return struct.pack(f"<{len(values)}{code}", *values)
     except struct.error as e:
-        raise ValueError(f"kvspray: {what} must be integers in [0, 2^{8 * struct.calcsize('<' + code)}): {e}") from e
+        raise ValueError(
+            f"kvspray: {what} must be integers in [0, 2^{8 * struct.calcsize('<' + code)}): {e}"
+        ) from e
 
 
 def pack_blocks(ids: bytes | Iterable[int]) -> bytes:
-    """A block table of one cache group as little-endian u32. Accepts bytes (taken as they are) and numpy arrays too."""
+    """A block table of one cache group as little-endian u32. Accepts bytes (taken as they are) and
+    numpy arrays too."""
     if isinstance(ids, (bytes, bytearray, memoryview)):
         data = bytes(ids)
         if len(data) % 4:
-            raise ValueError(f"kvspray: packed block table of {len(data)} bytes, want a multiple of 4")
+            raise ValueError(
+                f"kvspray: packed block table of {len(data)} bytes, want a multiple of 4"
+            )
         return data
     seq = ids if isinstance(ids, (list, tuple)) else [int(i) for i in ids]
     return _integers("block ids", "I", seq)
 
 
 def pack_copies(blocks: bytes | Iterable[tuple[int, int, int]]) -> bytes:
-    """The blocks of a COPY: (source offset, destination offset, length) each, as three little-endian u64. Accepts bytes as they are."""
+    """The blocks of a COPY: (source offset, destination offset, length) each, as three
+    little-endian u64. Accepts bytes as they are."""
     if isinstance(blocks, (bytes, bytearray, memoryview)):
         data = bytes(blocks)
     else:
-        data = _integers("offsets and lengths of a copy", "Q", [int(v) for block in blocks for v in _triple(block)])
+        data = _integers(
+            "offsets and lengths of a copy",
+            "Q",
+            [int(v) for block in blocks for v in _triple(block)],
+        )
     if not data or len(data) % 24 or len(data) > 24 * MAX_COPY_BLOCKS:
-        raise ValueError(f"kvspray: a copy of {len(data) / 24:g} blocks, want 1 to {MAX_COPY_BLOCKS}: split it")
+        raise ValueError(
+            f"kvspray: a copy of {len(data) / 24:g} blocks, want 1 to {MAX_COPY_BLOCKS}: split it"
+        )
     return data
 
 
 def pack_parts(parts: Sequence[tuple[int, int, int, int, int, int, int]]) -> bytes:
-    """The parts of a LOAD: (source base, source stride, destination base, destination stride, length, source region, destination region) each,
-    as five little-endian u64 and two u32."""
+    """The parts of a LOAD: (source base, source stride, destination base, destination stride,
+    length, source region, destination region) each, as five little-endian u64 and two u32."""
     if not 1 <= len(parts) <= MAX_LOAD_PARTS:
-        raise ValueError(f"kvspray: a load of {len(parts)} parts, want 1 to {MAX_LOAD_PARTS}: split it")
+        raise ValueError(
+            f"kvspray: a load of {len(parts)} parts, want 1 to {MAX_LOAD_PARTS}: split it"
+        )
     try:
         return b"".join(_PART.pack(*p) for p in parts)
     except struct.error as e:
-        raise ValueError(f"kvspray: bases, strides and lengths of a load must be integers in [0, 2^64): {e}") from e
+        raise ValueError(
+            f"kvspray: bases, strides and lengths of a load must be integers in [0, 2^64): {e}"
+        ) from e
 
 
 def pack_pages(pages: bytes | Iterable[tuple[int, int]]) -> bytes:
-    """The pages of a LOAD: (source page, destination page) each, as two little-endian u32. Accepts bytes as they are."""
+    """The pages of a LOAD: (source page, destination page) each, as two little-endian u32. Accepts
+    bytes as they are."""
     if isinstance(pages, (bytes, bytearray, memoryview)):
         data = bytes(pages)
     else:
         data = _integers("pages of a load", "I", [int(v) for src, dst in pages for v in (src, dst)])
     if not data or len(data) % 8 or len(data) > 8 * MAX_COPY_BLOCKS:
-        raise ValueError(f"kvspray: a load of {len(data) / 8:g} pages, want 1 to {MAX_COPY_BLOCKS}: split it")
+        raise ValueError(
+            f"kvspray: a load of {len(data) / 8:g} pages, want 1 to {MAX_COPY_BLOCKS}: split it"
+        )
     return data
 
 
 def _triple(block: tuple[int, int, int]) -> tuple[int, int, int]:
     if len(block) != 3:
-        raise ValueError(f"kvspray: block {block!r} of a copy, want (source offset, destination offset, length)")
+        raise ValueError(
+            f"kvspray: block {block!r} of a copy, want (source offset, destination offset, length)"
+        )
     return block
 
 
@@ -160,8 +193,9 @@ def prefix_hash(
 ) -> bytes:
     """SHA-256 over the prompt and all that its KV depends on (docs/protocol.md, section 4).
 
-    The domain string, then four parts, each behind its length as u64 little-endian: the token ids as u32 little-endian, the
-    LoRA name, the cache salt, and the multimodal items, each (identifier behind its length, offset u64, length u64). Absent and empty mean the same.
+    The domain string, then four parts, each behind its length as u64 little-endian: the token ids
+    as u32 little-endian, the LoRA name, the cache salt, and the multimodal items, each (identifier
+    behind its length, offset u64, length u64). Absent and empty mean the same.
     """
     h = hashlib.sha256(_HASH_DOMAIN)
 
@@ -198,7 +232,8 @@ class Params:
 
     @classmethod
     def from_dict(cls, value: object) -> Params | None:
-        """None for anything that is not version 1: local prefill. Never raises: the value comes from a client."""
+        """None for anything that is not version 1: local prefill. Never raises: the value comes
+        from a client."""
         if not isinstance(value, Mapping) or value.get("v") != PARAMS_VERSION:
             return None
         xfer, peer, fanout = value.get("xfer"), value.get("peer", ""), value.get("fanout", 1)

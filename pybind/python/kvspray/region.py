@@ -23,7 +23,8 @@ class RegionKind(enum.IntEnum):
 class Region:
     """One range of this process's memory, reachable by the sidecar once registered.
 
-    Keep it until the client is closed: its pages belong to open leases. ``buffer`` is a writable view of the bytes.
+    Keep it until the client is closed: its pages belong to open leases. ``buffer`` is a writable
+    view of the bytes.
     """
 
     __slots__ = ("_c", "id", "kind", "fd", "addr", "nbytes")
@@ -39,7 +40,9 @@ class Region:
     @property
     def buffer(self) -> memoryview:
         if self.kind == RegionKind.DEVICE:
-            raise KvsprayError("kvspray: a region of GPU memory has no buffer that the CPU can read")
+            raise KvsprayError(
+                "kvspray: a region of GPU memory has no buffer that the CPU can read"
+            )
         return memoryview((ctypes.c_uint8 * self.nbytes).from_address(self.addr)).cast("B")
 
     def close(self) -> None:
@@ -49,7 +52,9 @@ class Region:
             self.fd = -1
 
     def __repr__(self) -> str:
-        return f"Region(id={self.id.hex()}, kind={self.kind.name}, fd={self.fd}, nbytes={self.nbytes})"
+        return (
+            f"Region(id={self.id.hex()}, kind={self.kind.name}, fd={self.fd}, nbytes={self.nbytes})"
+        )
 
     @classmethod
     def alloc(cls, nbytes: int) -> Region:
@@ -60,47 +65,58 @@ class Region:
 
     @classmethod
     def reserve(cls, nbytes: int) -> Region:
-        """As alloc(), without memory yet. Nobody, the sidecar neither, may access a range before populate() of it: that would be SIGBUS."""
+        """As alloc(), without memory yet. Nobody, the sidecar neither, may access a range before
+        populate() of it: that would be SIGBUS."""
         c = _lib.CRegion()
         _check("region reserve", _lib.lib.kvs_region_reserve(nbytes, ctypes.byref(c)), nbytes)
         return cls(c)
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Memory for a range of a region of reserve(), at a multiple of the page size; in huge pages where it is one of 2 MiB. What has memory already
-        keeps its bytes."""
+        """Memory for a range of a region of reserve(), at a multiple of the page size; in huge
+        pages where it is one of 2 MiB. What has memory already keeps its bytes."""
         rc = _lib.lib.kvs_region_populate(ctypes.byref(self._c), offset, nbytes)
         if rc == _lib.E_ARG:
-            raise KvsprayError(f"kvspray: populate {nbytes} bytes at {offset} of {self!r}: want a multiple of the page size inside a region of reserve()")
+            raise KvsprayError(
+                f"kvspray: populate {nbytes} bytes at {offset} of {self!r}: want a multiple of the "
+                "page size inside a region of reserve()"
+            )
         _check("region populate", rc, nbytes)
 
     @classmethod
     def gpu(cls, ptr: int, nbytes: int) -> Region:
-        """Memory of a GPU: any range of one allocation (``tensor.data_ptr()``). Keep the tensor as long as the client."""
+        """Memory of a GPU: any range of one allocation (``tensor.data_ptr()``). Keep the tensor as
+        long as the client."""
         c = _lib.CRegion()
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         rc = _lib.lib.kvs_region_gpu(ptr, nbytes, ctypes.byref(c), error, _ERROR_BYTES)
         if rc == _lib.E_GPU:
-            raise KvsprayError(f"kvspray: region of {nbytes} bytes of GPU memory at {ptr:#x}: {error.value.decode()}")
+            raise KvsprayError(
+                f"kvspray: region of {nbytes} bytes of GPU memory at {ptr:#x}: "
+                f"{error.value.decode()}"
+            )
         _check("region gpu", rc, nbytes)
         return cls(c)
 
     def part(self, offset: int, nbytes: int) -> Region:
-        """A part of this region as one of its own, at a multiple of the page size. The parts of a region use one descriptor.
+        """A part of this region as one of its own, at a multiple of the page size. The parts of a
+        region use one descriptor.
 
-        Only regions of alloc() and reserve() have parts. Keep this one as long as its parts. A sidecar refuses regions that share bytes.
+        Only regions of alloc() and reserve() have parts. Keep this one as long as its parts. A
+        sidecar refuses regions that share bytes.
         """
         c = _lib.CRegion()
         rc = _lib.lib.kvs_region_part(ctypes.byref(self._c), offset, nbytes, ctypes.byref(c))
         if rc != 0:
             raise KvsprayError(
-                f"kvspray: part of {nbytes} bytes at {offset} of {self!r}: {_lib.strerror(rc)}; want a multiple of the page size "
-                "inside a region of alloc() or reserve()"
+                f"kvspray: part of {nbytes} bytes at {offset} of {self!r}: {_lib.strerror(rc)}; "
+                "want a multiple of the page size inside a region of alloc() or reserve()"
             )
         return Region(c)
 
     @classmethod
     def process(cls, ptr: int, nbytes: int) -> Region:
-        """Any range of this process, reached through its own /proc/self/mem descriptor: slower, works for all memory."""
+        """Any range of this process, reached through its own /proc/self/mem descriptor: slower,
+        works for all memory."""
         c = _lib.CRegion()
         _check("region process", _lib.lib.kvs_region_process(ptr, nbytes, ctypes.byref(c)), nbytes)
         return cls(c)
@@ -110,8 +126,10 @@ def _check(what: str, rc: int, nbytes: int) -> None:
     if rc == 0:
         return
     if rc == _lib.E_SYS:
-        raise KvsprayError(f"kvspray: {what} of {nbytes} bytes: {limits.explain(ctypes.get_errno())}")
+        raise KvsprayError(
+            f"kvspray: {what} of {nbytes} bytes: {limits.explain(ctypes.get_errno())}"
+        )
     raise KvsprayError(
-        f"kvspray: {what} of {nbytes} bytes: {_lib.strerror(rc)}; the range must be page-aligned, private, anonymous, "
-        "readable and writable"
+        f"kvspray: {what} of {nbytes} bytes: {_lib.strerror(rc)}; the range must be page-aligned, "
+        "private, anonymous, readable and writable"
     )

@@ -25,7 +25,9 @@ from .region import KvsprayError
 
 def _cut(text: str) -> bytes:
     """As much of the text as a C string of 255 bytes holds."""
-    return text.replace("\0", "").encode("utf-8", "replace")[:255].decode("utf-8", "ignore").encode()
+    return (
+        text.replace("\0", "").encode("utf-8", "replace")[:255].decode("utf-8", "ignore").encode()
+    )
 
 
 class SchedulerClient(_Client):
@@ -50,18 +52,30 @@ class SchedulerClient(_Client):
         info = self._info()
         return _text(info.endpoint) or None if info.connected else None
 
-    def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> bool:
-        """Asks whether the prefill at ``peer`` has admitted this request; once per key, repeated calls add an asker.
+    def await_admission(
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float
+    ) -> bool:
+        """Asks whether the prefill at ``peer`` has admitted this request; once per key, repeated
+        calls add an asker.
 
         False: the query cannot be sent (too many are open, or the client is closed).
         """
         h = self._handle()
         if h is None:
             return False
-        args = (_bin("xfer", xfer, 16), _bin("hash", hash, 32), peer.encode(), tokens, _ms(ttl_s, 0))
+        args = (
+            _bin("xfer", xfer, 16),
+            _bin("hash", hash, 32),
+            peer.encode(),
+            tokens,
+            _ms(ttl_s, 0),
+        )
         rc = _lib.E_ARG if "\0" in peer else lib.kvs_await(h, *args)
         if rc == _lib.E_ARG:
-            raise ValueError(f"kvspray: await_admission: peer = {peer!r}, tokens = {tokens}; want host:port of at most 255 bytes")
+            raise ValueError(
+                f"kvspray: await_admission: peer = {peer!r}, tokens = {tokens}; want host:port of "
+                "at most 255 bytes"
+            )
         return bool(rc == 0)
 
     def admission(self, xfer: bytes, hash: bytes) -> Admission | None:
@@ -76,10 +90,12 @@ class SchedulerClient(_Client):
         return Admission(AdmissionState(out.state), out.tokens, _text(out.message))
 
     def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str = "") -> bool:
-        """No rank of this engine will expect that prompt's KV: the prefill's engine at ``peer`` need not keep it any longer. Withdraws one asker, too.
+        """No rank of this engine will expect that prompt's KV: the prefill's engine at ``peer``
+        need not keep it any longer. Withdraws one asker, too.
 
-        For requests without a lease; a lease is cancelled instead. Never blocks. False: it cannot be sent (too many wait, or the client
-        is closed), and the prefill keeps the blocks until the match timeout.
+        For requests without a lease; a lease is cancelled instead. Never blocks. False: it cannot
+        be sent (too many wait, or the client is closed), and the prefill keeps the blocks until the
+        match timeout.
         """
         h = self._handle()
         if h is None:
@@ -87,5 +103,7 @@ class SchedulerClient(_Client):
         args = (_bin("xfer", xfer, 16), _bin("hash", hash, 32), peer.encode(), _cut(reason))
         rc = _lib.E_ARG if "\0" in peer else lib.kvs_decline(h, *args)
         if rc == _lib.E_ARG:
-            raise ValueError(f"kvspray: decline: peer = {peer!r}; want host:port of at most 255 bytes")
+            raise ValueError(
+                f"kvspray: decline: peer = {peer!r}; want host:port of at most 255 bytes"
+            )
         return bool(rc == 0)

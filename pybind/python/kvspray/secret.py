@@ -1,5 +1,6 @@
-"""A tenant's secret: whoever lacks it can name none of the tenant's pages. It is in a file or an environment variable, so that it
-is in no command line, configuration or log; nothing here shows it."""
+"""A tenant's secret: whoever lacks it can name none of the tenant's pages. It is in a file or an
+environment variable, so that it is in no command line, configuration or log; nothing here shows
+it."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ MIN_SECRET_BYTES = 16
 
 
 def read(file: str = "", env: str = "") -> bytes:
-    """The content of a file, or of an environment variable, without the space around it; empty if neither is named. A ValueError
-    names the place and what is wrong with it."""
+    """The content of a file, or of an environment variable, without the space around it; empty if
+    neither is named. A ValueError names the place and what is wrong with it."""
     if file and env:
         raise ValueError(f"is in a file ({file}) and in an environment variable ({env}); name one")
     if file:
@@ -34,7 +35,7 @@ def read(file: str = "", env: str = "") -> bytes:
         return b""
     if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
         raise ValueError(
-            f"has {len(secret)} bytes in {where}, want {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} random ones: "
-            "head -c 32 /dev/urandom | base64"
+            f"has {len(secret)} bytes in {where}, want {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} "
+            "random ones: head -c 32 /dev/urandom | base64"
         )
     return secret

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from . import _messages, protocol
 
-_KEYS = len(_messages.ORDER["INTENT"])  # fewer than 16, also those that are left out where they are empty
+# Fewer than 16, also those that are left out where they are empty.
+_KEYS = len(_messages.ORDER["INTENT"])
 
 
 class Source:
-    """The snapshot with which a source lease is presented to another session: always a complete INTENT body.
+    """The snapshot with which a source lease is presented to another session: always a complete
+    INTENT body.
 
     The body is kept in three packed parts, because a step changes only the middle one.
     """
 
     __slots__ = (
-        "key", "tokens", "fanout", "groups", "prio", "deadline_ms", "held", "req", "attempt", "traceparent", "ready", "pending", "_first",
-        "_head", "_tail",
+        "key", "tokens", "fanout", "groups", "prio", "deadline_ms", "held", "req", "attempt",
+        "traceparent", "ready", "pending", "_first", "_head", "_tail",
     )  # fmt: skip
 
     def __init__(
-        self, xfer: bytes, hash: bytes, tokens: int, fanout: int, table: list[bytes], ready: int, prio: int, deadline_ms: int, held: bool,
-        req: str, attempt: int, traceparent: str = "",
+        self, xfer: bytes, hash: bytes, tokens: int, fanout: int, table: list[bytes], ready: int,
+        prio: int, deadline_ms: int, held: bool, req: str, attempt: int, traceparent: str = "",
     ) -> None:  # fmt: skip
         self.key = {"xfer": xfer, "hash": hash, "tokens": tokens, "fanout": fanout}
         self.tokens = tokens
@@ -41,14 +43,20 @@ class Source:
         self._head = protocol.pack({**self.key, "blocks": table})[1:]
 
     def set_tail(self) -> None:
-        tail = {"prio": self.prio, "deadline_ms": self.deadline_ms, "held": self.held, "req": self.req, "attempt": self.attempt}
+        tail = {
+            "prio": self.prio,
+            "deadline_ms": self.deadline_ms,
+            "held": self.held,
+            "req": self.req,
+            "attempt": self.attempt,
+        }
         if self.traceparent:
             tail["traceparent"] = self.traceparent
         self._tail = protocol.pack(tail)[1:]
 
     def settle(self, done: int) -> None:
-        """Steps whose end was signalled become ``ready``. The oldest of too many pending steps are dropped: their tokens are
-        then reported later, never earlier."""
+        """Steps whose end was signalled become ``ready``. The oldest of too many pending steps are
+        dropped: their tokens are then reported later, never earlier."""
         pending = self.pending
         while pending and pending[0][0] <= done:
             self.ready = max(self.ready, pending.pop(0)[1])
@@ -68,4 +76,9 @@ class Source:
 
     def body(self) -> bytes:
         # Each part was packed as a map of its own and has lost its first byte.
-        return self._first + self._head + protocol.pack({"ready": self.ready, "steps": self.pending})[1:] + self._tail
+        return (
+            self._first
+            + self._head
+            + protocol.pack({"ready": self.ready, "steps": self.pending})[1:]
+            + self._tail
+        )

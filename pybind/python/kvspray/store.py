@@ -1,7 +1,9 @@
-"""Pages of the store of this node's sidecar: which are there, get, put. docs/protocol.md, section 5, describes the messages.
+"""Pages of the store of this node's sidecar: which are there, get, put. docs/protocol.md, section
+5, describes the messages.
 
-A page is the KV cache of some tokens on one rank. The engine names it by its own hash of these tokens and of all before
-them. No call waits for the sidecar unless it has a time-out, and none raises because of the sidecar.
+A page is the KV cache of some tokens on one rank. The engine names it by its own hash of these
+tokens and of all before them. No call waits for the sidecar unless it has a time-out, and none
+raises because of the sidecar.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _ANSWER_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Namespace:
-    """All that the bytes of a page depend on besides its tokens. Pages of two namespaces never meet."""
+    """All that the bytes of a page depend on besides its tokens. Pages of two namespaces never
+    meet."""
 
     weights: str  # identity of weights and quantization: kvspray.weights
     dtype: str
@@ -44,7 +47,8 @@ class Namespace:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of every block: that of block i is ``length`` bytes at ``base + i * stride`` of a registered region."""
+    """A part of every block: that of block i is ``length`` bytes at ``base + i * stride`` of a
+    registered region."""
 
     region: Region
     base: int
@@ -146,10 +150,12 @@ class Exists:
     def __init__(self, request: _Request | None, pages: int) -> None:
         self._request = request
         self._pages = pages
-        self.refused = False  # by the sidecar: it may know of pages, and cannot pin so many
+        # By the sidecar: the pages may be there, and it cannot pin all of them.
+        self.refused = False
 
     def result(self, timeout_s: float | None = 0) -> Found | None:
-        """None: there is no answer yet. Without a sidecar, a store or the namespace, no page is there."""
+        """None: there is no answer yet. Without a sidecar, a store or the namespace, no page is
+        there."""
         none = Found(self._pages, bytes((self._pages + 7) // 8))
         if self._request is None:
             return none
@@ -181,11 +187,12 @@ class Exists:
 
 
 class Space:
-    """A namespace of the store in a client's session. It is opened again in each session, when it is used. A client that uses more
-    than the session may have closes the one whose last use is the oldest, also of another thread. A space itself belongs to one
-    thread at a time.
+    """A namespace of the store in a client's session. It is opened again in each session, when it
+    is used. A client that uses more than the session may have closes the one whose last use is the
+    oldest, also of another thread. A space itself belongs to one thread at a time.
 
-    A worker that gets or puts pages gives the pieces of its blocks and how many there are; a scheduler only asks.
+    A worker that gets or puts pages gives the pieces of its blocks and how many there are; a
+    scheduler only asks.
     """
 
     def __init__(
@@ -220,7 +227,8 @@ class Space:
         self.error = ""  # why the sidecar has refused the namespace
 
     def close(self) -> None:
-        """Closes the namespace, once its open gets and puts have ended. Another use opens it again."""
+        """Closes the namespace, once its open gets and puts have ended. Another use opens it
+        again."""
         with self._client._spaces_lock:
             self._close_locked()
 
@@ -250,7 +258,8 @@ class Space:
     def exists(
         self, hashes: Sequence[bytes], *, also: Sequence[Space] = (), pin_s: float = 0
     ) -> Exists:
-        """Asks which pages are in this namespace and all of ``also`` (those of other ranks). ``pin_s``: keeps the first ones."""
+        """Asks which pages are in this namespace and all of ``also`` (those of other ranks).
+        ``pin_s``: keeps the first ones."""
         spaces = [s._open(0) for s in (self, *also)]
         if None in spaces or not hashes:
             return Exists(None, len(hashes))
@@ -268,8 +277,9 @@ class Space:
         deadline_s: float | None = None,
         after: int = 0,
     ) -> int:
-        """Copies pages from the store into blocks. The sidecar owns the blocks until the lease completes through poll(), whose
-        ``pages`` has a byte for each page. Returns the lease, or 0 if no sidecar can take it now: compute the pages."""
+        """Copies pages from the store into blocks. The sidecar owns the blocks until the lease
+        completes through poll(), whose ``pages`` has a byte for each page. Returns the lease, or 0
+        if no sidecar can take it now: compute the pages."""
         return self._submit(
             _lib.REC_GET, _messages.get, hashes, blocks, req=req, deadline_s=deadline_s, after=after
         )
@@ -284,8 +294,9 @@ class Space:
         deadline_s: float | None = None,
         after: int = 0,
     ) -> int:
-        """Copies pages from blocks into the store, in the order of their prompt. ``parent``: hash of the page before the first one.
-        The blocks may not change until the lease completes. Returns the lease, or 0: nothing is stored."""
+        """Copies pages from blocks into the store, in the order of their prompt. ``parent``: hash
+        of the page before the first one. The blocks may not change until the lease completes.
+        Returns the lease, or 0: nothing is stored."""
         return self._submit(
             _lib.REC_PUT,
             _messages.put,
@@ -298,8 +309,9 @@ class Space:
         )
 
     def remove(self, timeout_s: float | None = 10) -> Removed | None:
-        """Forgets all pages of the namespace on all nodes, durably. None: that is not certain on this node. Otherwise the result
-        tells which other nodes have confirmed: the others remove the pages when they are reached again."""
+        """Forgets all pages of the namespace on all nodes, durably. None: that is not certain on
+        this node. Otherwise the result has the other nodes that have confirmed: the others remove
+        the pages when they are reached again."""
         space = self._open(timeout_s)
         if space is None:
             return None
@@ -311,8 +323,8 @@ class Space:
             int(body.get("members", 0)), int(body.get("confirmed", 0)), str(body.get("missing", ""))
         )
 
-    def _submit(self, kind: int, make: Any, hashes: Sequence[bytes], blocks: Sequence[int], *, req: str, deadline_s: float | None,
-                after: int, **more: Any) -> int:  # fmt: skip
+    def _submit(self, kind: int, make: Any, hashes: Sequence[bytes], blocks: Sequence[int], *,
+        req: str, deadline_s: float | None, after: int, **more: Any) -> int:  # fmt: skip
         if not isinstance(self._client, WorkerClient) or "pieces" not in self._body:
             raise ValueError("kvspray: store: this space has no blocks; make it with pieces")
         if len(hashes) != len(blocks):
@@ -356,14 +368,18 @@ class Space:
             opening = self._opening
         answer = opening.fetch(timeout_s)
         with self._client._spaces_lock:
-            if answer is None or self._opening is not opening:  # another thread has closed it meanwhile
+            # Another thread has closed it meanwhile.
+            if answer is None or self._opening is not opening:
                 return None
             self._opening = None
             kind, body = answer
             if kind == _OPENED and isinstance(body.get("space"), int):
                 self._space = body["space"]
             elif kind == _ERROR:
-                self.error = f"{body.get('message', '')}; field {body.get('field', '')}; remedy: {body.get('remedy', '')}"
+                self.error = (
+                    f"{body.get('message', '')}; field {body.get('field', '')}; remedy: "
+                    f"{body.get('remedy', '')}"
+                )
             return self._space
 
 
@@ -377,7 +393,8 @@ def _hashes(hashes: Sequence[bytes]) -> dict[str, Any]:
         len(h) != each for h in hashes
     ):
         raise ValueError(
-            f"kvspray: store: hashes of {each} bytes, want one length of {_messages.MIN_HASH_BYTES} to {_messages.MAX_HASH_BYTES}"
+            f"kvspray: store: hashes of {each} bytes, want one length of "
+            f"{_messages.MIN_HASH_BYTES} to {_messages.MAX_HASH_BYTES}"
         )
     return {"hashes": b"".join(hashes), "hash_bytes": each}
 

@@ -1,8 +1,11 @@
-"""Names the weights of a checkpoint by their content: KV of one checkpoint must never be used as KV of another.
+"""Names the weights of a checkpoint by their content: KV of one checkpoint must never be used as KV
+of another.
 
-A digest covers the configuration, and of every tensor its name, shape, type and samples of its bytes. It is of the files and not of loaded parameters: so
-it is the same for every tensor and pipeline parallelism, for any engine, and for any division of the tensors into files. Samples are bounded in
-number and size. A change of a few elements may therefore go unnoticed; training changes elements all over a tensor, and each tensor has a sample.
+A digest covers the configuration, and of every tensor its name, shape, type and samples of its
+bytes. It is of the files and not of loaded parameters: so it is the same for every tensor and
+pipeline parallelism, for any engine, and for any division of the tensors into files. Samples are
+bounded in number and size. A change of a few elements may therefore go unnoticed; training changes
+elements all over a tensor, and each tensor has a sample.
 
 Files come from outside: what is wrong in them is a CheckpointError, which names the file.
 """
@@ -35,16 +38,34 @@ SAMPLED_BYTES = 32 << 20
 THREADS = 8
 MAX_NAME_BYTES = 128
 
-CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json",
-           "adapter_config.json")
-# What differs between copies of one checkpoint, and changes nothing of what is computed from it. Engines report their dtype themselves.
-VOLATILE = frozenset(("_name_or_path", "base_model_name_or_path", "revision", "_commit_hash", "transformers_version", "torch_dtype", "dtype"))
+CONFIGS = (
+    "config.json",
+    "params.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "adapter_config.json",
+)
+# What differs between copies of one checkpoint, and changes nothing of what is computed from it.
+# Engines report their dtype themselves.
+VOLATILE = frozenset(
+    (
+        "_name_or_path",
+        "base_model_name_or_path",
+        "revision",
+        "_commit_hash",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+    )
+)
 # Files beside the weights that have the ending of some.
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "trainer_state")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read, or there is none; the text names the file and what is wrong with it."""
+    """A checkpoint cannot be read, or there is none; the text names the file and what is wrong with
+    it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +79,8 @@ class Tensor:
 
 
 def digest(path: str | os.PathLike[str], load_format: str = "auto") -> str:
-    """The name of the weights at ``path``, a directory or one file. ``load_format``: as the engine's, if a directory has several kinds of files.
+    """The name of the weights at ``path``, a directory or one file. ``load_format``: as the
+    engine's, if a directory has several kinds of files.
 
     Raises CheckpointError where there are no weights, or they cannot be read.
     """
@@ -74,8 +96,11 @@ def digest(path: str | os.PathLike[str], load_format: str = "auto") -> str:
         raise CheckpointError(f"{root}: {err.strerror or err}") from err
     except CheckpointError:
         raise
-    except (ValueError, RecursionError) as err:  # names that are no text, JSON that is nested without end
-        raise CheckpointError(f"{root}: not a checkpoint that can be read: {type(err).__name__}: {err}") from err
+    except (ValueError, RecursionError) as err:
+        # Names that are no text, JSON that is nested without end.
+        raise CheckpointError(
+            f"{root}: not a checkpoint that can be read: {type(err).__name__}: {err}"
+        ) from err
     return name
 
 
@@ -90,7 +115,12 @@ def name_of_hashes(configs: Sequence[bytes], hashes: Iterable[bytes]) -> str:
 
 
 def name_of(
-    model: str, revision: str | None, cache: str | None, load_format: str, log: logging.Logger, remedy: str
+    model: str,
+    revision: str | None,
+    cache: str | None,
+    load_format: str,
+    log: logging.Logger,
+    remedy: str,
 ) -> str:
     """The digest of a model's files, or its name, with a warning, if they are not on this host.
     ``remedy``: how the user names the weights."""
@@ -133,15 +163,29 @@ def weight_files(directory: pathlib.Path, load_format: str = "auto") -> list[pat
             names.append(entry.name)
     names.sort()
     if load_format == "mistral":
-        wanted, index = [n for n in names if n.startswith("consolidated") and n.endswith(".safetensors")], "consolidated.safetensors.index.json"
+        wanted, index = (
+            [n for n in names if n.startswith("consolidated") and n.endswith(".safetensors")],
+            "consolidated.safetensors.index.json",
+        )
     else:
-        endings = {"pt": (".pt",), "npcache": (".bin",), "gguf": (".gguf",)}.get(load_format, (".safetensors", ".bin", ".pt", ".gguf"))
-        kinds = ([n for n in names if n.endswith(e) and not n.startswith(NO_WEIGHTS)] for e in endings)
+        endings = {"pt": (".pt",), "npcache": (".bin",), "gguf": (".gguf",)}.get(
+            load_format, (".safetensors", ".bin", ".pt", ".gguf")
+        )
+        kinds = (
+            [n for n in names if n.endswith(e) and not n.startswith(NO_WEIGHTS)] for e in endings
+        )
         wanted, index = next((k for k in kinds if k), []), "model.safetensors.index.json"
-    if index in names and wanted and wanted[0].endswith(".safetensors") and load_format != "sharded_state":
+    if (
+        index in names
+        and wanted
+        and wanted[0].endswith(".safetensors")
+        and load_format != "sharded_state"
+    ):
         wanted = _indexed(directory / index)
     if not wanted:
-        raise CheckpointError(f"{directory}: no files of weights (*.safetensors, *.bin, *.pt, *.gguf)")
+        raise CheckpointError(
+            f"{directory}: no files of weights (*.safetensors, *.bin, *.pt, *.gguf)"
+        )
     return [directory / n for n in wanted]
 
 
@@ -151,16 +195,23 @@ def _indexed(index: pathlib.Path) -> list[str]:
         shards = set(json.loads(_read(index, MAX_JSON_BYTES))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as err:
         raise CheckpointError(f"{index}: no map weight_map of names: {err!r}") from err
-    if not shards or len(shards) > MAX_ENTRIES or not all(isinstance(s, str) and s and "/" not in s and "\0" not in s for s in shards):
-        raise CheckpointError(f"{index}: weight_map names {len(shards)} files; want 1 to {MAX_ENTRIES} names of files beside it")
+    if (
+        not shards
+        or len(shards) > MAX_ENTRIES
+        or not all(isinstance(s, str) and s and "/" not in s and "\0" not in s for s in shards)
+    ):
+        raise CheckpointError(
+            f"{index}: weight_map names {len(shards)} files; want 1 to {MAX_ENTRIES} names of "
+            "files beside it"
+        )
     return sorted(shards)
 
 
-def _read(path: pathlib.Path, most: int) -> bytes:
+def _read(path: pathlib.Path, limit: int) -> bytes:
     with open(path, "rb") as f:
-        data = f.read(most + 1)
-    if len(data) > most:
-        raise CheckpointError(f"{path}: more than {most} bytes")
+        data = f.read(limit + 1)
+    if len(data) > limit:
+        raise CheckpointError(f"{path}: more than {limit} bytes")
     return data
 
 
@@ -191,7 +242,10 @@ def _tensors(file: pathlib.Path) -> list[Tensor]:
         return list(_safetensors(file))
     if file.suffix in (".bin", ".pt") and zipfile.is_zipfile(file):
         return list(_zipped(file))
-    return [Tensor(file, f"file{i}", "bytes", (), start, n) for i, start, n in _pieces(file.stat().st_size)]
+    return [
+        Tensor(file, f"file{i}", "bytes", (), start, n)
+        for i, start, n in _pieces(file.stat().st_size)
+    ]
 
 
 def _pieces(size: int) -> Iterator[tuple[int, int, int]]:
@@ -208,7 +262,10 @@ def _safetensors(file: pathlib.Path) -> Iterator[Tensor]:
         first = f.read(8)
         n = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
         if not 2 <= n <= min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{file}: a header of {n} bytes in a file of {size}; it is cut, or no safetensors file")
+            raise CheckpointError(
+                f"{file}: a header of {n} bytes in a file of {size}; it is cut, or no safetensors "
+                "file"
+            )
         raw = f.read(n)
     try:
         header = json.loads(raw)
@@ -225,14 +282,20 @@ def _safetensors(file: pathlib.Path) -> Iterator[Tensor]:
 
 def _safetensor(file: pathlib.Path, name: str, t: Any, data: int, size: int) -> Tensor:
     kind, shape, (start, end) = t["dtype"], tuple(t["shape"]), t["data_offsets"]
-    whole = all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in (*shape, start, end))
+    whole = all(
+        isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in (*shape, start, end)
+    )
     if not whole or not isinstance(kind, str) or not start <= end <= size - data:
-        raise CheckpointError(f"{file}: tensor {name[:80]!r} at {start} to {end} of {size - data} bytes; the file is cut, or damaged")
+        raise CheckpointError(
+            f"{file}: tensor {name[:80]!r} at {start} to {end} of {size - data} bytes; the file is "
+            "cut, or damaged"
+        )
     return Tensor(file, name, kind, shape, data + start, end - start)
 
 
 def _zipped(file: pathlib.Path) -> Iterator[Tensor]:
-    """What torch.save writes: one entry for each storage, stored as it is, with its checksum, and a pickle with names and shapes, which is not run."""
+    """What torch.save writes: one entry for each storage, stored as it is, with its checksum, and a
+    pickle with names and shapes, which is not run."""
     size = file.stat().st_size
     try:
         with zipfile.ZipFile(file) as z, open(file, "rb") as f:
@@ -240,12 +303,21 @@ def _zipped(file: pathlib.Path) -> Iterator[Tensor]:
                 f.seek(e.header_offset)
                 local = f.read(30)
                 if len(local) < 30 or local[:4] != b"PK\3\4":
-                    raise CheckpointError(f"{file}: entry {e.filename[:80]!r} is not where the directory has it")
+                    raise CheckpointError(
+                        f"{file}: entry {e.filename[:80]!r} is not where the directory has it"
+                    )
                 start = e.header_offset + 30 + sum(struct.unpack_from("<HH", local, 26))
                 if start + e.compress_size > size:
                     raise CheckpointError(f"{file}: entry {e.filename[:80]!r} ends behind the file")
                 # The directory in the archive has the file's name.
-                yield Tensor(file, e.filename.partition("/")[2], "entry", (e.file_size, e.CRC), start, e.compress_size)
+                yield Tensor(
+                    file,
+                    e.filename.partition("/")[2],
+                    "entry",
+                    (e.file_size, e.CRC),
+                    start,
+                    e.compress_size,
+                )
     except (zipfile.BadZipFile, NotImplementedError, struct.error) as err:
         raise CheckpointError(f"{file}: {err}") from err
 
@@ -266,7 +338,10 @@ def _sampled(tensors: list[Tensor]) -> list[bytes]:
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, fd)
             part = -(-len(held) // THREADS)
-            jobs += [pool.submit(_hashes, fd, held[i : i + part], count, size) for i in range(0, len(held), part)]
+            jobs += [
+                pool.submit(_hashes, fd, held[i : i + part], count, size)
+                for i in range(0, len(held), part)
+            ]
         return [h for job in jobs for h in job.result()]
 
 
@@ -284,20 +359,34 @@ def places(nbytes: int, count: int, size: int) -> list[tuple[int, int]]:
     """Where the samples of a tensor are, and how long."""
     if nbytes <= count * size:
         return [(0, nbytes)]
-    return [((nbytes - size) * i // max(count - 1, 1), size) for i in range(count)]  # the first at its beginning, the last at its end
+    # The first at its beginning, the last at its end.
+    return [((nbytes - size) * i // max(count - 1, 1), size) for i in range(count)]
 
 
 def hash_of(name: str, kind: str, shape: tuple[int, ...], nbytes: int, samples: bytes) -> bytes:
-    parts = [name.encode("utf-8", "surrogatepass"), kind.encode(), repr(shape).encode(), str(nbytes).encode()]
+    parts = [
+        name.encode("utf-8", "surrogatepass"),
+        kind.encode(),
+        repr(shape).encode(),
+        str(nbytes).encode(),
+    ]
     return hashlib.sha256(b"".join(_sized(x) for x in parts) + samples).digest()
 
 
 def _hash(fd: int, t: Tensor, count: int, size: int) -> bytes:
-    return hash_of(t.name, t.kind, t.shape, t.bytes, b"".join(_at(fd, t, at, n) for at, n in places(t.bytes, count, size)))
+    return hash_of(
+        t.name,
+        t.kind,
+        t.shape,
+        t.bytes,
+        b"".join(_at(fd, t, at, n) for at, n in places(t.bytes, count, size)),
+    )
 
 
 def _at(fd: int, t: Tensor, offset: int, n: int) -> bytes:
     data = os.pread(fd, n, t.start + offset)
     if len(data) != n:
-        raise CheckpointError(f"{t.file}: tensor {t.name[:80]!r} ends behind the file, which changes, or is cut")
+        raise CheckpointError(
+            f"{t.file}: tensor {t.name[:80]!r} ends behind the file, which changes, or is cut"
+        )
     return data

@@ -1,7 +1,9 @@
-"""The bytes of a checkpoint, piece after piece, in a bounded range of shared memory that the sidecar can map.
+"""The bytes of a checkpoint, piece after piece, in a bounded range of shared memory that the
+sidecar can map.
 
-A source reads pieces ahead: from open files by threads, or from another node by EXPECT over all rails. Whoever takes a piece gives its
-memory back when nothing uses it any more. No piece is delivered unless all of its bytes have come.
+A source reads pieces ahead: from open files by threads, or from another node by EXPECT over all
+rails. Whoever takes a piece gives its memory back when nothing uses it any more. No piece is
+delivered unless all of its bytes have come.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .checkpoint import Folder, Manifest, Piece, offer_name
+from .checkpoint import Directory, Manifest, Piece, offer_name
 from .client import Completion, EngineInfo, identity
 from .region import KvsprayError, Region
 from .weights import CheckpointError
 from .worker import WorkerClient
 
-PIECE_BYTES = 64 << 20  # enough for every link of a GPU; a larger tensor is put together from several
-# In the arena. With MAX_HELD ranges in use the rest has a gap for another piece, wherever they are: (PIECES - MAX_HELD) / (MAX_HELD + 1) >= 1.
+# Enough for every link of a GPU; a larger tensor is put together from several.
+PIECE_BYTES = 64 << 20
+# In the arena. With MAX_HELD ranges in use the rest has a gap for another piece, wherever they are:
+# (PIECES - MAX_HELD) / (MAX_HELD + 1) >= 1.
 PIECES = 8
 MAX_HELD = 3  # pieces that are taken and not given back
 ARENA_BYTES = PIECES * (PIECE_BYTES + (1 << 20))
@@ -38,7 +42,9 @@ READERS = 8
 PAGE_BYTES = 1 << 20  # between nodes
 ALIGN = 4096
 HUGE = 2 << 20  # bytes of a huge page
-AHEAD = 4  # pieces: all readers have work while the last bytes of one come. No more memory than that is touched
+# pieces: all readers have work while the last bytes of one come. No more memory than that is
+# touched.
+AHEAD = 4
 WAIT_S = 0.05  # between looks at the session
 CONNECT_S = 10.0
 DEADLINE_S = 60.0  # of a piece from another node
@@ -56,8 +62,9 @@ class LoadError(RuntimeError):
 class Arena:
     """Memory for pieces. Ranges are given and taken back in any order, the lowest first.
 
-    New memory costs time: the kernel clears it, and the host of a virtual machine may have to find it, at less than 1 GB/s. So the first piece is
-    under way while the others get theirs, and what no piece needs stays untouched.
+    New memory costs time: the kernel clears it, and the host of a virtual machine may have to find
+    it, at less than 1 GB/s. So the first piece is under way while the others get theirs, and what
+    no piece needs stays untouched.
     """
 
     def __init__(self, nbytes: int, align: int = ALIGN) -> None:
@@ -81,7 +88,8 @@ class Arena:
         return at
 
     def fill(self, nbytes: int) -> None:
-        """Memory for the first so many bytes, of all that will ever be taken there. Raises LoadError if the host has none."""
+        """Memory for the first so many bytes, of all that will ever be taken there. Raises
+        LoadError if the host has none."""
         end = min(-(-nbytes // HUGE) * HUGE, self.nbytes)
         with self._filling:
             if end <= self._filled:
@@ -121,7 +129,9 @@ class Arena:
     def close(self) -> None:
         """What is still in use stays mapped, as long as this process lives."""
         if self.used:
-            _log.warning("kvspray: %d bytes of read weights are still in use, and stay in memory", self.used)
+            _log.warning(
+                "kvspray: %d bytes of read weights are still in use, and stay in memory", self.used
+            )
         else:
             self.region.close()
 
@@ -171,7 +181,8 @@ class Source(Protocol):
         """Returns when all bytes have come. Raises CheckpointError or LoadError."""
 
     def poll(self) -> list[Completion]:
-        """Waits a while for the ends of leases that others opened with the client. In the thread of finish()."""
+        """Waits a while for the ends of leases that others opened with the client. In the thread of
+        finish()."""
 
     def check(self) -> None:
         """Raises CheckpointError if the checkpoint is not what it was."""
@@ -189,9 +200,11 @@ class Files:
     arena: Arena
     client: WorkerClient | None = None
 
-    def __init__(self, root: str, arena_bytes: int = ARENA_BYTES, digest: str | None = None) -> None:
-        self.folder = Folder(root, digest)
-        self.manifest = self.folder.manifest
+    def __init__(
+        self, root: str, arena_bytes: int = ARENA_BYTES, digest: str | None = None
+    ) -> None:
+        self.directory = Directory(root, digest)
+        self.manifest = self.directory.manifest
         self._arena_bytes = arena_bytes
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._jobs: dict[int, list[concurrent.futures.Future[None]]] = {}
@@ -207,12 +220,15 @@ class Files:
     def start(self, block: Block) -> None:
         p = block.piece
         assert self._pool is not None
-        self._jobs[id(block)] = [self._pool.submit(self._read, p.file, p.start + at, block.view[at : at + READ_BYTES]) for at in range(0, p.nbytes, READ_BYTES)]
+        self._jobs[id(block)] = [
+            self._pool.submit(self._read, p.file, p.start + at, block.view[at : at + READ_BYTES])
+            for at in range(0, p.nbytes, READ_BYTES)
+        ]
 
     def _read(self, file: int, at: int, into: memoryview) -> None:
         if self._stop:
             raise LoadError("the load was stopped")
-        fd, path = self.folder.fds[file], self.folder.paths[file]
+        fd, path = self.directory.fds[file], self.directory.paths[file]
         done = 0
         while done < len(into):
             try:
@@ -220,7 +236,10 @@ class Files:
             except OSError as err:
                 raise CheckpointError(f"{path}: {err.strerror} at byte {at + done}") from err
             if n == 0:
-                raise CheckpointError(f"{path}: no byte {at + done}: the file is shorter than when it was opened; load again once nothing writes to it")
+                raise CheckpointError(
+                    f"{path}: no byte {at + done}: the file is shorter than when it was opened; "
+                    "load again once nothing writes to it"
+                )
             done += n
 
     def finish(self, block: Block) -> None:
@@ -233,7 +252,7 @@ class Files:
         return []
 
     def check(self) -> None:
-        self.folder.check()
+        self.directory.check()
 
     def stop(self) -> None:
         self._stop = True
@@ -243,35 +262,34 @@ class Files:
 
     def close(self) -> None:
         self.stop()
-        self.folder.close()
+        self.directory.close()
         if self._pool is not None:
             self.arena.close()
 
 
 def offer_layout(manifest: Manifest, blocks: int) -> dict[str, Any]:
-    """What both sides register: pages of bytes. Sidecars refuse to move pieces of another checkpoint."""
+    """What both sides register: pages of bytes. Sidecars refuse to move pieces of another
+    checkpoint."""
     return {
-        "model": "kvspray-weights",
-        "dtype": "uint8",
-        "groups": [
-            {
-                "tokens_per_block": 1, "strategy": "page", "params": {}, "num_blocks": blocks,
-                "layers": [{"name": "weights", "index": 0, "region": 0, "base": 0, "block_stride": PAGE_BYTES, "page_bytes": PAGE_BYTES}],
-            }
-        ],
-        "identity": identity(
-            model_config="weights", weights=manifest.digest, layers=1, head_size=0, groups="weights", rope="", backoff=0, speculative="", packing="bytes"
-        ),
+        "model": "kvspray-weights", "dtype": "uint8", "groups": [
+        {"tokens_per_block": 1, "strategy": "page", "params": {}, "num_blocks": blocks,
+        "layers": [{"name": "weights", "index": 0, "region": 0, "base": 0,
+        "block_stride": PAGE_BYTES, "page_bytes": PAGE_BYTES}]}],
+        "identity": identity(model_config="weights", weights=manifest.digest, layers=1,
+        head_size=0, groups="weights", rope="", backoff=0, speculative="", packing="bytes"),
     }  # fmt: skip
 
 
 class Peer:
-    """A directory that another node offers (``python -m kvspray.offer``): requests go to its address, and bytes come from sidecar to sidecar."""
+    """A directory that another node offers (``python -m kvspray.offer``): requests go to its
+    address, and bytes come from sidecar to sidecar."""
 
     arena: Arena
     client: WorkerClient
 
-    def __init__(self, url: str, socket_path: str | None = None, arena_bytes: int = ARENA_BYTES) -> None:
+    def __init__(
+        self, url: str, socket_path: str | None = None, arena_bytes: int = ARENA_BYTES
+    ) -> None:
         self.url = url.rstrip("/")
         self._ask = Asker(self.url)
         self.endpoint, self.manifest = self._offer()
@@ -285,7 +303,11 @@ class Peer:
 
     def prepare(self) -> None:
         self.client = WorkerClient(
-            self._socket, engine=EngineInfo("kvspray-load", id=f"load-{os.getpid()}-{secrets.token_hex(4)}"), layers=1, deadline_s=DEADLINE_S, log=_log
+            self._socket,
+            engine=EngineInfo("kvspray-load", id=f"load-{os.getpid()}-{secrets.token_hex(4)}"),
+            layers=1,
+            deadline_s=DEADLINE_S,
+            log=_log,
         )
         try:
             self.arena = Arena(self._arena_bytes, PAGE_BYTES)
@@ -294,18 +316,26 @@ class Peer:
             raise
         self._prepared = True
         try:
-            self.client.register([self.arena.region], offer_layout(self.manifest, self.arena.nbytes // PAGE_BYTES))
+            self.client.register(
+                [self.arena.region], offer_layout(self.manifest, self.arena.nbytes // PAGE_BYTES)
+            )
             if not self.client.wait_connected(CONNECT_S):
-                raise LoadError(f"no sidecar takes the pieces: {self.client.status().error or 'none answers'}; start kvspray serve on this host")
+                raise LoadError(
+                    f"no sidecar takes the pieces: {self.client.status().error or 'none answers'}; "
+                    "start kvspray serve on this host"
+                )
         except BaseException:
             self.close()
             raise
 
     def _offer(self) -> tuple[str, Manifest]:
-        said = self._ask("GET", "/v1/manifest")
-        if not isinstance(said, dict) or not isinstance(said.get("endpoint"), str):
-            raise LoadError(f"{self.url}: no offer of weights; give the address that python -m kvspray.offer prints")
-        return said["endpoint"], Manifest.from_json(said.get("manifest"), self.url)
+        answer = self._ask("GET", "/v1/manifest")
+        if not isinstance(answer, dict) or not isinstance(answer.get("endpoint"), str):
+            raise LoadError(
+                f"{self.url}: no offer of weights; give the address that python -m kvspray.offer "
+                "prints"
+            )
+        return answer["endpoint"], Manifest.from_json(answer.get("manifest"), self.url)
 
     def lead(self, piece: Piece) -> int:
         return 0
@@ -314,18 +344,32 @@ class Peer:
         xfer = secrets.token_bytes(16)
         first, count = block.at // PAGE_BYTES, -(-block.piece.nbytes // PAGE_BYTES)
         lease = self.client.expect(
-            xfer, offer_name(self.manifest.digest, block.piece, xfer), self.endpoint, count, 0, [range(first, first + count)],
-            req="weights", deadline_s=DEADLINE_S, match_timeout_s=DEADLINE_S,
+            xfer, offer_name(self.manifest.digest, block.piece, xfer), self.endpoint, count, 0,
+            [range(first, first + count)], req="weights", deadline_s=DEADLINE_S,
+            match_timeout_s=DEADLINE_S,
         )  # fmt: skip
         if not lease:
-            raise LoadError(f"the sidecar takes no piece: {self.client.status().error or 'it is gone'}; load again once kvspray serve runs")
+            raise LoadError(
+                f"the sidecar takes no piece: {self.client.status().error or 'it is gone'}; load "
+                "again once kvspray serve runs"
+            )
         self._leases[lease] = block
         self._by_block[id(block)] = lease
         p = block.piece
         self._asked[lease] = self._pool.submit(self._request, xfer, p)
 
     def _request(self, xfer: bytes, p: Piece) -> None:
-        self._ask("POST", "/v1/pieces", {"xfer": xfer.hex(), "file": p.file, "start": p.start, "nbytes": p.nbytes, "digest": self.manifest.digest})
+        self._ask(
+            "POST",
+            "/v1/pieces",
+            {
+                "xfer": xfer.hex(),
+                "file": p.file,
+                "start": p.start,
+                "nbytes": p.nbytes,
+                "digest": self.manifest.digest,
+            },
+        )
 
     def finish(self, block: Block) -> None:
         lease = self._by_block[id(block)]
@@ -340,7 +384,10 @@ class Peer:
         if refused is not None:
             raise refused
         if not end.ok:
-            raise LoadError(f"a piece did not come from {self.endpoint}: {end.status.name} ({end.reason}); load again")
+            raise LoadError(
+                f"a piece did not come from {self.endpoint}: {end.status.name} ({end.reason}); "
+                "load again"
+            )
 
     def _poll(self) -> None:
         self.client.wait(WAIT_S)
@@ -358,10 +405,13 @@ class Peer:
 
     def check(self) -> None:
         if self._offer()[1] != self.manifest:
-            raise CheckpointError(f"{self.url}: the offer is of another checkpoint than at the beginning; load again")
+            raise CheckpointError(
+                f"{self.url}: the offer is of another checkpoint than at the beginning; load again"
+            )
 
     def stop(self) -> None:
-        """Waits until the sidecar can write no more, or has its own mapping alone: that of this process ends with the session."""
+        """Waits until the sidecar can write no more, or has its own mapping alone: that of this
+        process ends with the session."""
         for lease in self._leases:
             self.client.cancel(lease, "the load ends")
         end = time.monotonic() + DEADLINE_S
@@ -386,12 +436,20 @@ class Asker:
             host, port = parts.hostname, parts.port
         except ValueError:
             host, port = None, None
-        if parts.scheme != "http" or not host or not port or parts.path not in ("", "/") or parts.query:
-            raise LoadError(f"{url[:200]!r}: want http://HOST:PORT, as python -m kvspray.offer prints it")
+        if (
+            parts.scheme != "http"
+            or not host
+            or not port
+            or parts.path not in ("", "/")
+            or parts.query
+        ):
+            raise LoadError(
+                f"{url[:200]!r}: want http://HOST:PORT, as python -m kvspray.offer prints it"
+            )
         self._at = (host, port)
 
     def __call__(self, method: str, path: str, body: object = None) -> Any:
-        most = MAX_MANIFEST_BYTES if method == "GET" else MAX_ANSWER_BYTES
+        limit = MAX_MANIFEST_BYTES if method == "GET" else MAX_ANSWER_BYTES
         end = time.monotonic() + HTTP_S
         conn = http.client.HTTPConnection(*self._at, timeout=HTTP_S)
         sock: socket.socket | None = None
@@ -407,26 +465,39 @@ class Asker:
         try:
             conn.connect()
             sock = conn.sock
-            timer = threading.Timer(max(0.0, end - time.monotonic()), stop)  # a socket's own limit begins again with each byte
+            # A socket's own limit begins again with each byte.
+            timer = threading.Timer(max(0.0, end - time.monotonic()), stop)
             timer.daemon = True
             timer.start()
-            conn.request(method, path, None if body is None else json.dumps(body), {} if body is None else {"Content-Type": "application/json"})
+            conn.request(
+                method,
+                path,
+                None if body is None else json.dumps(body),
+                {} if body is None else {"Content-Type": "application/json"},
+            )
             answer = conn.getresponse()
-            raw = answer.read(most + 1)
-            if len(raw) > most:
-                raise ValueError(f"more than {most} bytes")
-            said = json.loads(raw)
+            raw = answer.read(limit + 1)
+            if len(raw) > limit:
+                raise ValueError(f"more than {limit} bytes")
+            content = json.loads(raw)
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as err:
-            what = f"not within {HTTP_S:g} s" if late.is_set() or isinstance(err, socket.timeout) else str(err) or type(err).__name__
-            raise LoadError(f"{self.url}: no offer of weights answers: {what}; start python -m kvspray.offer there") from err
+            what = (
+                f"not within {HTTP_S:g} s"
+                if late.is_set() or isinstance(err, socket.timeout)
+                else str(err) or type(err).__name__
+            )
+            raise LoadError(
+                f"{self.url}: no offer of weights answers: {what}; start python -m kvspray.offer "
+                "there"
+            ) from err
         finally:
             if timer is not None:
                 timer.cancel()
             conn.close()
         if answer.status != 200:
-            reason = said.get("error") if isinstance(said, dict) else None
+            reason = content.get("error") if isinstance(content, dict) else None
             raise LoadError(f"{self.url}: {reason or answer.reason}")
-        return said
+        return content
 
 
 class Stream:
@@ -435,7 +506,10 @@ class Stream:
     def __init__(self, source: Source, piece_bytes: int = PIECE_BYTES) -> None:
         source.prepare()
         if PIECES * (piece_bytes + source.arena.align) > source.arena.nbytes:
-            raise LoadError(f"an arena of {source.arena.nbytes} bytes for pieces of {piece_bytes}: want at least {PIECES} of them")
+            raise LoadError(
+                f"an arena of {source.arena.nbytes} bytes for pieces of {piece_bytes}: want at "
+                f"least {PIECES} of them"
+            )
         self.source = source
         self._pieces = source.manifest.pieces(piece_bytes)
         self._next: Piece | None = next(self._pieces, None)
@@ -453,7 +527,8 @@ class Stream:
             self._next = next(self._pieces, None)
 
     def close(self) -> None:
-        """Of the source, too. Pieces that were read ahead are given back once nothing writes to them."""
+        """Of the source, too. Pieces that were read ahead are given back once nothing writes to
+        them."""
         self.source.stop()
         for block in self._started:
             block.give_back()
@@ -466,7 +541,9 @@ class Stream:
             if not self._started:
                 if self._next is None:
                     return
-                raise LoadError(f"no memory for a piece: more than {MAX_HELD} were taken and not given back")
+                raise LoadError(
+                    f"no memory for a piece: more than {MAX_HELD} were taken and not given back"
+                )
             block = self._started[0]
             self.source.finish(block)
             self._started.popleft()
@@ -474,13 +551,32 @@ class Stream:
             del block
 
 
-def open_source(where: str, socket_path: str | None = None, arena_bytes: int = ARENA_BYTES, digest: str | None = None) -> Source:
-    """A directory's path, or http://HOST:PORT of an offer. digest: as of Folder; an offer has its own."""
+def open_source(
+    where: str,
+    socket_path: str | None = None,
+    arena_bytes: int = ARENA_BYTES,
+    digest: str | None = None,
+) -> Source:
+    """A directory's path, or http://HOST:PORT of an offer. digest: as of Directory; an offer has
+    its own."""
     if where.startswith("http://"):
         return Peer(where, socket_path, arena_bytes)
     if "://" in where or not os.path.isabs(where):
-        raise CheckpointError(f"{where[:200]!r}: want the absolute path of a directory on the engine's host, or http://HOST:PORT of an offer")
+        raise CheckpointError(
+            f"{where[:200]!r}: want the absolute path of a directory on the engine's host, or "
+            "http://HOST:PORT of an offer"
+        )
     return Files(where, arena_bytes, digest)
 
 
-__all__ = ["Arena", "Block", "Files", "KvsprayError", "LoadError", "Peer", "Source", "Stream", "open_source"]
+__all__ = [
+    "Arena",
+    "Block",
+    "Files",
+    "KvsprayError",
+    "LoadError",
+    "Peer",
+    "Source",
+    "Stream",
+    "open_source",
+]

@@ -40,7 +40,8 @@ MAX_TRACEPARENT = 64  # bytes that a sidecar reads; version 00 has 55
 
 
 class LoadPart(NamedTuple):
-    """A tensor of pages in two regions: page i is ``i * stride`` bytes after ``base``, and has ``length`` bytes."""
+    """A tensor of pages in two regions: page i is ``i * stride`` bytes after ``base``, and has
+    ``length`` bytes."""
 
     src: Region
     src_base: int
@@ -90,10 +91,11 @@ class WorkerClient(_Client):
         self._signal_layer = fast.kvs_signal_layer
         self._signal_step = fast.kvs_signal_step
 
-    # -- memory ------------------------------------------------------------------------------------------------------
+    # -- memory
 
     def alloc_region(self, nbytes: int) -> Region:
-        """New memory in a sealed memfd: the best kind, if the engine can allocate its cache in it."""
+        """New memory in a sealed memfd: the best kind, if the engine can allocate its cache in
+        it."""
         return Region.alloc(nbytes)
 
     def process_region(self, ptr: int, nbytes: int) -> Region:
@@ -106,20 +108,24 @@ class WorkerClient(_Client):
 
     @property
     def flags(self) -> tuple[int, int]:
-        """(address, bytes) of the flags memory, to be registered with a GPU as host-mapped memory."""
+        """(address, bytes) of the flags memory, to be registered with a GPU as host-mapped
+        memory."""
         return self._flags_addr, self._flags_bytes
 
     def register(self, regions: Sequence[Region], layout: Mapping[str, Any] | None = None) -> None:
         """Starts the background connection; once. It retries until it finds a sidecar.
 
-        ``layout`` is the map of docs/protocol.md section 3, with a dtype and what ``kvspray.identity`` asks for, without which a sidecar refuses it (see
-        ``status().error``). Without a layout the client takes part in no transfer: it copies, and uses the store. The regions must outlive the
-        client; those of add_regions() need not.
+        ``layout`` is the map of docs/protocol.md section 3, with a dtype and what
+        ``kvspray.identity`` asks for, without which a sidecar refuses it (see ``status().error``).
+        Without a layout the client takes part in no transfer: it copies, and uses the store. The
+        regions must outlive the client; those of add_regions() need not.
         """
         h = self._handle()
         if h is None:
             raise KvsprayError("kvspray: register: the client is closed")
-        body = None if layout is None else protocol.pack(protocol._ordered("REGISTER.layout", layout))
+        body = (
+            None if layout is None else protocol.pack(protocol._ordered("REGISTER.layout", layout))
+        )
         array = (_lib.CRegion * len(regions))(*[r._c for r in regions])
         rc = lib.kvs_start(h, array, len(regions), body, len(body or b""))
         if rc != 0:
@@ -127,9 +133,10 @@ class WorkerClient(_Client):
         self._numbers = {r.id: i for i, r in enumerate(regions)}
 
     def add_regions(self, regions: Sequence[Region], wait_s: float | None = 0) -> bool:
-        """After register(): adds regions. Spaces of the store can use them at once. A copy can be refused until the sidecar has them: ``wait_s`` is how
-        long to wait for that. True: it has answered for all regions so far; a refusal is in ``status().error``, and in the error of what uses
-        them."""
+        """After register(): adds regions. Spaces of the store can use them at once. A copy can be
+        refused until the sidecar has them: ``wait_s`` is how long to wait for that. True: it has
+        answered for all regions so far; a refusal is in ``status().error``, and in the error of
+        what uses them."""
         h = self._handle()
         if h is None:
             raise KvsprayError("kvspray: add_regions: the client is closed")
@@ -143,14 +150,17 @@ class WorkerClient(_Client):
     def drop_regions(self, regions: Sequence[Region], timeout_s: float | None = 10) -> bool:
         """Takes back regions of add_regions(). Copies and spaces can use them no more.
 
-        True: the sidecar accesses them no more, and the memory may be freed. False: that is not certain yet, because leases are open or the session
-        has ended; the memory may be used for something else once every lease that used it has completed through poll().
+        True: the sidecar accesses them no more, and the memory may be freed. False: that is not
+        certain yet, because leases are open or the session has ended; the memory may be used for
+        something else once every lease that used it has completed through poll().
         """
         h = self._handle()
         if h is None:
             return False
         numbers = [self._number("drop_regions", r) for r in regions]
-        request = int(lib.kvs_regions_drop(h, (ctypes.c_uint32 * len(numbers))(*numbers), len(numbers)))
+        request = int(
+            lib.kvs_regions_drop(h, (ctypes.c_uint32 * len(numbers))(*numbers), len(numbers))
+        )
         if request < 0:
             raise KvsprayError(f"kvspray: drop_regions: {self._why(request)}")
         for r in regions:
@@ -167,11 +177,15 @@ class WorkerClient(_Client):
     def _number(self, what: str, region: Region) -> int:
         number = self._numbers.get(region.id)
         if number is None:
-            raise ValueError(f"kvspray: {what}: {region!r} is not registered; pass it to register() or add_regions()")
+            raise ValueError(
+                f"kvspray: {what}: {region!r} is not registered; pass it to register() or "
+                "add_regions()"
+            )
         return number
 
     def describe(self, layout: Mapping[str, Any]) -> None:
-        """Replaces the layout of the registered memory, for example because the engine has other weights.
+        """Replaces the layout of the registered memory, for example because the engine has other
+        weights.
 
         Open source leases are released, running loads fail, and a new session presents this layout.
         """
@@ -183,17 +197,18 @@ class WorkerClient(_Client):
         if rc != 0:
             raise KvsprayError(f"kvspray: describe: {self._why(rc)}")
 
-    # -- flags -------------------------------------------------------------------------------------------------------
+    # -- flags
 
     def signal_layer(self, layer: int, step: int) -> None:
-        """Layer ``layer`` of ``step`` is complete in memory (CPU engines; GPUs store the flag themselves)."""
+        """Layer ``layer`` of ``step`` is complete in memory (CPU engines; GPUs store the flag
+        themselves)."""
         self._signal_layer(self._h, layer, step)
 
     def signal_step(self, step: int) -> None:
         """Every layer of ``step`` is complete, also those without hooks."""
         self._signal_step(self._h, step)
 
-    # -- source leases -----------------------------------------------------------------------------------------------
+    # -- source leases
 
     def intent(
         self,
@@ -211,34 +226,46 @@ class WorkerClient(_Client):
         held: bool = False,
         traceparent: str = "",
     ) -> int:
-        """These blocks hold, or will hold, this prompt's KV. ``ready``: tokens complete without any flag.
+        """These blocks hold, or will hold, this prompt's KV. ``ready``: tokens complete without any
+        flag.
 
-        ``traceparent``: of the request's span (W3C); a sidecar that exports spans continues its trace. A malformed one is ignored.
+        ``traceparent``: of the request's span (W3C); a sidecar that exports spans continues its
+        trace. A malformed one is ignored.
 
-        Returns the lease, or 0 if no sidecar can take it now, for the reason in ``refusal``: free the blocks as usual.
+        Returns the lease, or 0 if no sidecar can take it now, for the reason in ``refusal``: free
+        the blocks as usual.
         """
         if tokens < 1 or not 0 <= ready <= tokens:
-            raise ValueError(f"kvspray: intent: tokens = {tokens}, ready = {ready}; want 1 <= tokens and 0 <= ready <= tokens")
+            raise ValueError(
+                f"kvspray: intent: tokens = {tokens}, ready = {ready}; want 1 <= tokens and 0 <= "
+                "ready <= tokens"
+            )
         if not 1 <= fanout <= _messages.MAX_FANOUT:
             raise ValueError(f"kvspray: intent: fanout = {fanout}, want 1..{_messages.MAX_FANOUT}")
         deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
         source = Source(
-            _bin("xfer", xfer, 16), _bin("hash", hash, 32), tokens, fanout, [protocol.pack_blocks(b) for b in blocks], ready, prio,
-            deadline, held, _req(req), attempt, _traceparent(traceparent),
+            _bin("xfer", xfer, 16), _bin("hash", hash, 32), tokens, fanout,
+            [protocol.pack_blocks(b) for b in blocks], ready, prio, deadline, held, _req(req),
+            attempt, _traceparent(traceparent),
         )  # fmt: skip
         h = self._handle()
         body = source.body()
         with self._lock:  # a step() of another thread must find the lease
-            lease = _lib.E_CLOSED if h is None else int(lib.kvs_submit(h, _lib.REC_INTENT, body, len(body), deadline))
+            lease = (
+                _lib.E_CLOSED
+                if h is None
+                else int(lib.kvs_submit(h, _lib.REC_INTENT, body, len(body), deadline))
+            )
             if lease > 0:
                 self._sources[lease] = source
         return max(0, self._opened("intent", lease, body))
 
     def step(self, step: int, reqs: Iterable[tuple[int, int, Blocks | None]]) -> bool:
-        """Before the forward pass of ``step``: each lease holds tokens [0, end) once that step's flags arrive.
+        """Before the forward pass of ``step``: each lease holds tokens [0, end) once that step's
+        flags arrive.
 
-        ``blocks`` is the whole table per group as of this step, None when it is unchanged. Leases that have completed
-        are left out. True: the sidecar has it, or gets it after a reconnection.
+        ``blocks`` is the whole table per group as of this step, None when it is unchanged. Leases
+        that have completed are left out. True: the sidecar has it, or gets it after a reconnection.
         """
         h = self._handle()
         if h is None:
@@ -263,11 +290,19 @@ class WorkerClient(_Client):
                 changed.append((lease, source.body()))
             return self._write_step(h, step, entries, changed)
 
-    def _write_step(self, h: ctypes.c_void_p, step: int, entries: list[dict[str, Any]], changed: list[tuple[int, bytes]]) -> bool:
+    def _write_step(
+        self,
+        h: ctypes.c_void_p,
+        step: int,
+        entries: list[dict[str, Any]],
+        changed: list[tuple[int, bytes]],
+    ) -> bool:
         if not entries:
             return True
         body = protocol.pack(_messages.step(step=step, reqs=entries))
-        array = (_lib.CSnapshot * len(changed))(*[_lib.CSnapshot(lease, snap, len(snap)) for lease, snap in changed])
+        array = (_lib.CSnapshot * len(changed))(
+            *[_lib.CSnapshot(lease, snap, len(snap)) for lease, snap in changed]
+        )
         rc = _lib.E_TOO_BIG
         if len(entries) <= _messages.MAX_STEP_REQS:
             rc = lib.kvs_step(h, body, len(body), array, len(changed))
@@ -286,11 +321,13 @@ class WorkerClient(_Client):
         return self._restate(lease, Source.lose, lib.kvs_preempt)
 
     def hold(self, lease: int) -> bool:
-        """The request is finished; its blocks stay only for the transfer. False: the lease is already complete."""
+        """The request is finished; its blocks stay only for the transfer. False: the lease is
+        already complete."""
         return self._restate(lease, Source.hold, lib.kvs_hold)
 
     def yield_hold(self, lease: int) -> bool:
-        """The engine needs the blocks of a lease that it holds: no receiver binds any more, and bound ones finish.
+        """The engine needs the blocks of a lease that it holds: no receiver binds any more, and
+        bound ones finish.
 
         False: the lease is not held, or already complete.
         """
@@ -310,7 +347,7 @@ class WorkerClient(_Client):
             body = source.body()
             return call(h, byref(_lib.CSnapshot(lease, body, len(body)))) in (0, _lib.KEPT)
 
-    # -- destination leases ------------------------------------------------------------------------------------------
+    # -- destination leases
 
     def expect(
         self,
@@ -329,23 +366,26 @@ class WorkerClient(_Client):
         traceparent: str = "",
         stall_s: float = 0.0,
     ) -> int:
-        """Requests this prompt's KV from ``peer`` for these blocks; the first ``skip`` tokens (of all groups, or per group) are present.
+        """Requests this prompt's KV from ``peer`` for these blocks; the first ``skip`` tokens (of
+        all groups, or per group) are present.
 
         ``traceparent``: as in intent().
 
-        ``stall_s``: longest wait without a byte or a sign of life of the other side; 0: until the deadline.
+        ``stall_s``: longest wait without a byte or a sign of life of the other side; 0: until the
+        deadline.
 
-        ``after``: a number that ``GpuSignals.mark`` has returned; no block is written before the engine's stream has passed it.
+        ``after``: a number that ``GpuSignals.mark`` has returned; no block is written before the
+        engine's stream has passed it.
 
-        ``blocks`` cover tokens from 0. Returns the lease, or 0 if no sidecar can take it now, for the reason in ``refusal``: prefill
-        locally.
+        ``blocks`` cover tokens from 0. Returns the lease, or 0 if no sidecar can take it now, for
+        the reason in ``refusal``: prefill locally.
         """
         table = [protocol.pack_blocks(b) for b in blocks]
         skips = [skip] * len(table) if isinstance(skip, int) else list(skip)
         if tokens < 1 or len(skips) != len(table) or any(not 0 <= s <= tokens for s in skips):
             raise ValueError(
-                f"kvspray: expect: tokens = {tokens}, skip = {skips} for {len(table)} groups; want 1 <= tokens and one "
-                "0 <= skip <= tokens per group"
+                f"kvspray: expect: tokens = {tokens}, skip = {skips} for {len(table)} groups; want "
+                "1 <= tokens and one 0 <= skip <= tokens per group"
             )
         deadline_ms, match_timeout_ms = self._deadlines()
         deadline = _ms(deadline_s, self._deadline_ms or deadline_ms)
@@ -368,7 +408,7 @@ class WorkerClient(_Client):
         )
         return max(0, self._submit("expect", _lib.REC_EXPECT, body, deadline))
 
-    # -- copies ------------------------------------------------------------------------------------------------------
+    # -- copies
 
     def copy(
         self,
@@ -380,13 +420,16 @@ class WorkerClient(_Client):
         deadline_s: float | None = None,
         after: int = 0,
     ) -> int:
-        """Makes the sidecar copy blocks of one registered region to another, or within one: (source offset, destination offset, length).
+        """Makes the sidecar copy blocks of one registered region to another, or within one: (source
+        offset, destination offset, length).
 
-        Large copies between host memory and a GPU use the PCIe links of every GPU that the sidecar serves. The sidecar
-        owns these blocks until the lease completes through poll(): with OK all bytes have arrived, else any part of them. A copy may not write
-        a byte that it also reads or writes elsewhere; the caller orders overlapping copies.
-        Returns the lease. LATER: as many are open as the sidecar takes (WELCOME), or the ring is full. 0: copy without the sidecar, for
-        the reason in ``refusal``. One that this process may not kill gets no copy: if it hung, the wait for the end would have no end.
+        Large copies between host memory and a GPU use the PCIe links of every GPU that the sidecar
+        serves. The sidecar owns these blocks until the lease completes through poll(): with OK all
+        bytes have arrived, else any part of them. A copy may not write a byte that it also reads or
+        writes elsewhere; the caller orders overlapping copies. Returns the lease. LATER: as many
+        are open as the sidecar takes (WELCOME), or the ring is full. 0: copy without the sidecar,
+        for the reason in ``refusal``. One that this process may not kill gets no copy: if it hung,
+        the wait for the end would have no end.
         """
         numbers = [self._number("copy: src", src), self._number("copy: dst", dst)]
         deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
@@ -414,25 +457,41 @@ class WorkerClient(_Client):
         deadline_s: float | None = None,
         after: int = 0,
     ) -> int:
-        """Makes the sidecar copy the same pages, (source page, destination page) each, of several tensors, in their order.
+        """Makes the sidecar copy the same pages, (source page, destination page) each, of several
+        tensors, in their order.
 
-        Once the first n parts have arrived the sidecar raises load flag ``flag`` to ``value + n``, unless the flag is below ``value``:
-        let a load begin (``after``) when the one before has ended. The sidecar owns the destination's pages until the lease
-        completes through poll(). The parts that the flag covers then have arrived; with OK all have.
-        ``arrived``: the address of a u64, valid until this load and all before it have ended. If the lease ends before all parts are
-        there, a thread of the library writes the number of those that are to it, and then raises the flag to ``value + len(parts)``:
-        what waits for the flag copies the others.
+        Once the first n parts have arrived the sidecar raises load flag ``flag`` to ``value + n``,
+        unless the flag is below ``value``: let a load begin (``after``) when the one before has
+        ended. The sidecar owns the destination's pages until the lease completes through poll().
+        The parts that the flag covers then have arrived; with OK all have. ``arrived``: the address
+        of a u64, valid until this load and all before it have ended. If the lease ends before all
+        parts are there, a thread of the library writes the number of those that are to it, and then
+        raises the flag to ``value + len(parts)``: what waits for the flag copies the others.
         Returns what copy() returns.
         """
         rows = [
-            (p.src_base, p.src_stride, p.dst_base, p.dst_stride, p.length, self._number("load: src", p.src), self._number("load: dst", p.dst))
+            (
+                p.src_base,
+                p.src_stride,
+                p.dst_base,
+                p.dst_stride,
+                p.length,
+                self._number("load: src", p.src),
+                self._number("load: dst", p.dst),
+            )
             for p in parts
         ]
         if not (0 <= flag < 1 << 32 and 0 <= value < 1 << 62):
-            raise ValueError(f"kvspray: load: flag {flag}, value {value}: want a flag below 2^32 and a value below 2^62")
+            raise ValueError(
+                f"kvspray: load: flag {flag}, value {value}: want a flag below 2^32 and a value "
+                "below 2^62"
+            )
         listed = protocol.pack_pages(pages)
         if len(rows) * len(listed) > 8 * _messages.MAX_LOAD_BLOCKS:
-            raise ValueError(f"kvspray: a load of {len(listed) // 8} pages of {len(rows)} parts, at most {_messages.MAX_LOAD_BLOCKS} in all: split it")
+            raise ValueError(
+                f"kvspray: a load of {len(listed) // 8} pages of {len(rows)} parts, at most "
+                f"{_messages.MAX_LOAD_BLOCKS} in all: split it"
+            )
         deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
         body = protocol.pack(
             _messages.load(
@@ -449,12 +508,22 @@ class WorkerClient(_Client):
             return self._submit("load", _lib.REC_LOAD, body, deadline)
         h = self._handle()
         landing = _lib.CLanding(flag, value, len(rows), arrived)
-        lease = _lib.E_CLOSED if h is None else int(lib.kvs_submit_load(h, body, len(body), deadline, byref(landing)))
+        lease = (
+            _lib.E_CLOSED
+            if h is None
+            else int(lib.kvs_submit_load(h, body, len(body), deadline, byref(landing)))
+        )
         return self._opened("load", lease, body)
 
     def _submit(self, what: str, kind: int, body: bytes, deadline_ms: int) -> int:
         h = self._handle()
-        return self._opened(what, _lib.E_CLOSED if h is None else int(lib.kvs_submit(h, kind, body, len(body), deadline_ms)), body)
+        return self._opened(
+            what,
+            _lib.E_CLOSED
+            if h is None
+            else int(lib.kvs_submit(h, kind, body, len(body), deadline_ms)),
+            body,
+        )
 
     def _opened(self, what: str, lease: int, body: bytes) -> int:
         if lease > 0:
@@ -464,15 +533,17 @@ class WorkerClient(_Client):
             raise ValueError(f"kvspray: {what}: {self.refusal} ({len(body)} bytes)")
         return LATER if lease in (_lib.E_FULL, _lib.E_LIMIT) else 0
 
-    # -- both --------------------------------------------------------------------------------------------------------
+    # -- both
 
     def cancel(self, lease: int, reason: str = "") -> bool:
-        """Releases a lease. It still completes through poll(); only then may the engine use destination blocks."""
+        """Releases a lease. It still completes through poll(); only then may the engine use
+        destination blocks."""
         h = self._handle()
         return h is not None and lib.kvs_cancel(h, lease, reason.encode()[:1024]) in (0, _lib.KEPT)
 
     def poll(self) -> list[Completion]:
-        """Leases that have ended, each exactly once. Never blocks, never raises because of the sidecar."""
+        """Leases that have ended, each exactly once. Never blocks, never raises because of the
+        sidecar."""
         h = self._handle()
         if h is None:
             return []
@@ -495,13 +566,14 @@ class WorkerClient(_Client):
                     at += length
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits without the interpreter lock until poll() would return something. False: the time-out has passed."""
+        """Waits without the interpreter lock until poll() would return something. False: the
+        time-out has passed."""
         h = self._handle()
         if h is None:
             return False
         return bool(lib.kvs_wait(h, _timeout(timeout_s)) == 1)
 
-    # -- load flags --------------------------------------------------------------------------------------------------
+    # -- load flags
 
     def load_value(self, flag: int) -> int:
         """The value of a load flag. 0: there is no such flag, or the client is closed."""
@@ -517,13 +589,21 @@ class WorkerClient(_Client):
     def _why(self, rc: int) -> str:
         text = _lib.strerror(rc)
         # Of the others the latest error is not the cause.
-        detail = _text(self._info().error) if rc in (_lib.E_ARG, _lib.E_LIMIT, _lib.E_NOT_CONNECTED) else ""
+        detail = (
+            _text(self._info().error)
+            if rc in (_lib.E_ARG, _lib.E_LIMIT, _lib.E_NOT_CONNECTED)
+            else ""
+        )
         return f"{text}: {detail}" if detail else text
 
 
 def _req(req: str) -> str:
     raw = req.encode("utf-8", "replace")
-    return req if len(raw) <= _messages.MAX_REQ_BYTES else raw[: _messages.MAX_REQ_BYTES].decode("utf-8", "ignore")
+    return (
+        req
+        if len(raw) <= _messages.MAX_REQ_BYTES
+        else raw[: _messages.MAX_REQ_BYTES].decode("utf-8", "ignore")
+    )
 
 
 def _traceparent(text: str) -> str:
@@ -533,7 +613,9 @@ def _traceparent(text: str) -> str:
 
 def _after(mark: int) -> int:
     if not 0 <= mark < 1 << 64:
-        raise ValueError(f"kvspray: after = {mark}, want a number that GpuSignals.mark has returned, or 0")
+        raise ValueError(
+            f"kvspray: after = {mark}, want a number that GpuSignals.mark has returned, or 0"
+        )
     return mark
 
 
@@ -542,7 +624,8 @@ def _int(value: object) -> int:
 
 
 def _completion(lease: int, kind: int, status: int, body: bytes) -> Completion:
-    # The body comes from another process: an error in it must not hide the completion from the engine.
+    # The body comes from another process: an error in it must not hide the completion from the
+    # engine.
     try:
         m = protocol.decode(body) if body else {}
     except ValueError as e:
@@ -550,7 +633,12 @@ def _completion(lease: int, kind: int, status: int, body: bytes) -> Completion:
     ranges: list[tuple[int, int]] = []
     recompute = m.get("recompute")
     for r in recompute if isinstance(recompute, list) else ():
-        if isinstance(r, list) and len(r) == 2 and all(isinstance(x, int) and x >= 0 for x in r) and r[0] < r[1]:
+        if (
+            isinstance(r, list)
+            and len(r) == 2
+            and all(isinstance(x, int) and x >= 0 for x in r)
+            and r[0] < r[1]
+        ):
             ranges.append((r[0], r[1]))
         else:
             ranges.clear()  # one bad range: recompute everything

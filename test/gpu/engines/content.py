@@ -34,8 +34,8 @@ def options(parser: Any) -> None:
     parser.add_argument(
         "--like-plain",
         action="store_true",
-        help="pages that are others than the plain engine's are a problem; with --together 1, since "
-        "prompts that share steps are rounded otherwise",
+        help="pages that are others than the plain engine's are a problem; with --together 1, "
+        "since prompts that share steps are rounded otherwise",
     )
 
 

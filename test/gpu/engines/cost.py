@@ -2,8 +2,8 @@
 between D's tokens while pages come.
 
 The other side is a peer without an engine: a process with a sidecar, host memory of the same
-layout, and recorded pages of P's. So no other process computes on the GPU. Both arms of a pair do the
-same computation: P prefills as many new prompts either way, and D answers the same prompts,
+layout, and recorded pages of P's. So no other process computes on the GPU. Both arms of a pair do
+the same computation: P prefills as many new prompts either way, and D answers the same prompts,
 whose pages come from the peer in one arm and lie in its prefix cache in the other.
 """
 
@@ -108,7 +108,14 @@ class Peer:
         table, leases = self.table(place), []
         for rank, client in enumerate(self.clients):
             lease = client.expect(
-                bytes.fromhex(xfer), name(ids), peer, len(ids), 0, table, req=xfer, deadline_s=LEASE_S
+                bytes.fromhex(xfer),
+                name(ids),
+                peer,
+                len(ids),
+                0,
+                table,
+                req=xfer,
+                deadline_s=LEASE_S,
             )
             if not lease:
                 raise Failed(f"the peer's sidecar takes no request: {client.status().error}")
@@ -246,11 +253,9 @@ class Streams:
             t.join(10)
 
 
-def arrivals(
-    stage: Stage, peer: Peer, tag: str, with_transfer: bool
-) -> tuple[float, float, float]:
-    """A window in which D receives prompts, each of which it has or gets: its start and end, and when
-    the last prompt was answered."""
+def arrivals(stage: Stage, peer: Peer, tag: str, with_transfer: bool) -> tuple[float, float, float]:
+    """A window in which D receives prompts, each of which it has or gets: its start and end, and
+    when the last prompt was answered."""
     a, start, i = stage.args, time.perf_counter(), 0
     with cf.ThreadPoolExecutor(8) as pool:
         waiting = []

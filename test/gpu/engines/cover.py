@@ -231,8 +231,7 @@ class Ring:
             # engines are apart at this token by themselves is the measure for a tie.
             both = (want.tokens[0][at], got.tokens[0][at])
             near, far = (
-                engine.run(ids + want.tokens[0][:at], 1, logprobs=20).logprobs
-                for engine in (d, p)
+                engine.run(ids + want.tokens[0][:at], 1, logprobs=20).logprobs for engine in (d, p)
             )
             apart = max((abs(near[t] - far[t]) for t in both if t in near and t in far), default=0)
             a, b = near.get(both[0]), near.get(both[1])

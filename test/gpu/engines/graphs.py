@@ -183,7 +183,8 @@ def compare(rig: Rig, servers: dict[str, Server]) -> tuple[dict[str, Any], list[
                 )
             rows.append(row)
             cells = "  ".join(
-                f"{b['far']}/{b['differ']}/{b['prompts']} ({b['shift_max']:.2f})" for b in row["bands"]
+                f"{b['far']}/{b['differ']}/{b['prompts']} ({b['shift_max']:.2f})"
+                for b in row["bands"]
             )
             print(f"{name:20} {width:9} {len(row['errors']):6}  {cells}", flush=True)
     problems = [f"{row['engine']}: {row['errors'][0]}" for row in rows if row["errors"]]

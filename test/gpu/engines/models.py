@@ -27,7 +27,7 @@ from transformers import (
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "rig"))
 
-import tiny_model  # noqa: E402
+import tiny_model
 
 POSITIONS = 81920
 

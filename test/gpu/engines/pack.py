@@ -164,7 +164,8 @@ def own() -> pathlib.Path:
     )
     for package in map(pathlib.Path, found.stdout.split()):
         shutil.copytree(package, tree / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-        for info in package.parent.glob(f"{package.name}-*.dist-info"):  # for the engines' plug-in loaders
+        # For the engines' plug-in loaders.
+        for info in package.parent.glob(f"{package.name}-*.dist-info"):
             shutil.copytree(info, tree / info.name)
     return tree
 
@@ -285,9 +286,7 @@ def stale(part: str) -> bool:
     """Whether a part must be packed. Wheels are packed again when versions or
     contents change."""
     sources = b"".join((HERE / f).read_bytes() for f in REQUIREMENTS)
-    recipe = hashlib.sha256(
-        sources + repr(CHOICES).encode()
-    ).hexdigest()
+    recipe = hashlib.sha256(sources + repr(CHOICES).encode()).hexdigest()
     stamp = WORK / f"{part}.recipe"
     if (
         part != "own"

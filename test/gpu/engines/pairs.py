@@ -404,7 +404,11 @@ class Pair:
         for path in (self.rig.pages / side).glob("hooks-*.json"):
             for name, (calls, seconds, slowest) in json.loads(path.read_text()).items():
                 if calls:
-                    row = {"calls": calls, "us_each": 1e6 * seconds / calls, "slowest_us": 1e6 * slowest}
+                    row = {
+                        "calls": calls,
+                        "us_each": 1e6 * seconds / calls,
+                        "slowest_us": 1e6 * slowest,
+                    }
                     out[f"{path.stem.removeprefix('hooks-')} {name}"] = row
         return out
 
@@ -433,7 +437,9 @@ def start_plain(rig: Rig, more: Sequence[str] = ()) -> Server:
         "kv_role": "kv_both",
     }
     plain = Server("plain", rig.logs)
-    plain.start(rig.host, rig.model, kv, *rig.engine_args("plain"), *more, env=rig.engine_env("plain"))
+    plain.start(
+        rig.host, rig.model, kv, *rig.engine_args("plain"), *more, env=rig.engine_env("plain")
+    )
     return plain
 
 
@@ -662,7 +668,12 @@ def query(what: str, how: str = "csv,noheader") -> str:
     only = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         out = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={what}", f"--format={how}", *(["-i", only] if only else [])],
+            [
+                "nvidia-smi",
+                f"--query-gpu={what}",
+                f"--format={how}",
+                *(["-i", only] if only else []),
+            ],
             capture_output=True,
             text=True,
             timeout=30,

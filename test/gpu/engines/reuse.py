@@ -71,9 +71,7 @@ class Ours:
         )
         kv["kv_connector_extra_config"]["store"] = True
         env = {**self.rig.engine_env("P"), **ENV}
-        self.server.start(
-            self.rig.host, self.rig.model, kv, *self.rig.engine_args("P"), env=env
-        )
+        self.server.start(self.rig.host, self.rig.model, kv, *self.rig.engine_args("P"), env=env)
 
     def sessions(self) -> bool:
         return total(self.sidecar.metrics(), "kvspray_engine_sessions") >= 2
@@ -280,8 +278,8 @@ def measure(
     rows: dict[str, Any] = {}
     problems: list[str] = []
     for side in sides:
-        # The sidecar pins memory for the first PUT, and a long prompt would end before its blocks are
-        # saved: PUTs hold no more than a share of the cache.
+        # The sidecar pins memory for the first PUT, and a long prompt would end before its blocks
+        # are saved: PUTs hold no more than a share of the cache.
         one_prompt(side, min(WARM_TOKENS, *lengths), "warm")
     for n in lengths:
         got: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}

@@ -6,8 +6,9 @@ own, deps and sgl.
 speed    for each way and each number of tokens: until the engine's thread has its call back, until
          the first layer is there, until all are; the ways take turns, and every page is compared
 beside   how much longer a computation takes while loads run
-faults   the sidecar is killed, paused or stopped under loads for which more kernels wait than a stream
-         takes, while other streams wait for them, too: each load ends, and every page is right
+faults   the sidecar is killed, paused or stopped under loads for which more kernels wait than a
+         stream takes, while other streams wait for them, too: each load ends, and every page is
+         right
 
 usage: sglang_loads.py [options]
 """
@@ -199,7 +200,9 @@ class Run:
         want = before + 2 * self.args.layers * n
         rig.wait_for("parts by the sidecar", lambda: self.loads.copied == want, 5, 0.001)
         if self.loads.fallbacks:
-            raise rig.Failed(f"{self.loads.fallbacks} parts are not by the sidecar: {self.loads.ends}")
+            raise rig.Failed(
+                f"{self.loads.fallbacks} parts are not by the sidecar: {self.loads.ends}"
+            )
 
     def compare(self, way: Any, host: torch.Tensor, device: torch.Tensor, what: str) -> None:
         """The pages by the shapes that SGLang documents, independent of what loads by them."""

@@ -73,7 +73,8 @@ def start(job: Job, gpus: list[int], of: int, out: pathlib.Path) -> None:
     mine = mine or cores[of * each :] or cores
     folder = out / job.name
     folder.mkdir(parents=True, exist_ok=True)
-    # A directory of its own for temporary files: what one measurement left behind is its own business.
+    # A directory of its own for temporary files: what one measurement left behind is its own
+    # business.
     env = {**os.environ, "OUT": str(folder), "TMPDIR": tempfile.mkdtemp(prefix="k", dir="/tmp")}
     env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     with (folder / "log.txt").open("wb") as log:

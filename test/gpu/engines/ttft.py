@@ -47,7 +47,7 @@ def options(parser: Any) -> None:
         default=[],
         metavar="NAME:KEY=VALUE;...",
         help="measure once more with sidecars of another configuration, such as tcp:transports."
-        "order=[\"tcp\"]",
+        'order=["tcp"]',
     )
 
 
@@ -213,7 +213,8 @@ def measure(stage: Stage, transport: str, tag: str) -> tuple[dict[str, Any], lis
     problems: list[str] = []
     head = (
         f"{'tokens':>6} {'plain':>7} {'P alone':>7} | {'P':>7} {'first: D adds':>13} {'p90':>7} "
-        f"{'wire':>6} | {'P':>7} {'concurrent':>10} {'less plain':>10} {'after P':>7} {'flag':>6} {'early':>5}"
+        f"{'wire':>6} | {'P':>7} {'concurrent':>10} {'less plain':>10} {'after P':>7} {'flag':>6} "
+        f"{'early':>5}"
     )
     print(head + (f" | {'NIXL adds':>9} {'p90':>7}" if a.nixl else "") + "   (median ms)")
     for n in lengths:

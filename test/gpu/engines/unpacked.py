@@ -1,4 +1,5 @@
-"""Where this host has kvspray and the rig's modules. Imported before anything that looks for them."""
+"""Where this host has kvspray and the rig's modules. Imported before anything that looks for
+them."""
 
 from __future__ import annotations
 

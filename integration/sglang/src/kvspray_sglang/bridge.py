@@ -240,8 +240,8 @@ class VllmToSglang(_Bridge):
             reason = f"prefill by vLLM: {err or type(err).__name__}"
             _log.warning("room %d: %s", m.room, reason)
         else:
-            # vLLM answers before its worker knows whether a sidecar takes the offer. Decode drops
-            # what follows if it has the pages.
+            # vLLM answers before its worker has learned whether a sidecar takes the offer. Decode
+            # drops what follows if it has the pages.
             await asyncio.sleep(PAGES_S)
             reason = f"the pages have not come {PAGES_S:g} s after vLLM's first token"
         text = f"kvspray: {reason}"[:2000].encode()
@@ -481,8 +481,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--prefill-bootstrap", type=_address,
                    help="host:port of SGLang's bootstrap server")  # fmt: skip
     p.add_argument("--ranks-port", type=_port, default=0,
-                   help="port for SGLang's ranks. SGLang's decode keeps it: with any other one it "
-                   "would not find a bridge that has restarted, for minutes. Default: a free one")  # fmt: skip
+        help="port for SGLang's ranks. SGLang's decode keeps it: with any other one it "
+        "would not find a bridge that has restarted, for minutes. Default: a free one")  # fmt: skip
     p.add_argument("--model", default="", help="vLLM's name for the model; default: its first")
     decode = p.add_mutually_exclusive_group(required=True)
     decode.add_argument("--decode-vllm", type=_url)

@@ -1,6 +1,6 @@
 """Pages of host pools that do not report where their pages are: SGLang hands them over as tensors,
-which are copied through a buffer that the sidecar maps. One call at a time uses the buffer; it is free again when its leases have ended. A call's time
-includes its wait for the buffer.
+which are copied through a buffer that the sidecar maps. One call at a time uses the buffer; it is
+free again when its leases have ended. A call's time includes its wait for the buffer.
 """
 
 from __future__ import annotations

@@ -252,7 +252,8 @@ class Loads:
 
     @property
     def ready(self) -> bool:
-        """Whether the sidecar has answered for all regions, and none hangs that cannot be killed."""
+        """Whether the sidecar has answered for all regions, and none hangs that cannot be
+        killed."""
         if not self._usable:
             return False
         status = self._link.status()

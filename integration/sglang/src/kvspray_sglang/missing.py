@@ -37,14 +37,12 @@ class Missing:
         self._parts, self._per_layer = parts, per_layer
         # Two words for each slot: pointers have to be multiples of 16 for one kernel to serve all.
         self._arrived = torch.full((slots, 2), ALL, dtype=torch.int64, pin_memory=pin)
-        self._pages = torch.zeros(
-            (slots, pages + pages % 2, 2), dtype=torch.int32, pin_memory=pin
-        )
+        self._pages = torch.zeros((slots, pages + pages % 2, 2), dtype=torch.int32, pin_memory=pin)
         self._counts = [0] * slots
 
     def begin(self, slot: int, pages: np.ndarray) -> int:
-        """A load of these (host, device) pages. Only if nothing reads the slot any more. Returns the
-        address for the number of its first parts that have arrived."""
+        """A load of these (host, device) pages. Only if nothing reads the slot any more. Returns
+        the address for the number of its first parts that have arrived."""
         self._arrived.numpy()[slot, 0] = ALL
         self._pages.numpy()[slot, : len(pages)] = pages
         self._counts[slot] = len(pages)

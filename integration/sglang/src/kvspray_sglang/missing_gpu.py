@@ -19,8 +19,9 @@ _WORDS = 1024  # that a program copies at a time
 @triton.jit(do_not_specialize=["count", "first_part"])  # type: ignore[untyped-decorator]
 def _copy(arrived, pages, count, table, first_part, workers: tl.constexpr, words: tl.constexpr):  # type: ignore[no-untyped-def]
     part = first_part + tl.program_id(1)
-    # Volatile, all threads would read it one after another, in 270 us [measured, H200]. A plain read
-    # sees the last write: the kernel begins after the wait for the flag, which was raised later.
+    # Volatile, all threads would read it one after another, in 270 us [measured, H200]. A plain
+    # read sees the last write: the kernel begins after the wait for the flag, which was raised
+    # later.
     if part >= tl.load(arrived):
         row = table + 5 * part
         src, src_stride, dst = tl.load(row), tl.load(row + 1), tl.load(row + 2)

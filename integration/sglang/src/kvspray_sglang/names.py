@@ -158,11 +158,8 @@ def hidden_order() -> dict[str, str]:
     """What may change the order or meaning of a page's bytes and is in no pool: the machine, and
     SGLang's variables that choose kernels."""
     import torch
+    from sglang.srt.utils import cpu_has_amx_support
 
-    try:
-        from sglang.srt.utils import cpu_has_amx_support
-    except ImportError:  # a release that does not use AMX
-        cpu_has_amx_support = bool
     hip = torch.version.hip
     machine = "cuda" if torch.version.cuda else f"hip {hip}" if hip else "cpu"
     if not torch.cuda.is_available():
@@ -187,7 +184,9 @@ def portable_identity(
     same = ("auto", dtype, f"torch.{dtype}")
     load, impl, parser = (
         str(getattr(x, "value", x))
-        for x in (getattr(args, n, "auto") for n in ("load_format", "model_impl", "model_config_parser"))
+        for x in (
+            getattr(args, n, "auto") for n in ("load_format", "model_impl", "model_config_parser")
+        )
     )
     settings = {
         # The second one: of the checkpoint, or of what a platform does on its own.

@@ -24,8 +24,8 @@ have ended, whatever prefill reports.
 
 Threads: the scheduler's; one that takes messages; one that takes the ends of leases; at prefill one
 that reports chunks. ``_lock`` guards ``_rooms``; it is held for a few assignments, and for calls to
-the session, which do not wait. ``_status_lock`` makes changes of a status atomic, as several threads
-make them. It is taken after ``_lock``, never before.
+the session, which do not wait. ``_status_lock`` makes changes of a status atomic, as several
+threads make them. It is taken after ``_lock``, never before.
 """
 
 from __future__ import annotations
@@ -186,6 +186,20 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             )
         # Without it pages of a request that fails would be used again at once.
         self.enable_deferred_decode_kv_release = True
+        self._no_rooms()
+        self._engine = self._engine_id()
+        # The pages first, then the components in SGLang's order.
+        self._parts = self._open(server_args, is_mla)
+        loops = [self._messages]
+        if disaggregation_mode == DisaggregationMode.PREFILL:
+            loops.append(self._report)
+        else:
+            self._start_heartbeat_checker_thread()
+        for loop in loops:
+            threading.Thread(target=loop, name=f"kvspray{loop.__name__}", daemon=True).start()
+
+    def _no_rooms(self) -> None:
+        """The state of a manager without a request."""
         self._lock, self._status_lock = threading.Lock(), threading.Lock()
         self._senders: dict[int, KVSpraySender] = {}  # that have a room
         self._rooms: dict[int, Any] = {}  # _Source or _Arrival
@@ -195,18 +209,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         self._uses: OrderedDict[tuple[str, int], int] = OrderedDict()
         # Open leases at decode, by room: they outlive the room where SGLang forgets it first.
         self._writers: dict[int, int] = {}
-        self._engine = self._engine_id()
         self._settle: Callable[[], None] = lambda: None
-        # The pages first, then the components in SGLang's order.
-        self._parts = self._open(server_args, is_mla)
         self._chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
-        loops = [self._messages]
-        if disaggregation_mode == DisaggregationMode.PREFILL:
-            loops.append(self._report)
-        else:
-            self._start_heartbeat_checker_thread()
-        for loop in loops:
-            threading.Thread(target=loop, name=f"kvspray{loop.__name__}", daemon=True).start()
 
     def _open(self, server_args: Any, is_mla: bool) -> list[_Part]:
         import torch
@@ -416,7 +420,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             self._given_up.popitem(last=False)
 
     def open_source(self, room: int, pages: int, request: Any = None) -> None:
-        """Prefill is about to compute the prompt, of which so many pages are to be moved."""
+        """Prefill is about to compute the prompt. ``pages``: how many of it move."""
         infos = [i.asked for i in self.transfer_infos.get(room, {}).values()]
         problem = self._refuse(infos, pages)
         prompt: pd_prompt.Prompt | None = None
@@ -526,9 +530,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 self._chunk(chunk)
             except Exception as err:
                 _log.exception("kvspray: room %s", chunk.room)
-                self.conclude_failure(
-                    bootstrap_room=chunk.room, failure_reason=f"kvspray: {err}"
-                )
+                self.conclude_failure(bootstrap_room=chunk.room, failure_reason=f"kvspray: {err}")
 
     def _chunk(self, chunk: _Chunk) -> None:
         problem = self._stale()  # new weights may have computed the chunk
@@ -548,9 +550,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 return
             problem = problem or self._report_blocks(s, blocks, chunk.last)
         if problem:
-            self.conclude_failure(
-                bootstrap_room=chunk.room, failure_reason=f"kvspray: {problem}"
-            )
+            self.conclude_failure(bootstrap_room=chunk.room, failure_reason=f"kvspray: {problem}")
             self.close_source(chunk.room, None, problem)
         elif rows is not None:
             for to in s.targets:
@@ -573,7 +573,10 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             if own and not o.ended:
                 done = min(len(o.table) * o.part.block_tokens, o.tokens)
                 if not o.part.session.progress(o.lease, done, o.table):
-                    return f"the sidecar does not accept the prompt's pages: {self._no_sidecar(o.part)}"
+                    return (
+                        "the sidecar does not accept the prompt's pages: "
+                        f"{self._no_sidecar(o.part)}"
+                    )
         return ""
 
     def _state_blocks(self, lists: Sequence[Any]) -> dict[str, list[int]]:
@@ -793,9 +796,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 return
             problem = self._prompt(a).problem
             if not problem:
-                a.rows, problem = pd_prompt.rows(
-                    self.kv_args, a.buffers, a.room, m.token, m.cached
-                )
+                a.rows, problem = pd_prompt.rows(self.kv_args, a.buffers, a.room, m.token, m.cached)
         if problem:
             self._fail(a, problem)
         else:
@@ -915,11 +916,9 @@ class KVSpraySender(CommonKVSender):  # type: ignore[misc]
         sent = self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Success
         super().abort()
         reason = "kvspray: prefill has given the request up"
-        if not sent:  # SGLang's own part does not tell decode
+        if not sent:  # SGLang's own part does not inform decode
             self.kv_mgr.record_failure(self.bootstrap_room, reason)
-            self.kv_mgr.conclude_failure(
-                bootstrap_room=self.bootstrap_room, failure_reason=reason
-            )
+            self.kv_mgr.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=reason)
         # SGLang does not clear each sender that it aborts.
         self.clear()
         self.kv_mgr.failure_records.pop(self.bootstrap_room, None)

@@ -116,9 +116,7 @@ def check(args: Any, is_mla: bool, pp_size: int, is_dsa: bool = False) -> None:
 def describe(args: Any, heads: Heads | None, gpu: bool) -> Cache:
     """``heads``: None for MLA, whose latent is on every rank."""
     page = int(args.page_size)
-    regions, layers, pages = _tensors(
-        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, gpu
-    )
+    regions, layers, pages = _tensors(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, gpu)
     if heads is None:
         groups = [_group(page, pages, "mla", {}, layers, "")]
     else:

@@ -63,10 +63,8 @@ def _check_order() -> None:
 
 def has_indexer(server_args: Any) -> bool:
     """Whether the model selects tokens with an indexer (DSA)."""
-    try:
-        from sglang.srt.configs.model_config import is_deepseek_dsa
-    except ImportError:  # an older release, without such states
-        return False
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+
     return bool(is_deepseek_dsa(model_config(server_args).hf_config))
 
 
@@ -81,10 +79,6 @@ def packing(server_args: Any) -> str:
 
 
 def model_config(server_args: Any) -> Any:
-    try:
-        from sglang.srt.arg_groups.model_override_base import model_config_of
-    except ImportError:  # before 0.5.20
-        from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.arg_groups.model_override_base import model_config_of
 
-        model_config_of = ModelConfig.from_server_args
     return model_config_of(server_args)

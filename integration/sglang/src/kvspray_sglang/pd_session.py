@@ -74,8 +74,8 @@ class Session:
             return lease
 
     def progress(self, lease: int, tokens: int, pages: Sequence[int]) -> bool:
-        """The first tokens are in these pages, and computed. False: the other side will not learn of
-        it, so the lease is cancelled."""
+        """The first tokens are in these pages, and computed. False: the other side will not learn
+        of it, so the lease is cancelled."""
         with self._lock:
             self._step += 1
             taken = self._client.step(self._step, [(lease, tokens, [pages])])

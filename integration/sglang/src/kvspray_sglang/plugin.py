@@ -77,7 +77,7 @@ def _add_transfer_backend() -> None:
 
 def _hold(original: Callable[..., None], queue: Any, *args: Any, **kwargs: Any) -> None:
     """Pages of a request that fails at decode stay its own until the sidecar's fence, however long
-    that takes: SGLang may be told to give them back at once, and does so after 30 s otherwise."""
+    that takes: SGLang may be set to release them at once, and does so after 30 s otherwise."""
     original(queue, *args, **kwargs)
     if not _is_transfer_backend():
         return

@@ -1,8 +1,9 @@
 """kvspray's connector for vLLM.
 
-Load it with ``kv_connector="KVSprayConnector"``: vLLM finds it by this package's entry point. With ``VLLM_PLUGINS`` set to other
-plug-ins, add ``kv_connector_module_path="kvspray_vllm"``. The class is imported on first use, so that the parts without vLLM
-(params, keys, layout rules) can be used and tested alone.
+Load it with ``kv_connector="KVSprayConnector"``: vLLM finds it by this package's entry point. With
+``VLLM_PLUGINS`` set to other plug-ins, add ``kv_connector_module_path="kvspray_vllm"``. The class
+is imported on first use, so that the parts without vLLM (params, keys, layout rules) can be used
+and tested alone.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ __version__ = "0.0.0.dev0"  # of a checkout; `make wheels` writes that of the ta
 
 
 def register() -> None:
-    """Registers the connector with vLLM, and serves what a variable asks for: KVSPRAY_LOAD, KVSPRAY_SLEEP. vLLM's plug-in loader may call this
-    several times in a process, in engines without kvspray too: whatever fails here ends none of them."""
+    """Registers the connector with vLLM, and serves what a variable asks for: KVSPRAY_LOAD,
+    KVSPRAY_SLEEP. vLLM's plug-in loader may call this several times in a process, in engines
+    without kvspray too: whatever fails here ends none of them."""
     _attempt("the connector", _register)
     for variable, feature in (("KVSPRAY_LOAD", "load"), ("KVSPRAY_SLEEP", "sleep")):
         if os.environ.get(variable, "0") not in ("", "0"):
@@ -37,7 +39,9 @@ def _register() -> None:
 
     # ValueError: the name is registered.
     with contextlib.suppress(ValueError):
-        KVConnectorFactory.register_connector("KVSprayConnector", "kvspray_vllm.connector", "KVSprayConnector")
+        KVConnectorFactory.register_connector(
+            "KVSprayConnector", "kvspray_vllm.connector", "KVSprayConnector"
+        )
 
 
 def _install(module: str) -> None:
@@ -48,7 +52,9 @@ def _attempt(what: str, install: Callable[[], None]) -> None:
     try:
         install()
     except Exception:
-        logging.getLogger("vllm.kvspray").exception("kvspray: %s is not available in this process; the engine runs without it", what)
+        logging.getLogger("vllm.kvspray").exception(
+            "kvspray: %s is not available in this process; the engine runs without it", what
+        )
 
 
 def __getattr__(name: str) -> Any:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_ADAPTERS = 4096  # remembered
 MAX_FILES = 1024  # of one adapter
 MAX_READING = 64  # adapters that are being read or wait to be
-READERS = 4  # threads: so many adapters on a slow file system delay no other
+READERS = 4  # threads: fewer adapters than that on a slow file system delay no other
 ATTEMPTS = 3  # to read files that change meanwhile
 # How long the scheduler's thread waits for an answer. Files that have not changed need a tenth of
 # it on a local disk; without a wait each request would lose one step of the engine.
@@ -124,7 +124,7 @@ class Reader:
                 self._threads += 1
             return reading
 
-    def knows(self, path: str) -> bool:
+    def has_read(self, path: str) -> bool:
         return path in self._digests
 
     def _next(self) -> Reading | None:
@@ -159,7 +159,7 @@ class Adapters:
 
     def known(self, lora: LoRARequest) -> bool:
         """Whether its files were read once: a reading only checks that they are the same."""
-        return self._reader.knows(str(lora.lora_path))
+        return self._reader.has_read(str(lora.lora_path))
 
     def prefetch(self, lora: LoRARequest) -> None:
         """Begins to read an adapter that is in use, before a transfer needs its digest."""
@@ -188,7 +188,7 @@ class Adapters:
         # In between its files may change, which does not change what the engine computes with.
         known = self._loaded.get(lora.lora_int_id)
         if known is not None and known != now:
-            if not getattr(lora, "load_inplace", False):
+            if not lora.load_inplace:
                 raise ParamsError(
                     "lora_changed",
                     f"the files of adapter {lora.lora_name!r} at {lora.lora_path!r} are not those "
@@ -217,9 +217,9 @@ class LoadWatch:
         """Wraps the method of vLLM's worker that reads adapters, if this engine has one."""
         module = sys.modules.get("vllm.lora.worker_manager")
         cls = getattr(module, "WorkerLoRAManager", None)
-        inner = getattr(cls, "_load_adapter", None)
-        if cls is None or inner is None:
+        if cls is None:
             return
+        inner = cls._load_adapter
 
         @functools.wraps(inner)
         def load(manager: Any, request: LoRARequest) -> Any:

@@ -80,7 +80,7 @@ def describe(
     layers have several strategies, one for each of them, the later ones with same_table.
     """
     for g in kv.kv_cache_groups:
-        if getattr(g, "host_resident", False) or not getattr(g, "enable_kv_transfer", True):
+        if g.host_resident or not g.enable_kv_transfer:
             raise Unsupported(
                 "kvspray: hisparse is on; a cache that lies in two places is not followed, serve "
                 "without hisparse_config"

@@ -1,5 +1,5 @@
-"""KVSprayConnector: vLLM's KV connector interface on top of kvspray's shim. Only glue: the logic is in scheduler.py and
-worker.py."""
+"""KVSprayConnector: vLLM's KV connector interface on top of kvspray's shim. Only glue: the logic is
+in scheduler.py and worker.py."""
 
 from __future__ import annotations
 
@@ -52,11 +52,10 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvspray")
 
-UNSPECIFIED = "EXTERNAL_UNSPECIFIED"
-
 
 class _SharedZeros(TorchFunctionMode):
-    """Replaces the torch.zeros call that allocates vLLM's KV cache by memory that the sidecar can map."""
+    """Replaces the torch.zeros call that allocates vLLM's KV cache by memory that the sidecar can
+    map."""
 
     def __init__(self, owner: KVSprayConnector, nbytes: int) -> None:
         super().__init__()
@@ -84,14 +83,17 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     _regions: Sequence[shim.Memory] = ()
     _pieces: Sequence[tuple[int, int, int, int]] = ()
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.parse(self._kv_transfer_config.kv_connector_extra_config)
         layout.check_config(vllm_config)
         self._gpu = vllm_config.device_config.device_type != "cpu"
         if self._gpu and self._settings.memory != "auto":
             raise layout.Unsupported(
-                f"kvspray: memory is {self._settings.memory!r}, and the KV cache is on a GPU, where the sidecar imports it: set memory to auto"
+                f"kvspray: memory is {self._settings.memory!r}, and the KV cache is on a GPU, "
+                "where the sidecar imports it: set memory to auto"
             )
         self._engine_id = str(self._kv_transfer_config.engine_id)
         self.region: shim.Memory | None = None
@@ -103,10 +105,11 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._generation: Generation | None = None  # a worker's, once its memory is registered
         self._adapters: LoadWatch | None = None
         self._layout: dict[str, Any] = {}
-        self._clears_blocks = getattr(kv_cache_config, "needs_kv_cache_zeroing", True)
+        self._clears_blocks = kv_cache_config.needs_kv_cache_zeroing
         layout.check_clearing(vllm_config, kv_cache_config)
         windows = layout.windows_of(kv_cache_config)
-        # Where an engine may go on behind the last block of a load that came; elsewhere what came is of no use without the rest.
+        # Where an engine may go on behind the last block of a load that came; elsewhere what came
+        # is of no use without the rest.
         resumes = len(kv_cache_config.kv_cache_groups) == 1 and not any(windows)
         if self._settings.store:
             pages.check_store(vllm_config, kv_cache_config)
@@ -114,17 +117,27 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             if newer := versions.newer_than_known():
                 logger.warning("%s", newer)
-            if self._kv_transfer_config.kv_load_failure_policy == "fail" and self._kv_transfer_config.is_kv_consumer:
+            if (
+                self._kv_transfer_config.kv_load_failure_policy == "fail"
+                and self._kv_transfer_config.is_kv_consumer
+            ):
                 logger.warning(
-                    "kvspray: kv_load_failure_policy is 'fail': a request whose transfer fails is answered with an error. "
-                    "With 'recompute' it is prefilled here instead."
+                    "kvspray: kv_load_failure_policy is 'fail': a request whose transfer fails is "
+                    "answered with an error. With 'recompute' it is prefilled here instead."
                 )
             parallel = vllm_config.parallel_config
             if self._settings.store and events.wanted(vllm_config):
                 self._events = events.StoreEvents()
             self._scheduler = SchedulerSide(
                 self._settings,
-                shim.Scheduler(self._settings.socket, self._engine_id, logger, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, secret),
+                shim.Scheduler(
+                    self._settings.socket,
+                    self._engine_id,
+                    logger,
+                    parallel.tensor_parallel_size,
+                    parallel.pipeline_parallel_size,
+                    secret,
+                ),
                 [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups],
                 self._engine_id,
                 shim.prefix_hash,
@@ -132,7 +145,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 parallel.tensor_parallel_size,
                 windows,
                 role=str(self._kv_transfer_config.kv_role),
-                store_lag=max(1, int(getattr(vllm_config, "max_concurrent_batches", 2))) if self._settings.store else 0,
+                store_lag=vllm_config.max_concurrent_batches if self._settings.store else 0,
                 events=self._events,
                 fails=self._kv_transfer_config.kv_load_failure_policy == "fail",
             )
@@ -140,13 +153,21 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             self._flag_of = layout.flag_indices(kv_cache_config)
             self._ranks = layout.ranks_of(vllm_config)
             self._worker_client = shim.Worker(
-                self._settings.socket, self._engine_id, len(self._flag_of), logger, shim.ranks(self._ranks, vllm_config.parallel_config), secret
+                self._settings.socket,
+                self._engine_id,
+                len(self._flag_of),
+                logger,
+                shim.ranks(self._ranks, vllm_config.parallel_config),
+                secret,
             )
             alone = vllm_config.parallel_config.data_parallel_size == 1
             block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if resumes else 0
-            # vLLM's second model runner keeps on the device how far a request is computed, and does not take that back.
-            rewinds = not getattr(vllm_config, "use_v2_model_runner", True)
-            self._worker = WorkerSide(self._worker_client, logger, LOAD_WAIT_S if alone else 0, block, rewinds)
+            # vLLM's second model runner keeps on the device how far a request is computed, and does
+            # not take that back.
+            rewinds = not vllm_config.use_v2_model_runner
+            self._worker = WorkerSide(
+                self._worker_client, logger, LOAD_WAIT_S if alone else 0, block, rewinds
+            )
             if self._settings.store:
                 self._saving = Saving(self._ranks.tp, self._pages_of, logger)
                 self._worker.set_saving(self._saving)
@@ -154,7 +175,11 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker: memory
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        if self._gpu or self._settings.memory == "process" or not self._kv_cache_config.kv_cache_tensors:
+        if (
+            self._gpu
+            or self._settings.memory == "process"
+            or not self._kv_cache_config.kv_cache_tensors
+        ):
             return None
         return _SharedZeros(self, self._kv_cache_config.kv_cache_tensors[0].size)
 
@@ -165,7 +190,9 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         except shim.ShimError as err:
             if self._settings.memory == "memfd":
                 raise
-            logger.warning("kvspray: the KV cache is not in shared memory, transfers will be slower: %s", err)
+            logger.warning(
+                "kvspray: the KV cache is not in shared memory, transfers will be slower: %s", err
+            )
             return None
         return torch.frombuffer(self.region.buffer, dtype=torch.int8)[:nbytes]
 
@@ -177,10 +204,18 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
         kv = self._kv_cache_config
         layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase)
-        backends = {name: layers[name].get_attn_backend().get_name() for name in self._flag_of if name in layers}
+        backends = {
+            name: layers[name].get_attn_backend().get_name()
+            for name in self._flag_of
+            if name in layers
+        }
         model = self._vllm_config.model_config
         config = self._vllm_config
-        self._generation = Generation(self._settings.weights or name_of(config, logger), self._weights_changed, lambda path: name_of(config, logger, path))
+        self._generation = Generation(
+            self._settings.weights or name_of(config, logger),
+            self._weights_changed,
+            lambda path: name_of(config, logger, path),
+        )
         self._generation.watch(get_model_cls(config.model_config))
         self._adapters = LoadWatch(self._worker.adapter_loaded)
         self._adapters.watch()
@@ -223,8 +258,9 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_client.register(regions, self._layout)
         self._open_store()
         logger.info(
-            "kvspray: %d layers in %d group(s) and %d region(s), %s, %s", len(self._flag_of), len(groups), len(regions),
-            ", ".join(sorted({g["strategy"] for g in groups})), [r.kind for r in regions],
+            "kvspray: %d layers in %d group(s) and %d region(s), %s, %s", len(self._flag_of),
+            len(groups), len(regions), ", ".join(sorted({g["strategy"] for g in groups})),
+            [r.kind for r in regions],
         )  # fmt: skip
 
     def _open_store(self) -> None:
@@ -232,7 +268,9 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         if self._saving is None or not self._regions:
             return
         try:
-            namespace = pages.namespace_of(self._vllm_config, self._layout["identity"], self._layout["groups"], self._ranks)
+            namespace = pages.namespace_of(
+                self._vllm_config, self._layout["identity"], self._layout["groups"], self._ranks
+            )
         except layout.Unsupported as err:  # weights that set_weights gave no name
             logger.error("%s", err)
             self._saving.set(None, str(err))
@@ -241,7 +279,10 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _pages_of(self, namespace: shim.Namespace) -> shim.WorkerPages:
         assert self._worker_client is not None
-        pieces = [(self._regions[region], base, stride, length) for region, base, stride, length in self._pieces]
+        pieces = [
+            (self._regions[region], base, stride, length)
+            for region, base, stride, length in self._pieces
+        ]
         return self._worker_client.pages(namespace, pieces, self._kv_cache_config.num_blocks)
 
     def set_weights(self, name: str) -> str:
@@ -253,7 +294,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         return before
 
     def weights_replaced(self) -> str:
-        """Other weights will come in the place of the worker's, which nothing else may have noticed yet. Returns the name before."""
+        """Other weights will come in the place of the worker's, which nothing else may have noticed
+        yet. Returns the name before."""
         if self._generation is None:
             return ""
         before = str(self._generation)
@@ -261,8 +303,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         return before
 
     def _weights_changed(self) -> None:
-        """The cache is of other weights now. Leases of the previous ones end, and peers get the new fingerprint. Called while vLLM
-        loads: it must not raise."""
+        """The cache is of other weights now. Leases of the previous ones end, and peers get the new
+        fingerprint. Called while vLLM loads: it must not raise."""
         assert self._worker is not None and self._worker_client is not None
         self._worker.outdate()
         self._layout["identity"] = {**self._layout["identity"], "weights": str(self._generation)}
@@ -272,11 +314,18 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception:
             # The session still stands for the weights before, so nothing may be given or taken in
             # it. It is not closed: open leases end only through it.
-            logger.exception("kvspray: the sidecar cannot be informed of other weights; this engine prefills locally from now on")
+            logger.exception(
+                "kvspray: the sidecar cannot be informed of other weights; this engine prefills "
+                "locally from now on"
+            )
             self._worker.leave("the weights have changed, and the sidecar cannot be informed")
             return
         self._worker.rejoin()
-        logger.info("kvspray: the weights are now %r; KV is exchanged with engines that have the same name for theirs", str(self._generation))
+        logger.info(
+            "kvspray: the weights are now %r; KV is exchanged with engines that have the same name "
+            "for theirs",
+            str(self._generation),
+        )
 
     def _memory_of(self, storage: caches.Storage) -> shim.Memory:
         assert self._worker_client is not None
@@ -286,7 +335,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             return self.region
         if self._settings.memory == "memfd":
             raise layout.Unsupported(
-                "kvspray: vLLM allocated a KV cache outside the shared memory that it was offered; set memory to auto or process"
+                "kvspray: vLLM allocated a KV cache outside the shared memory that it was offered; "
+                "set memory to auto or process"
             )
         return self._worker_client.process_memory(storage.address, storage.nbytes)
 
@@ -294,8 +344,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None and isinstance(kv_connector_metadata, StepMeta)
-        # vLLM's first call in a step. It prepares the input before it binds the metadata, which for a load is time that passes; but where it
-        # clears new blocks, it does so then.
+        # vLLM's first call in a step. It prepares the input before it binds the metadata, which for
+        # a load is time that passes; but where it clears new blocks, it does so then.
         if self._clears_blocks:
             self._worker.preempts(kv_connector_metadata)
         else:
@@ -309,11 +359,14 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.begin(connector_metadata)
 
     def has_connector_metadata(self) -> bool:
-        # vLLM asks before it calls the two layer hooks; most steps of a decode engine signal nothing. While it captures a graph no metadata
-        # is bound, and with True here the hooks are called inside the capture.
+        # vLLM asks before it calls the two layer hooks; most steps of a decode engine signal
+        # nothing. While it captures a graph no metadata is bound, and with True here the hooks are
+        # called inside the capture.
         if self._worker is None:
             return False
-        return self._worker.signals if super().has_connector_metadata() else self._worker.capturing()
+        return (
+            self._worker.signals if super().has_connector_metadata() else self._worker.capturing()
+        )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Loads began with the step, and no step computes on one that has not ended."""
@@ -321,9 +374,16 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """As start_load_kv."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
         assert self._worker is not None
-        # In this order: a step is announced or a graph is captured, and to ask the driver takes long.
+        # In this order: a step is announced or a graph is captured, and to ask the driver takes
+        # long.
         if self._worker.signals:
             self._worker.layer_done(layer_name)
         elif self._worker.capturing():
@@ -346,7 +406,9 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         done = self._worker.collect()
         self._bad_blocks |= done.bad_blocks
-        return KVConnectorTransferResults(finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed)
+        return KVConnectorTransferResults(
+            finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed
+        )
 
     def build_connector_worker_meta(self) -> Landed | None:
         assert self._worker is not None
@@ -363,7 +425,9 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         self._scheduler.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         assert self._scheduler is not None
         return self._scheduler.matched(request, num_computed_tokens)
 
@@ -371,14 +435,17 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         # A load restores every group; vLLM must not zero them under it.
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         assert self._scheduler is not None
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
         assert self._scheduler is not None
         if self._scheduler.from_store(request.request_id):
-            return {versions.cache_hit_source(UNSPECIFIED): num_external_tokens}  # the tier is known once it is loaded
+            # The tier is known once it is loaded.
+            return {versions.CAPABILITIES.store_source: num_external_tokens}
         return super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -390,16 +457,22 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         landed = connector_output.kv_connector_worker_meta
         self._scheduler.worker_reported(
-            connector_output.finished_sending or (), connector_output.finished_recving or (), landed if isinstance(landed, Landed) else None
+            connector_output.finished_sending or (),
+            connector_output.finished_recving or (),
+            landed if isinstance(landed, Landed) else None,
         )
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self._events.take() if self._events is not None else ()
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         return self._scheduler.finished(request, block_ids)
 
@@ -408,8 +481,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler.reset():
             return True
         logger.warning(
-            "kvspray: vLLM resets its caches; the store keeps its pages, which all engines with these weights share; give other weights another name "
-            "(kvspray_vllm.set_weights)"
+            "kvspray: vLLM resets its caches; the store keeps its pages, which all engines with "
+            "these weights share; give other weights another name (kvspray_vllm.set_weights)"
         )
         return None  # with False, vLLM would fail each pause and sleep
 
@@ -424,7 +497,9 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         return side.take_stats() if side is not None else None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
         return KVSprayStats(data)
 
     @classmethod
@@ -443,7 +518,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return False  # a full graph's replay calls no hook; its layers are signalled by nodes of the graph
+        # A full graph's replay calls no hook; its layers are signalled by nodes of the graph.
+        return False
 
     def shutdown(self) -> None:
         if self._scheduler is not None:
@@ -459,10 +535,10 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 def register(name: str, module: str) -> None:
     """Makes a class known by its name, too. vLLM's MultiConnector rebuilds the statistics of each
     connector by the name of its class alone, and ends the server where no class has that name."""
-    if name not in getattr(KVConnectorFactory, "_registry", {}):
+    if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, module, name)
 
 
 register("KVSprayConnector", "kvspray_vllm")
-if (source := versions.cache_hit_source("P2P", UNSPECIFIED)) is not None:
-    KVSprayConnector._cache_hit_source = source
+if versions.CAPABILITIES.peer_source is not None:
+    KVSprayConnector._cache_hit_source = versions.CAPABILITIES.peer_source

@@ -1,10 +1,12 @@
 """KV events about the node's store: what this engine has put into it, and what it found gone.
 
-vLLM's publisher sends them along with its own (`--kv-events-config`), so that an index of prefixes, such as llm-d's or
-Dynamo's, has one stream for each engine. A page is announced in the form of vLLM's own BlockStored, with medium CPU and
-ownership kvspray, once every rank has put it or loaded it: the node's store has it then. The store gives pages up without
-telling its engines: that a page is gone is reported when a later prompt asks for it. Such a hint costs a miss, and never a
-wrong page. Each page that was announced is taken back once, at the latest when MAX_ANNOUNCED later ones are.
+vLLM's publisher sends them along with its own (`--kv-events-config`), so that an index of prefixes,
+such as llm-d's or Dynamo's, has one stream for each engine. A page is announced in the form of
+vLLM's own BlockStored, with medium CPU and ownership kvspray, once every rank has put it or loaded
+it: the node's store has it then. The store drops pages without a message to its engines: that a
+page is gone is reported when a later prompt asks for it. Such a hint costs a miss, and never a
+wrong page. Each page that was announced is taken back once, at the latest when MAX_ANNOUNCED later
+ones are.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed import kv_events
 from vllm.v1.core import kv_cache_utils
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
 
-MEDIUM = getattr(kv_events, "MEDIUM_CPU", "CPU")
 OWNERSHIP = "kvspray"
 MAX_EVENTS = 4096  # that wait for vLLM to take them; the oldest go first
 MAX_ANNOUNCED = 1 << 17  # pages
@@ -30,13 +31,8 @@ MAX_ANNOUNCED = 1 << 17  # pages
 
 def wanted(config: VllmConfig) -> bool:
     """Whether this engine publishes KV events."""
-    events = getattr(config, "kv_events_config", None)
+    events = config.kv_events_config
     return events is not None and events.enable_kv_cache_events
-
-
-def _make(kind: type[KVCacheEvent], **fields: Any) -> KVCacheEvent:
-    """An event with those of the fields that this vLLM's has."""
-    return kind(**{k: v for k, v in fields.items() if k in kind.__struct_fields__})
 
 
 class StoreEvents:
@@ -46,34 +42,28 @@ class StoreEvents:
         self._events: deque[KVCacheEvent] = deque(maxlen=MAX_EVENTS)
         self._announced: OrderedDict[bytes, None] = OrderedDict()
 
-    def describe(self, request: Request, first: int, end: int, size: int) -> KVCacheEvent | None:
-        """Blocks first to end of a request, each of size tokens, as an event to be passed to `stored`.
-
-        None: the blocks are those of a salt, an image or an adapter, and this vLLM's events cannot tell: a listener would take
-        them for the blocks of any request with these tokens.
-        """
-        told = "extra_keys" in kv_events.BlockStored.__struct_fields__
+    def describe(self, request: Request, first: int, end: int, size: int) -> KVCacheEvent:
+        """Blocks first to end of a request, each of size tokens, as an event to be passed to
+        `stored`."""
         convert, keys, at = kv_cache_utils.maybe_convert_block_hash, [], 0
-        for i in range(first if told else 0, end):
-            key, at = kv_cache_utils.generate_block_hash_extra_keys(request, i * size, (i + 1) * size, at)
+        for i in range(first, end):
+            key, at = kv_cache_utils.generate_block_hash_extra_keys(
+                request, i * size, (i + 1) * size, at
+            )
             keys.append(key)
-        if not told and any(keys):
-            return None
-        untag = getattr(kv_cache_utils, "to_event_extra_keys", list)
-        return _make(
-            kv_events.BlockStored,
+        return kv_events.BlockStored(
             block_hashes=[convert(h) for h in request.block_hashes[first:end]],
             parent_block_hash=convert(request.block_hashes[first - 1]) if first else None,
             token_ids=list(request.all_token_ids[first * size : end * size]),
             block_size=size,
             lora_id=None,
             lora_name=None,
-            medium=MEDIUM,
-            extra_keys=untag(keys),
+            medium=kv_events.MEDIUM_CPU,
+            extra_keys=kv_cache_utils.to_event_extra_keys(keys),
             group_idx=0,
             locality="LOCAL",
             ownership=OWNERSHIP,
-            session_id=getattr(request, "session_id", None),
+            session_id=request.session_id,
         )
 
     def stored(self, hashes: Sequence[bytes], event: KVCacheEvent) -> None:
@@ -90,7 +80,7 @@ class StoreEvents:
             self.gone(list(itertools.islice(self._announced, more)))
 
     def gone(self, hashes: Iterable[bytes]) -> None:
-        """The store does not have these pages. Of those only that were announced the index has to be told."""
+        """The store does not have these pages. The index learns of those that were announced."""
         known = [h for h in hashes if h in self._announced]
         if not known:
             return
@@ -98,10 +88,9 @@ class StoreEvents:
             del self._announced[h]
         convert = kv_cache_utils.maybe_convert_block_hash
         self._events.append(
-            _make(
-                kv_events.BlockRemoved,
+            kv_events.BlockRemoved(
                 block_hashes=[convert(kv_cache_utils.BlockHash(h)) for h in known],
-                medium=MEDIUM,
+                medium=kv_events.MEDIUM_CPU,
                 group_idx=0,
                 locality="LOCAL",
                 ownership=OWNERSHIP,

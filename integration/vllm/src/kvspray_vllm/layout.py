@@ -1,12 +1,12 @@
-"""What follows from vLLM's configuration for its KV cache: which engines are supported, and the identity that prefill and decode compare. What
-pages hold is in strategies.py, and where they lie in caches.py.
+"""What follows from vLLM's configuration for its KV cache: which engines are supported, and the
+identity that prefill and decode compare. What pages hold is in strategies.py, and where they lie in
+caches.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,17 +26,21 @@ def check_config(config: VllmConfig) -> None:
     """Refuses at start what would fail in a request."""
     p = config.parallel_config
     for name, value in (
-        ("decode_context_parallel_size", getattr(p, "decode_context_parallel_size", 1)),
-        ("prefill_context_parallel_size", getattr(p, "prefill_context_parallel_size", 1)),
+        ("decode_context_parallel_size", p.decode_context_parallel_size),
+        ("prefill_context_parallel_size", p.prefill_context_parallel_size),
     ):
         if value != 1:
-            raise Unsupported(f"kvspray: {name} is {value}; which tokens a rank has is not known to kvspray, set it to 1")
-    # Two micro-batches take turns in the layers, and a layer's flag would come with only half of the step computed.
-    # ubatch_size turns them on, too, and vLLM's own property has both.
-    if getattr(p, "use_ubatching", getattr(p, "enable_dbo", False)):
+            raise Unsupported(
+                f"kvspray: {name} is {value}; which tokens a rank has is not known to kvspray, set "
+                "it to 1"
+            )
+    # Two micro-batches take turns in the layers, and a layer's flag would come with only half of
+    # the step computed. ubatch_size turns them on, too, and vLLM's own property has both.
+    if p.use_ubatching:
         raise Unsupported(
-            f"kvspray: use_ubatching is on (enable_dbo {getattr(p, 'enable_dbo', False)}, ubatch_size {getattr(p, 'ubatch_size', 0)}); a layer's flag "
-            "would cover half a step, turn dual batch overlap and microbatches off"
+            f"kvspray: use_ubatching is on (enable_dbo {p.enable_dbo}, "
+            f"ubatch_size {p.ubatch_size}); a layer's flag would cover half a step, "
+            "turn dual batch overlap and microbatches off"
         )
     if config.speculative_config is not None:
         check_speculation(config)
@@ -44,26 +48,32 @@ def check_config(config: VllmConfig) -> None:
     if device not in ("cpu", "cuda"):
         raise Unsupported(f"kvspray: device is {device}; engines on cpu and cuda are served")
     # After a sleep the addresses map other pages, while the sidecar still holds the first ones.
-    if device == "cuda" and getattr(config.model_config, "enable_sleep_mode", False):
-        raise Unsupported("kvspray: enable_sleep_mode is on, and a KV cache that sleeps cannot be followed; start without --enable-sleep-mode")
-    # vLLM 0.33 then drops nearly all tokens that a connector offers, and reports nothing.
-    if getattr(getattr(config, "aux_output_config", None), "enable_return_routed_experts", False):
+    if device == "cuda" and config.model_config.enable_sleep_mode:
         raise Unsupported(
-            "kvspray: enable_return_routed_experts is on, and vLLM loads nothing for which it has no routed experts; start without "
-            "--enable-return-routed-experts, or without this connector"
+            "kvspray: enable_sleep_mode is on, and a KV cache that sleeps cannot be followed; "
+            "start without --enable-sleep-mode"
+        )
+    # vLLM 0.33 then drops nearly all tokens that a connector offers, and reports nothing.
+    if config.aux_output_config.enable_return_routed_experts:
+        raise Unsupported(
+            "kvspray: enable_return_routed_experts is on, and vLLM loads nothing for which it has "
+            "no routed experts; start without --enable-return-routed-experts, or without this "
+            "connector"
         )
     if config.model_config.is_encoder_decoder:
         raise Unsupported("kvspray: the model is_encoder_decoder; such models are not supported")
 
 
 def check_clearing(config: VllmConfig, kv: KVCacheConfig) -> None:
-    """The second model runner clears a step's new blocks before it calls its connector, so before the source epoch moves: blocks
-    that are being sent could be sent as zeros. The first one calls the connector before it clears."""
-    clears, second = getattr(kv, "needs_kv_cache_zeroing", False), getattr(config, "use_v2_model_runner", False)
-    if clears and second and config.kv_transfer_config.is_kv_producer:
+    """The second model runner clears a step's new blocks before it calls its connector, so before
+    the source epoch moves: blocks that are being sent could be sent as zeros. The first one calls
+    the connector before it clears."""
+    clears = kv.needs_kv_cache_zeroing and config.use_v2_model_runner
+    if clears and config.kv_transfer_config.is_kv_producer:
         raise Unsupported(
-            f"kvspray: kv_role is {config.kv_transfer_config.kv_role}, and this cache is cleared by the second model runner before a connector is "
-            "called; set VLLM_USE_V2_MODEL_RUNNER=0, or kv_role to kv_consumer"
+            f"kvspray: kv_role is {config.kv_transfer_config.kv_role}, and this cache is cleared "
+            "by the second model runner before a connector is called; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0, or kv_role to kv_consumer"
         )
 
 
@@ -82,7 +92,12 @@ def ranks_of(config: VllmConfig) -> Ranks:
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     p = config.parallel_config
-    return Ranks(get_pp_group().rank_in_group, p.pipeline_parallel_size, get_tp_group().rank_in_group, p.tensor_parallel_size)
+    return Ranks(
+        get_pp_group().rank_in_group,
+        p.pipeline_parallel_size,
+        get_tp_group().rank_in_group,
+        p.tensor_parallel_size,
+    )
 
 
 def flag_indices(kv: KVCacheConfig) -> dict[str, int]:
@@ -95,8 +110,9 @@ def flag_indices(kv: KVCacheConfig) -> dict[str, int]:
 
 
 def spec_of(group: KVCacheGroupSpec, layer: str | None = None) -> KVCacheSpec:
-    """The specification of a layer of a cache group, or of any. A pipeline stage that has no layer of a group has its specification all the same,
-    as groups are made of the whole model's layers."""
+    """The specification of a layer of a cache group, or of any. A pipeline stage that has no layer
+    of a group has its specification all the same, as groups are made of the whole model's
+    layers."""
     specs: dict[str, KVCacheSpec] | None = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     if specs is None:
         return group.kv_cache_spec
@@ -108,32 +124,30 @@ def windows_of(kv: KVCacheConfig) -> tuple[int, ...]:
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     specs = [spec_of(g) for g in kv.kv_cache_groups]
-    return tuple(spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0 for spec in specs)
+    return tuple(
+        spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0 for spec in specs
+    )
 
 
 def backoff_of(windows: Sequence[int]) -> int:
-    """How many tokens at a prompt's end are computed by both sides. vLLM computes the last token of a prompt again where all of it was
-    loaded, and has then given up the block that only this token's window still reaches; where one token less was loaded it has not."""
+    """How many tokens at a prompt's end are computed by both sides. vLLM computes the last token of
+    a prompt again where all of it was loaded, and has then given up the block that only this
+    token's window still reaches; where one token less was loaded it has not."""
     return int(any(windows))
 
 
 def cpu_packing(config: VllmConfig) -> str:
-    """The CPU backend packs pages for the vector units of its host: another packing cannot read its pages. MLA's are not packed, and
-    those of other devices are not for their hosts. Derived from the model, because a pipeline stage may lack the layers that show it."""
-    import torch
+    """The CPU backend packs pages for the vector units of its host: another packing cannot read its
+    pages. MLA's are not packed, and those of other devices are not for their hosts. Derived from
+    the model, because a pipeline stage may lack the layers that show it."""
 
     m, cache = config.model_config, config.cache_config
     if config.device_config.device_type != "cpu" or m.use_mla:
         return ""
-    try:
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        isa = str(_get_attn_isa(m.dtype, cache.block_size, m.get_head_size(), str(cache.cache_dtype)))
-        return TRANSPOSED if isa in ("vec", "vec16") else isa
-    except (ImportError, TypeError):
-        # Another vLLM: what the host can do stands for what the backend chose.
-        probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_avx512_supported", "_is_avx2_supported")
-        return "+".join(name.strip("_") for name in probes if getattr(torch.cpu, name, bool)()) or platform.machine()
+    isa = str(_get_attn_isa(m.dtype, cache.block_size, m.get_head_size(), str(cache.cache_dtype)))
+    return TRANSPOSED if isa in ("vec", "vec16") else isa
 
 
 def _short(text: str) -> str:
@@ -142,8 +156,9 @@ def _short(text: str) -> str:
 
 
 def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str, str]:
-    """What must be equal between prefill and decode: anything that changes the bytes of a token's KV. All of it is of the whole model: the
-    sidecar compares stages with one another that have other layers."""
+    """What must be equal between prefill and decode: anything that changes the bytes of a token's
+    KV. All of it is of the whole model: the sidecar compares stages with one another that have
+    other layers."""
     import vllm
 
     m = config.model_config
@@ -153,13 +168,19 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
         hf.pop(key, None)
     rope = {k: v for k, v in hf.items() if "rope" in k}
     windows = windows_of(kv)
-    kinds = {type(spec_of(g)).__name__ + (f":{window}" if window else "") for g, window in zip(kv.kv_cache_groups, windows, strict=True)}
+    kinds = {
+        type(spec_of(g)).__name__ + (f":{window}" if window else "")
+        for g, window in zip(kv.kv_cache_groups, windows, strict=True)
+    }
     return {
         "engine": "vllm",
         "engine_version": vllm.__version__,
-        "model_config": hashlib.sha256(json.dumps(hf, sort_keys=True, default=str).encode()).hexdigest()[:32],
+        "model_config": hashlib.sha256(
+            json.dumps(hf, sort_keys=True, default=str).encode()
+        ).hexdigest()[:32],
         "weights": weights,
-        # Of one checkpoint several may be made while it is loaded. What kernels compute it with is no part of that.
+        # Of one checkpoint several may be made while it is loaded. What kernels compute it with is
+        # no part of that.
         "quantization": str(m.quantization or "").removesuffix("_marlin"),
         "dtype": str(m.dtype).removeprefix("torch."),
         "cache_dtype": str(config.cache_config.cache_dtype),
@@ -176,24 +197,30 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
 
 
 def portable_identity(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str, str]:
-    """The identity that an engine of another kind has for the same cache; see kvspray.portable. Raises Unsupported."""
+    """The identity that an engine of another kind has for the same cache; see kvspray.portable.
+    Raises Unsupported."""
     m, p = config.model_config, config.parallel_config
     dtype = str(m.dtype).removeprefix("torch.")
     cache = str(config.cache_config.cache_dtype)
     groups = [type(spec_of(g)).__name__ for g in kv.kv_cache_groups]
     # A window, or a mask, that vLLM applies to layers whose blocks it keeps all.
-    masks = {k for g in kv.kv_cache_groups for k in ("sliding_window", "attention_chunk_size", "non_causal") if getattr(spec_of(g), k, None)}
+    masks = {
+        k
+        for g in kv.kv_cache_groups
+        for k in ("sliding_window", "attention_chunk_size", "non_causal")
+        if getattr(spec_of(g), k, None)
+    }
     packing = cpu_packing(config)
     load = config.load_config.load_format
     settings = {
         "quantization": m.quantization,
-        "quantization_config": getattr(m, "quantization_config", None),
+        "quantization_config": m.quantization_config,
         "kv_cache_dtype": "" if cache in ("auto", dtype) else cache,
         "hf_overrides": m.hf_overrides,
         # The configuration of the checkpoint is what is compared, and this one may be another.
-        "hf_config_path": getattr(m, "hf_config_path", None),
-        "config_format": _unless(getattr(m, "config_format", "auto"), "auto", "hf"),
-        "model_impl": _unless(getattr(m, "model_impl", "auto"), "auto", "vllm"),
+        "hf_config_path": m.hf_config_path,
+        "config_format": _unless(m.config_format, "auto", "hf"),
+        "model_impl": _unless(m.model_impl, "auto", "vllm"),
         "load_format": _unless(load, *portable.LOAD_FORMATS),
         "speculative_config": config.speculative_config and config.speculative_config.method,
         "enable_lora": config.lora_config is not None,
@@ -204,7 +231,12 @@ def portable_identity(config: VllmConfig, kv: KVCacheConfig, weights: str) -> di
     }
     try:
         return portable.identity(
-            m.model, weights=weights, dtype=dtype, settings=settings, revision=m.revision, cache=config.load_config.download_dir
+            m.model,
+            weights=weights,
+            dtype=dtype,
+            settings=settings,
+            revision=m.revision,
+            cache=config.load_config.download_dir,
         )
     except portable.NotPortable as err:
         raise Unsupported(str(err)) from err
@@ -221,6 +253,12 @@ def portable_layers(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from vllm.model_executor.models.utils import extract_layer_index
 
     return [
-        group | {"layers": [x | {"name": portable.layer_name(extract_layer_index(x["name"]))} for x in group["layers"]]}
+        group
+        | {
+            "layers": [
+                x | {"name": portable.layer_name(extract_layer_index(x["name"]))}
+                for x in group["layers"]
+            ]
+        }
         for group in groups
     ]

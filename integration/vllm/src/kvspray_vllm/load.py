@@ -1,11 +1,14 @@
-"""``kvspray load``: other weights of the same shape for an engine that sleeps, from a directory or from another node's offer.
+"""``kvspray load``: other weights of the same shape for an engine that sleeps, from a directory or
+from another node's offer.
 
-The plug-in gives each worker of vLLM the methods kvspray_load_*, which the command calls on all ranks by ``/collective_rpc``. A thread passes the
-tensors to vLLM's own reload_weights, so fused, sharded and quantized parameters become what vLLM's loader makes of them. Their bytes are read ahead
+The plug-in gives each worker of vLLM the methods kvspray_load_*, which the command calls on all
+ranks by ``/collective_rpc``. A thread passes the tensors to vLLM's own reload_weights, so fused,
+sharded and quantized parameters become what vLLM's loader makes of them. Their bytes are read ahead
 into shared memory, and for a GPU the sidecar copies them from there.
 
-A load has a token. It is armed before the engine sleeps: from the sleep on, until all ranks have everything and are released, the worker refuses to
-compute, to wake up, and weights of others. What fails leaves it so, and a later load can succeed. All methods but the check repeat the token.
+A load has a token. It is armed before the engine sleeps: from the sleep on, until all ranks have
+everything and are released, the worker refuses to compute, to wake up, and weights of others. What
+fails leaves it so, and a later load can succeed. All methods but the check repeat the token.
 """
 
 from __future__ import annotations
@@ -30,16 +33,28 @@ import torch
 import vllm
 
 import kvspray
-from kvspray.checkpoint import Folder, Manifest, Piece, Samples, differences
+from kvspray.checkpoint import Directory, Manifest, Piece, Samples, differences
 from kvspray.weights import CheckpointError, directory_of
-from kvspray.weightstream import ALIGN, MAX_HELD, PIECE_BYTES, PIECES, Block, LoadError, Source, Stream, open_source
+from kvspray.weightstream import (
+    ALIGN,
+    MAX_HELD,
+    PIECE_BYTES,
+    PIECES,
+    Block,
+    LoadError,
+    Source,
+    Stream,
+    open_source,
+)
 from kvspray_vllm.weights import RUNNER_WRITERS, WORKER_WRITERS
 
 VARIABLE = "KVSPRAY_LOAD"
-METHODS = tuple(f"kvspray_load_{m}" for m in ("check", "arm", "begin", "poll", "finish", "release", "cancel"))
+METHODS = tuple(
+    f"kvspray_load_{m}" for m in ("check", "arm", "begin", "poll", "finish", "release", "cancel")
+)
 COMPUTES = ("execute_model", "sample_tokens", "execute_dummy_batch")
 RUNNER = ("execute_model", "sample_tokens", "_dummy_run")
-QUIET_S = 15.0  # after which another load may take the place of one that nobody confirms
+QUIET_S = 15.0  # after which another load may take the place of one that is not confirmed
 NO_PROGRESS_S = 120.0  # of a load: then it fails
 MAX_TOKEN = 200  # characters
 MAX_POLL_S = 1.0  # vLLM's engine waits meanwhile
@@ -52,9 +67,10 @@ DROP_S = 10.0  # for the sidecar to unmap what it has copied to
 WAIT_S = 0.05
 
 DTYPES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I16": "int16",
-    "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32", "F64": "float64", "I64": "int64",
-    "U64": "uint64", "C64": "complex64",
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I16": "int16", "U16": "uint16",
+    "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
+    "F64": "float64", "I64": "int64", "U64": "uint64", "C64": "complex64",
 }  # fmt: skip
 
 _log = logging.getLogger("vllm.kvspray.load")
@@ -64,7 +80,10 @@ def install() -> None:
     """Gives the methods to all workers of this process. Several calls are one."""
     value = os.environ.get(VARIABLE, "")
     if value != "1" and not value.startswith("/"):
-        raise ValueError(f"{VARIABLE} is {value!r}: set it to 1, to the path of the sidecar's socket, or to 0 for an engine without kvspray load")
+        raise ValueError(
+            f"{VARIABLE} is {value!r}: set it to 1, to the path of the sidecar's socket, or to 0 "
+            "for an engine without kvspray load"
+        )
     from vllm.v1.worker.worker_base import WorkerBase
 
     for name in METHODS:
@@ -83,7 +102,8 @@ def install() -> None:
 
 
 def _load_model(worker: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Notes the shape of what the engine loads at its start: whatever its directory has later, it has that shape."""
+    """Notes the shape of what the engine loads at its start: whatever its directory has later, it
+    has that shape."""
     before = _read_present(worker)
     try:
         return inner(*args, **kwargs)
@@ -92,7 +112,10 @@ def _load_model(worker: Any, inner: Callable[..., Any], *args: Any, **kwargs: An
         if after is not None and (before is None or before == after):
             _manifests[worker] = after[0]
         else:
-            _log.warning("kvspray: the shape of this engine's checkpoint is not known, so kvspray load needs --force")
+            _log.warning(
+                "kvspray: the shape of this engine's checkpoint is not known, so kvspray load "
+                "needs --force"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +147,12 @@ class Request:
 
     def open(self, digest: str | None = None) -> Source:
         align = 1 << 20 if self.source.startswith("http://") else ALIGN
-        return open_source(self.source, self.sidecar(), PIECES * (-(-self.piece_bytes // align) + 1) * align, digest)
+        return open_source(
+            self.source,
+            self.sidecar(),
+            PIECES * (-(-self.piece_bytes // align) + 1) * align,
+            digest,
+        )
 
     def sidecar(self) -> str | None:
         value = os.environ.get(VARIABLE, "")
@@ -137,13 +165,15 @@ class Request:
 Answer = dict[str, Any]
 
 
-def _told(method: Callable[..., Answer]) -> Callable[..., Answer]:
+def _answered(method: Callable[..., Answer]) -> Callable[..., Answer]:
     def wrapper(worker: Any, *args: Any) -> Answer:
         try:
             return method(worker, *args)
         except (LoadError, CheckpointError, kvspray.KvsprayError) as err:
             return {"error": str(err)}
-        except Exception as err:  # vLLM reads no more answers after the first failure, and takes the others for those of the next call
+        except Exception as err:
+            # vLLM reads no more answers after the first failure, and takes the others for those of
+            # the next call.
             _log.exception("kvspray: %s failed", method.__name__)
             return {"error": f"{type(err).__name__}: {err}"}
 
@@ -151,7 +181,7 @@ def _told(method: Callable[..., Answer]) -> Callable[..., Answer]:
     return wrapper
 
 
-@_told
+@_answered
 def kvspray_load_check(worker: Any, request: str) -> Answer:
     """Changes nothing. Whether these weights can take the place of the engine's."""
     asked = Request.parse(request)
@@ -164,11 +194,14 @@ def kvspray_load_check(worker: Any, request: str) -> Answer:
         source.close()
 
 
-@_told
+@_answered
 def kvspray_load_arm(worker: Any, token: str) -> Answer:
-    """Before the engine is put to sleep. Until then it computes as before; from then on it does not, until the load of this token is released."""
+    """Before the engine is put to sleep. Until then it computes as before; from then on it does
+    not, until the load of this token is released."""
     if not isinstance(token, str) or not 1 <= len(token) <= MAX_TOKEN or not token.isprintable():
-        raise LoadError(f"the token is {str(token)[:80]!r}: want 1 to {MAX_TOKEN} printable characters")
+        raise LoadError(
+            f"the token is {str(token)[:80]!r}: want 1 to {MAX_TOKEN} printable characters"
+        )
     _can_sleep(worker)
     before = _guards.get(worker)
     sleeps = False
@@ -179,12 +212,16 @@ def kvspray_load_arm(worker: Any, token: str) -> Answer:
             return before.status(0)
         if before.busy():
             raise LoadError(
-                f"the load {before.token} is under way, and {before.state}; wait for it. If its command is gone, try again in {QUIET_S:g} s: then it ends"
+                f"the load {before.token} is under way, and {before.state}; wait for it. If its "
+                f"command is gone, try again in {QUIET_S:g} s: then it ends"
             )
         sleeps = before.sleeps or before.state == "armed"
         before.stop(f"the load {token} takes its place")
         if before.load is not None and before.load.broken:
-            raise LoadError(f"vLLM could not end the load {before.token}: {before.load.broken}; restart the engine")
+            raise LoadError(
+                f"vLLM could not end the load {before.token}: {before.load.broken}; restart the "
+                "engine"
+            )
     guard = Guard(worker, token, before)
     guard.sleeps = before is not None and before.whole and sleeps
     guard.install()
@@ -192,21 +229,27 @@ def kvspray_load_arm(worker: Any, token: str) -> Answer:
     return guard.status(0)
 
 
-@_told
+@_answered
 def kvspray_load_begin(worker: Any, token: str, request: str, digest: str) -> Answer:
     """digest: as the check returned it. After the weights' memory, and nothing else, woke up."""
     guard = _owned(worker, token)
     if guard.state != "armed":
         raise LoadError(f"the load {token} is {guard.state}: {guard.why()}")
     if not guard.slept:
-        raise LoadError("the engine was not put to sleep since the load was armed: /sleep and /wake_up?tags=weights come before")
+        raise LoadError(
+            "the engine was not put to sleep since the load was armed: /sleep and "
+            "/wake_up?tags=weights come before"
+        )
     try:
         asked = Request.parse(request)
         source = asked.open(digest)
         try:
             fits = _fits(worker, source.manifest, asked)
             if source.manifest.digest != digest:
-                raise CheckpointError(f"{asked.source}: it is {source.manifest.digest} now, and was {digest} when it was checked; load again")
+                raise CheckpointError(
+                    f"{asked.source}: it is {source.manifest.digest} now, and was {digest} when it "
+                    "was checked; load again"
+                )
             guard.load = Load(worker, guard, asked, source, fits["checked"])
         except BaseException:
             source.stop()
@@ -219,21 +262,21 @@ def kvspray_load_begin(worker: Any, token: str, request: str, digest: str) -> An
     return {**fits, "token": token}
 
 
-@_told
+@_answered
 def kvspray_load_poll(worker: Any, token: str, wait_s: str) -> Answer:
     return _owned(worker, token).status(max(0.0, min(float(wait_s), MAX_POLL_S)))
 
 
-@_told
+@_answered
 def kvspray_load_finish(worker: Any, token: str) -> Answer:
-    """After all ranks have said "loaded": the weights have their name. Nothing wakes up yet."""
+    """After all ranks have returned "loaded": the weights have their name. Nothing wakes up yet."""
     guard = _owned(worker, token)
     if guard.load is None:
         raise LoadError(f"the load {token} is {guard.state}, and not loaded: {guard.why()}")
     return guard.load.finish()
 
 
-@_told
+@_answered
 def kvspray_load_release(worker: Any, token: str) -> Answer:
     """After all ranks have named the same weights: the engine may wake up."""
     guard = _owned(worker, token)
@@ -242,10 +285,11 @@ def kvspray_load_release(worker: Any, token: str) -> Answer:
     return guard.load.release()
 
 
-@_told
+@_answered
 def kvspray_load_cancel(worker: Any, token: str, reason: str, sleeps: str = "") -> Answer:
-    """Before the engine was put to sleep this changes nothing else. Afterwards the load has failed. sleeps: not empty if /sleep was sent, and nobody
-    knows whether it comes yet: then the guard remains."""
+    """Before the engine was put to sleep this changes nothing else. Afterwards the load has failed.
+    sleeps: not empty if /sleep was sent, and it is not certain whether it still comes: then the
+    guard remains."""
     guard = _owned(worker, token)
     guard.sleeps = guard.sleeps or bool(sleeps)
     guard.stop(reason[:1000])
@@ -253,78 +297,103 @@ def kvspray_load_cancel(worker: Any, token: str, reason: str, sleeps: str = "") 
 
 
 _guards: weakref.WeakKeyDictionary[Any, Guard] = weakref.WeakKeyDictionary()
-_manifests: weakref.WeakKeyDictionary[Any, Manifest] = weakref.WeakKeyDictionary()  # of what each worker loaded at its start
+# Of what each worker loaded at its start.
+_manifests: weakref.WeakKeyDictionary[Any, Manifest] = weakref.WeakKeyDictionary()
 
 
 def _owned(worker: Any, token: str) -> Guard:
     guard = _guards.get(worker)
     if guard is None:
-        raise LoadError(f"the load {str(token)[:MAX_TOKEN]} is not armed on this rank; begin with kvspray load")
+        raise LoadError(
+            f"the load {str(token)[:MAX_TOKEN]} is not armed on this rank; begin with kvspray load"
+        )
     if guard.token != token:
-        raise LoadError(f"this rank belongs to the load {guard.token}, which is {guard.state}, and not to {str(token)[:MAX_TOKEN]}")
-    guard.heard = time.monotonic()
+        raise LoadError(
+            f"this rank belongs to the load {guard.token}, which is {guard.state}, and not to "
+            f"{str(token)[:MAX_TOKEN]}"
+        )
+    guard.called = time.monotonic()
     return guard
 
 
 def _can_sleep(worker: Any) -> None:
-    if worker.device is not None and worker.device.type == "cuda" and not worker.vllm_config.model_config.enable_sleep_mode:
+    if (
+        worker.device is not None
+        and worker.device.type == "cuda"
+        and not worker.vllm_config.model_config.enable_sleep_mode
+    ):
         raise LoadError("this engine cannot sleep: start vllm serve with --enable-sleep-mode")
-    get = getattr(worker, "get_draft_model", None)
-    draft = get() if get is not None else None
+    draft = worker.get_draft_model()
     if draft is not None:
         raise LoadError(
-            f"this engine has a draft model, {type(draft).__name__}, whose weights a sleep discards and nothing loads again; restart the engine for others"
+            f"this engine has a draft model, {type(draft).__name__}, whose weights a sleep "
+            "discards and nothing loads again; restart the engine for others"
         )
 
 
 def _fits(worker: Any, new: Manifest, asked: Request) -> Answer:
     for e in new.entries:
         if getattr(torch, DTYPES.get(e.dtype, ""), None) is None:
-            raise CheckpointError(f"tensor {e.name[:80]!r} has the type {e.dtype}, which this PyTorch has not; restart the engine with this model")
+            raise CheckpointError(
+                f"tensor {e.name[:80]!r} has the type {e.dtype}, which this PyTorch has not; "
+                "restart the engine with this model"
+            )
     have = _manifests.get(worker)
     if have is None and not asked.force:
         raise CheckpointError(
-            "the shape of the checkpoint that this engine started with is not known, so new weights cannot be compared with it. With --force vLLM's "
-            "loader alone compares shapes, after the present weights are gone"
+            "the shape of the checkpoint that this engine started with is not known, so new "
+            "weights cannot be compared with it. With --force vLLM's loader alone compares shapes, "
+            "after the present weights are gone"
         )
     if have is not None and (differs := differences(have, new)):
-        raise CheckpointError(f"the weights have another shape than the engine's, which takes no byte of them: {'; '.join(differs)}. Start an engine with them")
+        raise CheckpointError(
+            "the weights have another shape than the engine's, which takes no byte of them: "
+            f"{'; '.join(differs)}. Start an engine with them"
+        )
     return {
-        "digest": new.digest, "bytes": new.nbytes, "tensors": len(new.entries), "files": len(new.files), "checked": have is not None,
+        "digest": new.digest, "bytes": new.nbytes, "tensors": len(new.entries),
+        "files": len(new.files), "checked": have is not None,
     }  # fmt: skip
 
 
 def _read_present(worker: Any) -> tuple[Manifest, list[tuple[int, ...]]] | None:
-    """Of the checkpoint's files as they are now. None: they are not here, or of another kind. An engine's start never fails for that."""
+    """Of the checkpoint's files as they are now. None: they are not here, or of another kind. An
+    engine's start never fails for that."""
     try:
         m = worker.vllm_config.model_config
-        root = directory_of(str(m.model_weights or m.model), m.revision, worker.vllm_config.load_config.download_dir)
-        folder = Folder(root, "start")  # nobody compares its digest, which costs reads of all tensors
+        root = directory_of(
+            str(m.model_weights or m.model), m.revision, worker.vllm_config.load_config.download_dir
+        )
+        # Nobody compares its digest, which costs reads of all tensors.
+        directory = Directory(root, "start")
     except Exception as err:
         _log.debug("kvspray: the engine's checkpoint: %s", err)
         return None
-    folder.close()
-    return folder.manifest, folder.stamps
+    directory.close()
+    return directory.manifest, directory.stamps
 
 
 # ---- what a worker refuses meanwhile
 
 
 class Guard:
-    """Of one rank and one load, by methods of the objects themselves: what calls them meets these first."""
+    """Of one rank and one load, by methods of the objects themselves: what calls them meets these
+    first."""
 
     def __init__(self, worker: Any, token: str, before: Guard | None) -> None:
         self.worker, self.token = worker, token
         self.load: Load | None = None
         self.slept = False
         self.sleeps = False  # a sleep may come yet, of a command that is gone
-        # The present weights are those that their name says.
+        # The present weights are those of their name.
         self.whole: bool = before is None or before.whole
-        self.heard = time.monotonic()
+        self.called = time.monotonic()
         self.reloads = 0  # by others, since the load began
         self._error = "" if before is None or before.whole else before.why()
         self._ended = ""  # "failed", or "disarmed"
-        self._name: str = before._name if before is not None and before.whole and before.state == "failed" else ""
+        self._name: str = (
+            before._name if before is not None and before.whole and before.state == "failed" else ""
+        )
         self._own: list[tuple[Any, str, Any]] = []
         self._hook: Any = None
         self._before = before
@@ -335,19 +404,35 @@ class Guard:
         return self._ended or ("armed" if self.load is None else self.load.state)
 
     def busy(self) -> bool:
-        return self.state in ("armed", "loading", "loaded", "named") and time.monotonic() - self.heard < QUIET_S
+        return (
+            self.state in ("armed", "loading", "loaded", "named")
+            and time.monotonic() - self.called < QUIET_S
+        )
 
     def why(self) -> str:
         known = {
-            "armed": self._error or "a load is armed, and has not begun", "loading": "they are being loaded",
-            "loaded": "kvspray load has not confirmed them on all ranks", "named": "kvspray load has not released them on all ranks",
+            "armed": self._error or "a load is armed, and has not begun",
+            "loading": "they are being loaded",
+            "loaded": "kvspray load has not confirmed them on all ranks",
+            "named": "kvspray load has not released them on all ranks",
         }  # fmt: skip
-        return known.get(self.state) or self._error or (self.load.error if self.load is not None else "")
+        return (
+            known.get(self.state)
+            or self._error
+            or (self.load.error if self.load is not None else "")
+        )
 
     def status(self, wait_s: float) -> Answer:
         if self.load is not None and not self._ended:
             return {"token": self.token, **self.load.status(wait_s)}
-        out = {"token": self.token, "state": self.state, "bytes": 0, "total": 0, "by_sidecar": 0, "seconds": 0.0}
+        out = {
+            "token": self.token,
+            "state": self.state,
+            "bytes": 0,
+            "total": 0,
+            "by_sidecar": 0,
+            "seconds": 0.0,
+        }
         return {**out, "error": self._error} if self.state == "failed" else out
 
     def fail(self, error: str) -> None:
@@ -368,7 +453,9 @@ class Guard:
             self._ended = "disarmed"
 
     def install(self) -> None:
-        modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet(self.worker.get_model().modules())
+        modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet(
+            self.worker.get_model().modules()
+        )
         if self._before is not None:
             self._before.remove()
             self._before = None
@@ -418,7 +505,8 @@ class Guard:
         obj.__dict__[name] = functools.partial(how, inner, name, last)
 
     def _renamed(self) -> str:
-        """Nothing that the cache has or gets is offered under the name before, which is returned."""
+        """Nothing that the cache has or gets is offered under the name before, which is
+        returned."""
         connector = _connector()
         return connector.weights_replaced() if connector is not None else ""
 
@@ -426,38 +514,49 @@ class Guard:
         return self.load is not None and self.load.thread is threading.current_thread()
 
     def _refuse(self, name: str, last: bool) -> None:
-        # Of what all ranks are called for, the last one alone fails: vLLM reads no more answers after the first failure, and takes the others for
-        # those of the next call.
+        # Of what all ranks are called for, the last one alone fails: vLLM reads no more answers
+        # after the first failure, and takes the others for those of the next call.
         if not last or self.worker.rank == self.worker.parallel_config.world_size - 1:
-            raise RuntimeError(f"kvspray: {name} is refused, since the weights of this engine are incomplete: {self.why()}. Run kvspray load")
+            raise RuntimeError(
+                f"kvspray: {name} is refused, since the weights of this engine are incomplete: "
+                f"{self.why()}. Run kvspray load"
+            )
 
-    def _computes(self, inner: Callable[..., Any], name: str, last: bool, *args: Any, **kwargs: Any) -> Any:
+    def _computes(
+        self, inner: Callable[..., Any], name: str, last: bool, *args: Any, **kwargs: Any
+    ) -> Any:
         if self.whole or self.mine():
             return inner(*args, **kwargs)
         self._refuse(name, last)
         return None
 
-    def _replaces(self, inner: Callable[..., Any], name: str, last: bool, *args: Any, **kwargs: Any) -> Any:
+    def _replaces(
+        self, inner: Callable[..., Any], name: str, last: bool, *args: Any, **kwargs: Any
+    ) -> Any:
         if self.mine():
             return inner(*args, **kwargs)
         self._refuse(name, last)
         return None
 
-    def _wake_up(self, inner: Callable[..., Any], name: str, last: bool, tags: list[str] | None = None) -> None:
-        """The memory of the weights alone, for the load; vLLM schedules nothing while the other memory sleeps."""
+    def _wake_up(
+        self, inner: Callable[..., Any], name: str, last: bool, tags: list[str] | None = None
+    ) -> None:
+        """The memory of the weights alone, for the load; vLLM schedules nothing while the other
+        memory sleeps."""
         if tags != ["weights"]:
             self._refuse(name, last)
             return
         self._asleep()
         inner(tags)
-        self.heard = time.monotonic()
+        self.called = time.monotonic()
 
     def _sleep(self, inner: Callable[..., Any], name: str, last: bool, level: int = 1) -> None:
         if self.load is not None:
-            self.load.stop("the engine was put to sleep")  # nothing may write to the memory that goes
+            # Nothing may write to the memory that goes.
+            self.load.stop("the engine was put to sleep")
         self._asleep()
         inner(level)
-        self.heard = time.monotonic()
+        self.called = time.monotonic()
 
     def _asleep(self) -> None:
         self.whole, self.slept = False, True
@@ -470,8 +569,16 @@ class Guard:
 class Load:
     """Of one rank. It is "loading", then "loaded" or "failed"; finish() makes it "done"."""
 
-    def __init__(self, worker: Any, guard: Guard, request: Request, source: Source, checked: bool) -> None:
-        self._worker, self._guard, self._request, self._source, self._checked = worker, guard, request, source, checked
+    def __init__(
+        self, worker: Any, guard: Guard, request: Request, source: Source, checked: bool
+    ) -> None:
+        self._worker, self._guard, self._request, self._source, self._checked = (
+            worker,
+            guard,
+            request,
+            source,
+            checked,
+        )
         self.broken = ""  # why no other load can follow
         self._total = source.manifest.nbytes
         self._bytes = 0
@@ -498,10 +605,21 @@ class Load:
         with self._changed:
             self._changed.wait_for(lambda: self.state != "loading", wait_s)
             if self.state == "loading" and time.monotonic() - self._progress > NO_PROGRESS_S:
-                # Its thread may hang in a read for ever. Whatever it does later, the load has failed.
+                # Its thread may hang in a read for ever. Whatever it does later, the load has
+                # failed.
                 self._stop = f"nothing has come for {NO_PROGRESS_S:g} s"
-                self._end("failed", f"{self._stop}, after {self._bytes} of {self._total} bytes; look at the disk or the offer, and load again")
-            out = {"state": self.state, "bytes": self._bytes, "total": self._total, "by_sidecar": self._by_sidecar, "seconds": round(self.seconds(), 3)}
+                self._end(
+                    "failed",
+                    f"{self._stop}, after {self._bytes} of {self._total} bytes; look at the disk "
+                    "or the offer, and load again",
+                )
+            out = {
+                "state": self.state,
+                "bytes": self._bytes,
+                "total": self._total,
+                "by_sidecar": self._by_sidecar,
+                "seconds": round(self.seconds(), 3),
+            }
             out["digest"] = self._source.manifest.digest
             return {**out, "error": self.error} if self.state == "failed" else out
 
@@ -519,16 +637,23 @@ class Load:
         if self.thread.ident is not None:
             self.thread.join(STOP_S)
         if self.thread.is_alive():
-            raise LoadError(f"the load {self._guard.token} has not ended within {STOP_S:g} s; try again, or restart the engine")
+            raise LoadError(
+                f"the load {self._guard.token} has not ended within {STOP_S:g} s; try again, or "
+                "restart the engine"
+            )
 
     def finish(self) -> Answer:
         with self._changed:
             if self.state in ("named", "done"):
-                return self._told()
+                return self._status()
             if self.state != "loaded":
                 raise LoadError(f"the load is {self.state}, and not loaded: {self._guard.why()}")
             if self._guard.reloads or self._mark != _mark(self._worker.get_model()):
-                self._end("failed", "something else has replaced weights since they were loaded; load again, and nothing else meanwhile")
+                self._end(
+                    "failed",
+                    "something else has replaced weights since they were loaded; load again, and "
+                    "nothing else meanwhile",
+                )
                 raise LoadError(self.error)
         name = _named(self._worker, self._source.manifest.digest)
         connector = _connector()
@@ -537,7 +662,7 @@ class Load:
         self._name = name
         with self._changed:
             self._end("named", "")
-        return self._told()
+        return self._status()
 
     def release(self) -> Answer:
         with self._changed:
@@ -547,17 +672,21 @@ class Load:
                 if self._guard.reloads or self._mark != _mark(self._worker.get_model()):
                     if (connector := _connector()) is not None:
                         connector.weights_replaced()
-                    self._end("failed", "something else has replaced weights since they were named; load again, and nothing else meanwhile")
+                    self._end(
+                        "failed",
+                        "something else has replaced weights since they were named; load again, "
+                        "and nothing else meanwhile",
+                    )
                     raise LoadError(self.error)
                 self._end("done", "")
                 self._guard.whole = True
                 self._guard.remove()
-        return self._told()
+        return self._status()
 
-    def _told(self) -> Answer:
+    def _status(self) -> Answer:
         return {
-            "token": self._guard.token, "state": self.state, "weights": self._name, "bytes": self._total, "by_sidecar": self._by_sidecar,
-            "seconds": round(self._took, 3),
+            "token": self._guard.token, "state": self.state, "weights": self._name,
+            "bytes": self._total, "by_sidecar": self._by_sidecar, "seconds": round(self._took, 3),
         }  # fmt: skip
 
     def _end(self, state: str, error: str) -> None:
@@ -576,7 +705,10 @@ class Load:
             error = str(err) or type(err).__name__
             if not isinstance(err, (LoadError, CheckpointError)):
                 _log.exception("kvspray: the load failed")
-                error = f"vLLM's loader, after it was given the tensor {self._last[:80]!r}: {type(err).__name__}: {err}".rstrip(": ")
+                error = (
+                    f"vLLM's loader, after it was given the tensor {self._last[:80]!r}: "
+                    f"{type(err).__name__}: {err}"
+                ).rstrip(": ")
             _forget(err)
         if error:
             try:
@@ -599,8 +731,10 @@ class Load:
                 self._mark = _mark(self._worker.get_model())
                 self._end("loaded", "")
         _log.log(
-            logging.WARNING if error else logging.INFO, "kvspray: load of %s: %.2f of %.2f GiB in %.2f s, %d pieces by the sidecar%s",
-            self._request.source, self._bytes / (1 << 30), self._total / (1 << 30), self._took, self._by_sidecar, f": {error}" if error else "",
+            logging.WARNING if error else logging.INFO,
+            "kvspray: load of %s: %.2f of %.2f GiB in %.2f s, %d pieces by the sidecar%s",
+            self._request.source, self._bytes / (1 << 30), self._total / (1 << 30), self._took,
+            self._by_sidecar, f": {error}" if error else "",
         )  # fmt: skip
 
     def _load(self) -> None:
@@ -619,7 +753,7 @@ class Load:
                 raise CheckpointError(f"{self._request.source}: {partial}")
             return out
 
-        model.load_weights = noted  # what it loaded, reload_weights does not tell
+        model.load_weights = noted  # reload_weights does not return what it loaded
         try:
             with contextlib.closing(self._tensors(samples)) as tensors:
                 self._worker.reload_weights(weights_iterator=tensors)
@@ -629,15 +763,30 @@ class Load:
             del model.load_weights
         if self._worker.device is not None and self._worker.device.type == "cuda":
             torch.cuda.synchronize()
-        # Where names were compared before, those that no checkpoint has are no news. A quantized layer has other parameters than its checkpoint.
-        if not self._checked and loaded and self._worker.vllm_config.model_config.quantization is None:
-            missing = sorted({name for name, _ in model.named_parameters()} - {n.replace(".base_layer.", ".") for n in loaded} - loaded)
+        # Where names were compared before, those that no checkpoint has are no news. A quantized
+        # layer has other parameters than its checkpoint.
+        if (
+            not self._checked
+            and loaded
+            and self._worker.vllm_config.model_config.quantization is None
+        ):
+            missing = sorted(
+                {name for name, _ in model.named_parameters()}
+                - {n.replace(".base_layer.", ".") for n in loaded}
+                - loaded
+            )
             if missing:
-                raise CheckpointError(f"{self._request.source}: nothing for {missing[0]!r} and {len(missing) - 1} other parameters")
+                raise CheckpointError(
+                    f"{self._request.source}: nothing for {missing[0]!r} and {len(missing) - 1} "
+                    "other parameters"
+                )
         self._source.check()
         digest = samples.digest(self._source.manifest.configs)
         if digest != self._source.manifest.digest:
-            raise CheckpointError(f"{self._request.source}: what came is {digest}, and not {self._source.manifest.digest}; it changed meanwhile: load again")
+            raise CheckpointError(
+                f"{self._request.source}: what came is {digest}, and not "
+                f"{self._source.manifest.digest}; it changed meanwhile: load again"
+            )
 
     def _tensors(self, samples: Samples) -> Generator[tuple[str, torch.Tensor], None, None]:
         manifest = self._source.manifest
@@ -655,7 +804,9 @@ class Load:
                     if self._stop:
                         raise LoadError(f"the load was stopped: {self._stop}")
 
-    def _cut(self, piece: Piece, base: torch.Tensor, whole: dict[int, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _cut(
+        self, piece: Piece, base: torch.Tensor, whole: dict[int, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         manifest = self._source.manifest
         for part in piece.parts:
             e = manifest.entries[part.entry]
@@ -717,8 +868,9 @@ def _sample(samples: Samples, block: Block) -> None:
 
 
 class Copied:
-    """Pieces in the device's memory, by copies of the sidecar that run ahead. A copy that it does not take or finish is made by PyTorch, after its lease
-    has ended: until then the sidecar may still write."""
+    """Pieces in the device's memory, by copies of the sidecar that run ahead. A copy that it does
+    not take or finish is made by PyTorch, after its lease has ended: until then the sidecar may
+    still write."""
 
     def __init__(self, load: Load, samples: Samples, device: torch.device | None) -> None:
         self._load, self._samples, self._device = load, samples, device
@@ -735,10 +887,13 @@ class Copied:
             self._memory = torch.frombuffer(self._region.buffer, dtype=torch.uint8)
         else:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self._arena.fill(self._arena.nbytes)  # the sidecar pins all of it at the first copy: what has no memory then would come in small pages
+            # The sidecar pins all of it at the first copy: what has no memory then would come in
+            # small pages.
+            self._arena.fill(self._arena.nbytes)
         if load._request.copies != "none":
             self._connect()
-        self._open: list[tuple[Block, int, int]] = []  # copies under way, of the thread until it ends
+        # Copies under way, of the thread until it ends.
+        self._open: list[tuple[Block, int, int]] = []
         self._free: queue.Queue[int] = queue.Queue()
         for slot in range(SLOTS):
             self._free.put(slot)
@@ -757,7 +912,11 @@ class Copied:
                 self._added = True
                 return
             self._client = kvspray.WorkerClient(
-                self._load._request.sidecar(), engine=kvspray.EngineInfo("vllm", vllm.__version__, f"load-{os.getpid()}"), layers=1, deadline_s=COPY_S, log=_log
+                self._load._request.sidecar(),
+                engine=kvspray.EngineInfo("vllm", vllm.__version__, f"load-{os.getpid()}"),
+                layers=1,
+                deadline_s=COPY_S,
+                log=_log,
             )
             self._client.register([])
             self._client.wait_connected(CONNECT_S)
@@ -774,7 +933,8 @@ class Copied:
             if isinstance(got, BaseException):
                 raise got
             piece, slot = got
-            # Within the GPU this costs next to nothing, and the slot is free before vLLM's loader has let go of the tensors.
+            # Within the GPU this costs next to nothing, and the slot is free before vLLM's loader
+            # has let go of the tensors.
             base = self._slot(slot, piece.nbytes).clone()
             if self._device is not None:
                 torch.cuda.current_stream().synchronize()
@@ -819,7 +979,9 @@ class Copied:
         if self._client is None or self._region is None or not self._client.connected:
             return 0
         pieces = [(block.at + block.lead, slot * self._size, block.piece.nbytes)]
-        lease = self._client.copy(self._arena.region, self._region, pieces, req="weights", deadline_s=COPY_S)
+        lease = self._client.copy(
+            self._arena.region, self._region, pieces, req="weights", deadline_s=COPY_S
+        )
         if lease <= 0 and not self._refused:
             self._refused = True
             _log.warning("kvspray: PyTorch copies pieces of the weights: %s", self._client.refusal)
@@ -838,7 +1000,11 @@ class Copied:
             end = self._await(lease)
             ok = end.ok
             if not ok:
-                _log.warning("kvspray: PyTorch copies a piece of the weights: %s (%s)", end.status.name, end.reason)
+                _log.warning(
+                    "kvspray: PyTorch copies a piece of the weights: %s (%s)",
+                    end.status.name,
+                    end.reason,
+                )
         if ok:
             self._load.copied()
         else:
@@ -878,12 +1044,16 @@ class Copied:
             self._region.close()
 
     def _drop(self) -> None:
-        """GPU memory that the sidecar has mapped stays in use after PyTorch has freed it, and the engine's cache needs it."""
+        """GPU memory that the sidecar has mapped stays in use after PyTorch has freed it, and the
+        engine's cache needs it."""
         assert self._client is not None
         if not self._added or self._region is None or not self._client.connected:
             return
         if not self._client.drop_regions([self._region], DROP_S):
-            _log.warning("kvspray: the sidecar has not unmapped %d MiB yet, which are free once it has", self._region.nbytes >> 20)
+            _log.warning(
+                "kvspray: the sidecar has not unmapped %d MiB yet, which are free once it has",
+                self._region.nbytes >> 20,
+            )
 
 
 # ---- vLLM
@@ -891,7 +1061,10 @@ class Copied:
 
 def _mark(model: torch.nn.Module) -> tuple[Any, ...]:
     """Differs after most writes to the parameters."""
-    return tuple((name, id(p), p.data_ptr(), -1 if p.is_inference() else p._version) for name, p in model.named_parameters())
+    return tuple(
+        (name, id(p), p.data_ptr(), -1 if p.is_inference() else p._version)
+        for name, p in model.named_parameters()
+    )
 
 
 def _forget(err: BaseException | None) -> None:
@@ -906,7 +1079,8 @@ def _forget(err: BaseException | None) -> None:
 
 
 def _partial(model: torch.nn.Module) -> str:
-    """What of a layer has not come, before vLLM's reload fills it up; empty: nothing. A fused parameter is whole only if all of its parts came."""
+    """What of a layer has not come, before vLLM's reload fills it up; empty: nothing. A fused
+    parameter is whole only if all of its parts came."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload import layerwise
@@ -914,20 +1088,31 @@ def _partial(model: torch.nn.Module) -> str:
     for name, layer in model.named_modules():
         info = layerwise.get_layerwise_info(layer)
         total = info.load_numel_total
-        if total is None or info.load_numel >= total or is_deferred_attention_layer(layer) or not dict(layer.named_parameters(recurse=False)):
+        if (
+            total is None
+            or info.load_numel >= total
+            or is_deferred_attention_layer(layer)
+            or not dict(layer.named_parameters(recurse=False))
+        ):
             continue
         if isinstance(layer, VocabParallelEmbedding):
             if info.load_numel == 0 and name.endswith("lm_head"):
                 continue  # tied: the names of all parameters are compared, too
-            total -= (layer.num_embeddings_per_partition - layer.shard_indices.num_org_elements) * layer.embedding_dim
+            total -= (
+                layer.num_embeddings_per_partition - layer.shard_indices.num_org_elements
+            ) * layer.embedding_dim
             if info.load_numel >= total:
                 continue
-        return f"{info.load_numel} of {total} elements of the layer {name!r} came: a tensor of it is missing"
+        return (
+            f"{info.load_numel} of {total} elements of the layer {name!r} came: a tensor of it is "
+            "missing"
+        )
     return ""
 
 
 def _abandon(model: torch.nn.Module) -> None:
-    """Ends a reload that did not end by itself. Without this the next one would go on with tensors of this one."""
+    """Ends a reload that did not end by itself. Without this the next one would go on with tensors
+    of this one."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     for layer in model.modules():

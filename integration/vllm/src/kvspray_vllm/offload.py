@@ -1,14 +1,18 @@
-"""``KVSprayOffloadingSpec`` for vLLM's OffloadingConnector: blocks go to host memory and come back as copies of the sidecar.
+"""``KVSprayOffloadingSpec`` for vLLM's OffloadingConnector: blocks go to host memory and come back
+as copies of the sidecar.
 
-    --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config":
-      {"spec_name": "KVSprayOffloadingSpec", "spec_module_path": "kvspray_vllm.offload", "cpu_bytes_to_use": 68719476736}}'
+    --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+      "kv_connector_extra_config": {"spec_name": "KVSprayOffloadingSpec",
+      "spec_module_path": "kvspray_vllm.offload", "cpu_bytes_to_use": 68719476736}}'
 
-vLLM's own manager decides what is kept and what is evicted. This module has the worker: a pool of host memory that the sidecar
-maps, and COPY requests between it and the caches. A copy begins once the engine's stream has passed the mark that was set when it
-was submitted, and uses every PCIe link that the sidecar may use. The engine's thread waits for nothing and launches nothing but the mark.
+vLLM's own manager decides what is kept and what is evicted. This module has the worker: a pool of
+host memory that the sidecar maps, and COPY requests between it and the caches. A copy begins once
+the engine's stream has passed the mark that was set when it was submitted, and uses every PCIe link
+that the sidecar may use. The engine's thread waits for nothing and launches nothing but the mark.
 
-A copy that the sidecar does not take or does not finish is made again by vLLM's own worker, on the same memory, after its lease has
-ended: until then the sidecar may still write. So every job that vLLM submits ends well, which vLLM expects.
+A copy that the sidecar does not take or does not finish is made again by vLLM's own worker, on the
+same memory, after its lease has ended: until then the sidecar may still write. So every job that
+vLLM submits ends well, which vLLM expects.
 """
 
 from __future__ import annotations
@@ -44,9 +48,11 @@ from kvspray._messages import MAX_COPY_BLOCKS
 from kvspray.gpu import GpuSignals
 
 DEADLINE_S = 60.0  # of a copy; vLLM's own worker makes it after that
-STORE_WAIT_S = 0.5  # of a store behind loads; then it goes before them, as vLLM keeps a finished request's blocks until its store has ended
-# Pieces of one copy: few enough that the first of many copies starts soon, and so many that a copy of 16 KiB pieces is
-# large enough for all links.
+# Of a store behind loads; then it goes before them, as vLLM keeps a finished request's blocks until
+# its store has ended.
+STORE_WAIT_S = 0.5
+# Pieces of one copy: few enough that the first of many copies starts soon, and so many that a copy
+# of 16 KiB pieces is large enough for all links.
 COPY_PIECES = min(8192, MAX_COPY_BLOCKS)
 WAIT_S = 0.05  # between looks at the session while the engine waits for a job
 CLOSE_S = 10.0  # for open copies to end when the engine ends
@@ -66,8 +72,8 @@ class KVSprayOffloadingSpec(CPUOffloadingSpec):
             raise ValueError(f"kv_connector_extra_config['socket'] is {socket!r}, want a path")
         if self.extra_config.get("canonical_layout"):
             raise ValueError(
-                "kv_connector_extra_config['canonical_layout'] is set, which KVSprayOffloadingSpec does not write: "
-                "leave it out, or use spec_name CPUOffloadingSpec"
+                "kv_connector_extra_config['canonical_layout'] is set, which KVSprayOffloadingSpec "
+                "does not write: leave it out, or use spec_name CPUOffloadingSpec"
             )
         self._socket = socket
         self._worker: OffloadingWorker | None = None
@@ -85,15 +91,17 @@ class KVSprayOffloadingSpec(CPUOffloadingSpec):
         on_gpu = kv_caches.tensors[0].tensor.is_cuda
         if not on_gpu and current_platform.device_type != "cpu":
             raise ValueError(
-                f"KVSprayOffloadingSpec serves NVIDIA GPUs and CPUs, and this is {current_platform.device_name}: "
-                "use spec_name CPUOffloadingSpec"
+                "KVSprayOffloadingSpec serves NVIDIA GPUs and CPUs, and this is "
+                f"{current_platform.device_name}: use spec_name CPUOffloadingSpec"
             )
         pages = [t.page_size_bytes for t in kv_caches.tensors]
         pool = Pool(pages, self.blocks_per_chunk, self.num_chunks)
         try:
             native: Native
             if on_gpu:
-                native = CPUOffloadingWorker(kv_caches, self.blocks_per_chunk, self.num_chunks, pool)
+                native = CPUOffloadingWorker(
+                    kv_caches, self.blocks_per_chunk, self.num_chunks, pool
+                )
             else:
                 native = HostCopies(kv_caches, pool, self.blocks_per_chunk)
             try:
@@ -108,8 +116,9 @@ class KVSprayOffloadingSpec(CPUOffloadingSpec):
 
 
 class Pool:
-    """Host memory for the chunks, tensor after tensor: chunks of one tensor that follow each other are copied as one piece. It has
-    the methods and fields of vLLM's SharedOffloadRegion that its worker uses."""
+    """Host memory for the chunks, tensor after tensor: chunks of one tensor that follow each other
+    are copied as one piece. It has the methods and fields of vLLM's SharedOffloadRegion that its
+    worker uses."""
 
     rank = 0
 
@@ -121,9 +130,14 @@ class Pool:
             self.offsets.append(end)
             end += -(-page * blocks_per_chunk * chunks // ALIGN) * ALIGN
         if end == 0:
-            raise ValueError("kv_connector_extra_config['cpu_bytes_to_use'] has no room for one chunk: raise it")
+            raise ValueError(
+                "kv_connector_extra_config['cpu_bytes_to_use'] has no room for one chunk: raise it"
+            )
         if why := limits.refusal(end):
-            raise ValueError(f"kv_connector_extra_config['cpu_bytes_to_use'] needs on this rank {why}: lower it, or raise the limit")
+            raise ValueError(
+                f"kv_connector_extra_config['cpu_bytes_to_use'] needs on this rank {why}: lower "
+                "it, or raise the limit"
+            )
         self.region = kvspray.Region.alloc(end)
         array = (ctypes.c_int8 * end).from_address(self.region.addr)
         self._base: torch.Tensor | None = torch.frombuffer(array, dtype=torch.int8)
@@ -158,7 +172,8 @@ class Session:
     """The worker's session with its sidecar: caches, pool and marks."""
 
     def __init__(
-        self, socket: str | None, config: OffloadingConfig, kv_caches: CanonicalKVCaches, pool: Pool, on_gpu: bool
+        self, socket: str | None, config: OffloadingConfig, kv_caches: CanonicalKVCaches,
+        pool: Pool, on_gpu: bool
     ) -> None:  # fmt: skip
         self.pool = pool
         spans: dict[int, int] = {}  # each allocation once, whatever views there are
@@ -167,7 +182,8 @@ class Session:
             spans[storage.data_ptr()] = storage.nbytes()
         if on_gpu and sleeps(spans):
             raise kvspray.KvsprayError(
-                "enable_sleep_mode is on, and the sidecar cannot follow a KV cache that sleeps: start without --enable-sleep-mode"
+                "enable_sleep_mode is on, and the sidecar cannot follow a KV cache that sleeps: "
+                "start without --enable-sleep-mode"
             )
         make = kvspray.Region.gpu if on_gpu else kvspray.Region.process
         self.caches = [make(start, n) for start, n in sorted(spans.items())]
@@ -218,12 +234,15 @@ class Pieces:
     """Turns vLLM's lists of blocks and chunks into pieces of memory."""
 
     def __init__(
-        self, kv_caches: CanonicalKVCaches, session: Session | None, pool: Pool, blocks_per_chunk: int
+        self, kv_caches: CanonicalKVCaches, session: Session | None, pool: Pool,
+        blocks_per_chunk: int
     ) -> None:  # fmt: skip
         """Without a session the offsets of caches are addresses."""
         self._per_chunk = blocks_per_chunk
         self._groups: list[list[_Layer]] = []
-        caches = [(r.addr, r.addr + r.nbytes) for r in session.caches] if session else [(0, 1 << 63)]
+        caches = (
+            [(r.addr, r.addr + r.nbytes) for r in session.caches] if session else [(0, 1 << 63)]
+        )
         for refs in kv_caches.group_data_refs:
             layers = []
             for ref in refs:
@@ -232,16 +251,28 @@ class Pieces:
                 (cache,) = [i for i, (start, end) in enumerate(caches) if start <= at < end]
                 stride = tensor.tensor.stride(0) * tensor.tensor.element_size()
                 layers.append(
-                    _Layer(cache, at - caches[cache][0], stride, ref.page_size_bytes, pool.offsets[ref.tensor_idx], tensor.page_size_bytes)
+                    _Layer(
+                        cache,
+                        at - caches[cache][0],
+                        stride,
+                        ref.page_size_bytes,
+                        pool.offsets[ref.tensor_idx],
+                        tensor.page_size_bytes,
+                    )
                 )
             self._groups.append(layers)
 
-    def of(self, blocks: GPULoadStoreSpec, chunks: BlockIDsLoadStoreSpec) -> Iterator[tuple[int, np.ndarray]]:
-        """Copies, of some layers each: a cache, and an array with a row (offset in the cache, offset in the pool, length)
-        for each piece. They are computed one by one, so that the first moves while the next is computed."""
+    def of(
+        self, blocks: GPULoadStoreSpec, chunks: BlockIDsLoadStoreSpec
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Copies, of some layers each: a cache, and an array with a row (offset in the cache,
+        offset in the pool, length) for each piece. They are computed one by one, so that the first
+        moves while the next is computed."""
         groups = []
         block_at = chunk_at = 0
-        for layers, count, index in zip(self._groups, blocks.group_sizes, blocks.block_indices, strict=True):
+        for layers, count, index in zip(
+            self._groups, blocks.group_sizes, blocks.block_indices, strict=True
+        ):
             if count == 0:
                 continue
             skip = index % self._per_chunk
@@ -250,8 +281,16 @@ class Pieces:
             ids = blocks.block_ids[block_at : block_at + count].astype(np.int64)
             mine = chunks.block_ids[chunk_at : chunk_at + used].astype(np.int64)
             if len(ids) != count or len(mine) != used:
-                raise ValueError(f"vLLM gave {len(ids)} blocks and {len(mine)} chunks for {count} and {used}")
-            groups.append((layers, ids, mine[places // self._per_chunk] * self._per_chunk + places % self._per_chunk))
+                raise ValueError(
+                    f"vLLM gave {len(ids)} blocks and {len(mine)} chunks for {count} and {used}"
+                )
+            groups.append(
+                (
+                    layers,
+                    ids,
+                    mine[places // self._per_chunk] * self._per_chunk + places % self._per_chunk,
+                )
+            )
             block_at += count
             chunk_at += used
         if block_at != len(blocks.block_ids) or chunk_at != len(chunks.block_ids):
@@ -259,7 +298,9 @@ class Pieces:
         return (copy for group in groups for copy in _copies(*group))
 
 
-def _copies(layers: list[_Layer], ids: np.ndarray, slots: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+def _copies(
+    layers: list[_Layer], ids: np.ndarray, slots: np.ndarray
+) -> Iterator[tuple[int, np.ndarray]]:
     """Copies of one group. ids: blocks of the cache; slots: those of the pool."""
     together = max(1, COPY_PIECES // len(ids))  # layers
     for cache, of_cache in itertools.groupby(layers, key=lambda x: x.cache):
@@ -303,7 +344,8 @@ class Native(Protocol):
 
 
 class HostCopies:
-    """Copies by this thread, for engines whose caches are in host memory; vLLM has no worker for them."""
+    """Copies by this thread, for engines whose caches are in host memory; vLLM has no worker for
+    them."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, pool: Pool, blocks_per_chunk: int) -> None:
         self._pieces = Pieces(kv_caches, None, pool, blocks_per_chunk)
@@ -353,7 +395,8 @@ class _Job:
 
 
 class Worker(OffloadingWorker):
-    """Loads go before stores: stores wait while a load is open, for STORE_WAIT_S at most, and not if vLLM waits for them."""
+    """Loads go before stores: stores wait while a load is open, for STORE_WAIT_S at most, and not
+    if vLLM waits for them."""
 
     def __init__(self, session: Session, native: Native, pieces: Pieces) -> None:
         self._session, self._native, self._pieces = session, native, pieces
@@ -366,12 +409,20 @@ class Worker(OffloadingWorker):
 
     # -- vLLM's calls
 
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
         assert isinstance(dst_spec, BlockIDsLoadStoreSpec)
         self._submit(job_id, True, src_spec, dst_spec)
         return True
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False) -> bool:
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
         """expedited: vLLM 0.33 waits for it within the step."""
         assert isinstance(src_spec, BlockIDsLoadStoreSpec)
         self._submit(job_id, False, dst_spec, src_spec, expedited)
@@ -396,8 +447,9 @@ class Worker(OffloadingWorker):
             self._native.wait(waited)
 
     def shutdown(self) -> None:
-        """Gives the pool back. Copies that are open end before that, or after CLOSE_S with the session: the
-        sidecar has its own mapping of the memory, so a late write meets no other memory."""
+        """Gives the pool back. Copies that are open end before that, or after CLOSE_S with the
+        session: the sidecar has its own mapping of the memory, so a late write meets no other
+        memory."""
         for lease in self._by_lease:
             self._session.client.cancel(lease, "the engine ends")
         end = time.monotonic() + CLOSE_S
@@ -411,7 +463,8 @@ class Worker(OffloadingWorker):
     # -- copies
 
     def _submit(
-        self, job_id: int, store: bool, blocks: GPULoadStoreSpec, chunks: BlockIDsLoadStoreSpec, expedited: bool = False
+        self, job_id: int, store: bool, blocks: GPULoadStoreSpec, chunks: BlockIDsLoadStoreSpec,
+        expedited: bool = False
     ) -> None:  # fmt: skip
         after = self._session.mark()
         copies = self._pieces.of(blocks, chunks)
@@ -419,7 +472,9 @@ class Worker(OffloadingWorker):
         if upcoming is None:
             self._results.append(TransferResult(job_id, True, 0, 0.0))
             return
-        self._jobs[job_id] = _Job(store, blocks, chunks, after or 0, time.monotonic(), copies, upcoming, expedited)
+        self._jobs[job_id] = _Job(
+            store, blocks, chunks, after or 0, time.monotonic(), copies, upcoming, expedited
+        )
         if after is None:
             self._jobs[job_id].failed = "the GPU sets no marks any more"
             self._fall_back(job_id)
@@ -427,13 +482,16 @@ class Worker(OffloadingWorker):
         self._feed(set())
 
     def _feed(self, wanted: set[int]) -> None:
-        """Submits what the sidecar takes now. First what vLLM waits for and stores that have waited long, then loads, then the others."""
+        """Submits what the sidecar takes now. First what vLLM waits for and stores that have waited
+        long, then loads, then the others."""
         now = time.monotonic()
         first: list[int] = []
         loads: list[int] = []
         stores: list[int] = []
         for job_id, job in self._jobs.items():
-            urgent = job_id in wanted or job.expedited or job.store and now - job.began >= STORE_WAIT_S
+            urgent = (
+                job_id in wanted or job.expedited or job.store and now - job.began >= STORE_WAIT_S
+            )
             (first if urgent else stores if job.store else loads).append(job_id)
         for job_id in (*first, *loads, *(() if loads else stores)):
             job = self._jobs[job_id]
@@ -457,7 +515,9 @@ class Worker(OffloadingWorker):
             src, dst, rows = dst, src, rows[:, [1, 0, 2]]
         data = np.ascontiguousarray(rows, dtype="<u8").tobytes()
         name = f"{'store' if job.store else 'load'}-{job_id}"
-        return self._session.client.copy(src, dst, data, req=name, deadline_s=DEADLINE_S, after=job.after)
+        return self._session.client.copy(
+            src, dst, data, req=name, deadline_s=DEADLINE_S, after=job.after
+        )
 
     def _take(self) -> None:
         """Takes the ends of copies."""
@@ -476,7 +536,9 @@ class Worker(OffloadingWorker):
                 self._fall_back(job_id)
             else:
                 del self._jobs[job_id]
-                self._results.append(TransferResult(job_id, True, job.bytes, time.monotonic() - job.began))
+                self._results.append(
+                    TransferResult(job_id, True, job.bytes, time.monotonic() - job.began)
+                )
         finished = self._native.get_finished()
         self._native_jobs -= {r.job_id for r in finished}
         self._results += finished
@@ -497,6 +559,6 @@ class Worker(OffloadingWorker):
         if job.store:
             self._native.submit_store(job_id, job.blocks, job.chunks)
         else:
-            self._native.submit_load(job_id, job.chunks, job.blocks, **({"expedited": True} if job.expedited else {}))
-
-
+            self._native.submit_load(
+                job_id, job.chunks, job.blocks, **({"expedited": True} if job.expedited else {})
+            )

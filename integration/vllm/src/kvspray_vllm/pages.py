@@ -1,7 +1,8 @@
-"""Pages of the node's store, seen from vLLM's configuration: which engines can use the store, what identifies their pages,
-and where the parts of a page lie in the engine's memory.
+"""Pages of the node's store, seen from vLLM's configuration: which engines can use the store, what
+identifies their pages, and where the parts of a page lie in the engine's memory.
 
-A page of the store is one block of vLLM over all layers of a rank. vLLM's hash of the block names it.
+A page of the store is one block of vLLM over all layers of a rank. vLLM's hash of the block names
+it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# A draft layer of these computes the last token of a page from the first token of the next one, which is not in the page's hash.
+# A draft layer of these computes the last token of a page from the first token of the next one,
+# which is not in the page's hash.
 LOOKING_AHEAD = ("eagle", "eagle3", "mtp")
-# Hashes that begin with a fixed seed where PYTHONHASHSEED is not set, in releases of vLLM that have one.
+# Hashes that begin with a fixed seed where PYTHONHASHSEED is not set, in releases of vLLM that have
+# one.
 SEEDED = ("sha256", "sha256_cbor")
 MAX_SEED_BYTES = 128
 
@@ -30,63 +33,93 @@ def check_store(config: VllmConfig, kv: KVCacheConfig) -> None:
     """Refuses at start what the store does not serve."""
     transfer = config.kv_transfer_config
     parallel = config.parallel_config
-    # vLLM defers the freeing of blocks that a step may still write for engines that receive, and the role says which do.
+    # vLLM defers the freeing of blocks that a step may still write for engines that receive, and
+    # the role shows which do.
     if transfer.kv_role != "kv_both":
-        raise Unsupported(f"kvspray: store is on with kv_role {transfer.kv_role}; pages are sent and received, set kv_both")
+        raise Unsupported(
+            f"kvspray: store is on with kv_role {transfer.kv_role}; pages are sent and received, "
+            "set kv_both"
+        )
     if transfer.kv_load_failure_policy != "recompute":
         raise Unsupported(
-            f"kvspray: store is on with kv_load_failure_policy {transfer.kv_load_failure_policy}; a page that is gone when it is loaded would end its "
-            "request, set recompute"
+            f"kvspray: store is on with kv_load_failure_policy {transfer.kv_load_failure_policy}; "
+            "a page that is gone when it is loaded would end its request, set recompute"
         )
     device = config.device_config.device_type
     if device not in ("cpu", "cuda"):
         raise Unsupported(
-            f"kvspray: store is on, and the engine's device is {device}; the store serves engines on CPUs and CUDA GPUs, set store to false"
+            f"kvspray: store is on, and the engine's device is {device}; the store serves engines "
+            "on CPUs and CUDA GPUs, set store to false"
         )
     if len(kv.kv_cache_groups) != 1 or any(windows_of(kv)):
         raise Unsupported(
-            f"kvspray: store is on, and the model has {len(kv.kv_cache_groups)} cache group(s) with windows of {windows_of(kv)} tokens; the store serves "
-            "models with one group and no window, set store to false"
+            f"kvspray: store is on, and the model has {len(kv.kv_cache_groups)} cache group(s) "
+            f"with windows of {windows_of(kv)} tokens; the store serves models with one group and "
+            "no window, set store to false"
         )
     if parallel.pipeline_parallel_size != 1:
-        raise Unsupported(f"kvspray: store is on with pipeline_parallel_size {parallel.pipeline_parallel_size}; set it to 1, or store to false")
+        raise Unsupported(
+            f"kvspray: store is on with pipeline_parallel_size {parallel.pipeline_parallel_size}; "
+            "set it to 1, or store to false"
+        )
     spec = config.speculative_config
     if spec is not None and str(spec.method) in LOOKING_AHEAD:
         raise Unsupported(
-            f"kvspray: store is on with speculative_config.method {spec.method}; its layers hold more than the hash of a page names, use another method, "
-            "or set store to false"
+            f"kvspray: store is on with speculative_config.method {spec.method}; its layers hold "
+            "more than the hash of a page names, use another method, or set store to false"
         )
     hash_seed(str(config.cache_config.prefix_caching_hash_algo))
 
 
 def hash_seed(algorithm: str) -> str:
-    """What the hashes of this process begin with. Refuses those that begin with something else in every process."""
+    """What the hashes of this process begin with. Refuses those that begin with something else in
+    every process."""
     from vllm.v1.core import kv_cache_utils
 
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is not None:
         text = f"PYTHONHASHSEED={seed}"
-        return text if len(text) <= MAX_SEED_BYTES else "sha256:" + hashlib.sha256(text.encode()).hexdigest()
-    default = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
-    if default is None or algorithm not in SEEDED:
-        raise Unsupported(
-            f"kvspray: store is on with prefix_caching_hash_algo {algorithm}, and PYTHONHASHSEED is not set: block hashes begin with random bytes in each "
-            "process, so no engine would find another's pages; set PYTHONHASHSEED to one value for all engines, or prefix_caching_hash_algo to sha256_cbor"
+        return (
+            text
+            if len(text) <= MAX_SEED_BYTES
+            else "sha256:" + hashlib.sha256(text.encode()).hexdigest()
         )
-    return f"default={default}"
+    if algorithm not in SEEDED:
+        raise Unsupported(
+            f"kvspray: store is on with prefix_caching_hash_algo {algorithm}, and PYTHONHASHSEED "
+            "is not set: block hashes begin with random bytes in each process, so no engine would "
+            "find another's pages; set PYTHONHASHSEED to one value for all engines, or "
+            "prefix_caching_hash_algo to sha256_cbor"
+        )
+    return f"default={kv_cache_utils.DEFAULT_NONE_HASH_SEED}"
 
 
-def namespace_of(config: VllmConfig, identity: Mapping[str, str], groups: Sequence[Mapping[str, Any]], ranks: Ranks) -> Namespace:
+def namespace_of(
+    config: VllmConfig,
+    identity: Mapping[str, str],
+    groups: Sequence[Mapping[str, Any]],
+    ranks: Ranks,
+) -> Namespace:
     """Of one rank. identity: as prefill and decode compare it. groups: the layers of this rank."""
     if not identity["weights"]:
         raise Unsupported(
-            "kvspray: store is on, and the name of the weights is empty: pages of other weights without a name would be found; give set_weights a name, "
-            "or set weights in kv_connector_extra_config"
+            "kvspray: store is on, and the name of the weights is empty: pages of other weights "
+            "without a name would be found; give set_weights a name, or set weights in "
+            "kv_connector_extra_config"
         )
     (group,) = _one_table(groups)
-    page = [[g["strategy"], sorted(g["params"].items()), [[layer["name"], layer["page_bytes"]] for layer in g["layers"]]] for g in groups]
+    page = [
+        [
+            g["strategy"],
+            sorted(g["params"].items()),
+            [[layer["name"], layer["page_bytes"]] for layer in g["layers"]],
+        ]
+        for g in groups
+    ]
     layout = {k: v for k, v in identity.items() if k != "weights"}
-    text = json.dumps([layout, [ranks.tp, ranks.tp_size, ranks.pp, ranks.pp_size], page], sort_keys=True)
+    text = json.dumps(
+        [layout, [ranks.tp, ranks.tp_size, ranks.pp, ranks.pp_size], page], sort_keys=True
+    )
     algorithm = str(config.cache_config.prefix_caching_hash_algo)
     return Namespace(
         weights=identity["weights"],
@@ -104,12 +137,14 @@ def _one_table(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def pieces_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, int, int]]:
-    """(region, base, stride, length) of each part of a block, in the order of the layers. Layers that share their memory have it once."""
+    """(region, base, stride, length) of each part of a block, in the order of the layers. Layers
+    that share their memory have it once."""
     out: list[tuple[int, int, int, int]] = []
     for g in groups:
         if "row_stride" in g["params"]:
             raise Unsupported(
-                "kvspray: store is on, and other layers lie between the tokens of a page; set VLLM_KV_CACHE_LAYOUT to LBHNC, or store to false"
+                "kvspray: store is on, and other layers lie between the tokens of a page; set "
+                "VLLM_KV_CACHE_LAYOUT to LBHNC, or store to false"
             )
         for layer in g["layers"]:
             piece = (layer["region"], layer["base"], layer["block_stride"], layer["page_bytes"])

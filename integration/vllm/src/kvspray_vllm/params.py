@@ -1,6 +1,8 @@
-"""``kv_transfer_params``: NIXL's keys as they are, and one versioned ``kvspray`` key beside them (docs/protocol.md, section 4).
+"""``kv_transfer_params``: NIXL's keys as they are, and one versioned ``kvspray`` key beside them
+(docs/protocol.md, section 4).
 
-Everything here comes from a router, so from outside: it is checked, and whatever is not understood means local prefill.
+Everything here comes from a router, so from outside: it is checked, and whatever is not understood
+means local prefill.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Spray:
     peer: str | None
     fanout: int
     adapter: str | None = None  # content of the LoRA adapter that the prefill has computed with
-    traceparent: str = ""  # of the router's span; not passed on: the other engine's comes from the router
+    # Of the router's span; not passed on: the other engine's comes from the router.
+    traceparent: str = ""
     release: bool = False  # a message of a router: no engine will fetch this transfer
 
     def encode(self) -> dict[str, Any]:
@@ -59,15 +62,21 @@ class Spray:
 
 
 def parse(params: Mapping[str, Any]) -> Spray | None:
-    """The ``kvspray`` key of params; None where there is none. Raises ParamsError for one that cannot be used."""
+    """The ``kvspray`` key of params; None where there is none. Raises ParamsError for one that
+    cannot be used."""
     raw = params.get("kvspray")
     if raw is None:
         return None
     if not isinstance(raw, Mapping):
-        raise ParamsError("malformed", f"kv_transfer_params['kvspray'] is {type(raw).__name__}, want an object")
+        raise ParamsError(
+            "malformed", f"kv_transfer_params['kvspray'] is {type(raw).__name__}, want an object"
+        )
     version = raw.get("v")
     if isinstance(version, bool) or version != VERSION:
-        raise ParamsError("version", f"kv_transfer_params['kvspray']['v'] is {version!r}, this connector speaks {VERSION}")
+        raise ParamsError(
+            "version",
+            f"kv_transfer_params['kvspray']['v'] is {version!r}, this connector speaks {VERSION}",
+        )
     xfer: bytes | None = None
     text = raw.get("xfer")
     if text is not None:
@@ -76,13 +85,22 @@ def parse(params: Mapping[str, Any]) -> Spray | None:
         except ValueError:
             xfer = b""
         if len(xfer) != 16:
-            raise ParamsError("malformed", f"kv_transfer_params['kvspray']['xfer'] is {str(text)[:64]!r}, want 32 hex digits")
+            raise ParamsError(
+                "malformed",
+                f"kv_transfer_params['kvspray']['xfer'] is {str(text)[:64]!r}, want 32 hex digits",
+            )
     peer = raw.get("peer")
     if peer is not None and not is_endpoint(peer):
-        raise ParamsError("malformed", f"kv_transfer_params['kvspray']['peer'] is {str(peer)[:64]!r}, want host:port")
+        raise ParamsError(
+            "malformed",
+            f"kv_transfer_params['kvspray']['peer'] is {str(peer)[:64]!r}, want host:port",
+        )
     fanout = raw.get("fanout", 1)
     if isinstance(fanout, bool) or not isinstance(fanout, int) or not 1 <= fanout <= MAX_FANOUT:
-        raise ParamsError("malformed", f"kv_transfer_params['kvspray']['fanout'] is {fanout!r}, want 1..{MAX_FANOUT}")
+        raise ParamsError(
+            "malformed",
+            f"kv_transfer_params['kvspray']['fanout'] is {fanout!r}, want 1..{MAX_FANOUT}",
+        )
     adapter = raw.get("adapter")
     if adapter is not None and not (
         isinstance(adapter, str)
@@ -99,7 +117,8 @@ def parse(params: Mapping[str, Any]) -> Spray | None:
 
 
 def traceparent_of(headers: Mapping[str, Any] | None) -> str:
-    """The entry ``traceparent``; empty for a malformed one, because a trace is no reason to refuse a request."""
+    """The entry ``traceparent``; empty for a malformed one, because a trace is no reason to refuse
+    a request."""
     if not isinstance(headers, Mapping):
         return ""
     text = headers.get("traceparent")
@@ -112,7 +131,8 @@ def is_endpoint(value: object) -> bool:
     """Whether value is host:port."""
     if not isinstance(value, str) or not 0 < len(value) <= MAX_PEER_BYTES:
         return False
-    # Names come as they are dialled: a character beyond ASCII, a space or a NUL would be cut or counted differently further on.
+    # Names come as they are dialled: a character beyond ASCII, a space or a NUL would be cut or
+    # counted differently further on.
     if not value.isascii() or not value.isprintable() or " " in value:
         return False
     host, sep, port = value.rpartition(":")
@@ -120,8 +140,9 @@ def is_endpoint(value: object) -> bool:
 
 
 def api_call_of(request_id: str) -> str:
-    """The part of an engine's request id that the prompts of one API call share: without the sample number before it, the
-    eight random characters after it, and the number of a completion's prompt in its list."""
+    """The part of an engine's request id that the prompts of one API call share: without the sample
+    number before it, the eight random characters after it, and the number of a completion's prompt
+    in its list."""
     base = _CHILD.sub("", request_id)
     base = _RANDOM.sub("", base)
     if base.startswith("cmpl-"):
@@ -130,7 +151,10 @@ def api_call_of(request_id: str) -> str:
 
 
 def derive_xfer(secret: bytes, request_id: str) -> bytes:
-    """A transfer id for a prefill-first request: the same for all prompts of one API call, so that a router that passes on only
-    the first prompt's params serves the others too (they match by hash). `secret` is random per engine: ids cannot be guessed."""
+    """A transfer id for a prefill-first request: the same for all prompts of one API call, so that
+    a router that passes on only the first prompt's params serves the others too (they match by
+    hash). `secret` is random per engine: ids cannot be guessed."""
     call = api_call_of(request_id).encode()
-    return hashlib.sha256(b"kvspray-xfer-v1" + len(secret).to_bytes(4, "little") + secret + call).digest()[:16]
+    return hashlib.sha256(
+        b"kvspray-xfer-v1" + len(secret).to_bytes(4, "little") + secret + call
+    ).digest()[:16]

@@ -1,5 +1,5 @@
-"""How long this engine's own prefills take, measured from its last ones. A load without progress for
-that time is cancelled, and the engine computes the rest itself."""
+"""How long this engine's own prefills take, measured from its last ones. A load without progress
+for that time is cancelled, and the engine computes the rest itself."""
 
 from __future__ import annotations
 

@@ -9,14 +9,16 @@ if TYPE_CHECKING:
 
 
 class PrefixCache:
-    """When weights change, vLLM keeps cached blocks of the weights before, until it empties the cache while no block is in use.
+    """When weights change, vLLM keeps cached blocks of the weights before, until it empties the
+    cache while no block is in use.
 
     Everything runs on the engine core's thread.
     """
 
     def __init__(self) -> None:
         self.step = 0  # number of the last step
-        self.changed = 0  # number of the first step with the present weights; 0: they are those of the start
+        # Number of the first step with the present weights; 0: they are those of the start.
+        self.changed = 0
         self.mixed = False  # blocks may be of other weights
         self._pool: BlockPool | None = None
         self._emptied = -1  # number of the last step before the cache was emptied
@@ -27,12 +29,14 @@ class PrefixCache:
     def reset(self) -> None:
         """vLLM has emptied the cache, unless some blocks were in use."""
         pool = self._pool
-        if pool is not None and pool.get_num_free_blocks() >= pool.num_gpu_blocks - 1:  # one stands for no block
+        # One stands for no block.
+        if pool is not None and pool.get_num_free_blocks() >= pool.num_gpu_blocks - 1:
             self._emptied = self.step
             self.mixed = False
 
     def look(self) -> None:
-        """Before a new request gets blocks: vLLM may have emptied the cache without its connectors."""
+        """Before a new request gets blocks: vLLM may have emptied the cache without its
+        connectors."""
         if self.mixed and not getattr(self._pool, "cached_block_hash_to_block", (None,)):
             self.reset()
 

@@ -1,4 +1,5 @@
-"""The worker's side of the node's store: its namespace, which changes with the weights, and the leases of PUTs.
+"""The worker's side of the node's store: its namespace, which changes with the weights, and the
+leases of PUTs.
 
 Loads from the store are loads of worker.py. Everything runs on the worker's one thread.
 """
@@ -36,8 +37,9 @@ class Saving:
         self._leases: dict[int, Put] = {}
 
     def set(self, namespace: Namespace | None, why: str = "") -> None:
-        """What the engine computes from the next step on belongs to this namespace. None: to none, for a reason. PUTs under way read
-        blocks that were computed before, for the namespace that was theirs."""
+        """What the engine computes from the next step on belongs to this namespace. None: to none,
+        for a reason. PUTs under way read blocks that were computed before, for the namespace that
+        was theirs."""
         self._namespace, self._why = namespace, why
         if self._pages is not None:
             self._pages.close()
@@ -45,28 +47,45 @@ class Saving:
         self._epoch += 1
         self._changed = True
 
-    def begin(self, meta: StepMeta, after: int | None, landed: Landed, stats: KVSprayStats, refused: str) -> None:
-        """Before the forward pass. after: the mark that all steps before this one have passed; None: there is none. refused: why nothing may be saved."""
+    def begin(
+        self, meta: StepMeta, after: int | None, landed: Landed, stats: KVSprayStats, refused: str
+    ) -> None:
+        """Before the forward pass. after: the mark that all steps before this one have passed;
+        None: there is none. refused: why nothing may be saved."""
         if self._changed:
             self._changed = False
             landed.ranks[self._rank] = Rank(self._epoch, self._namespace, self._why)
-        if self._pages is not None and not self._pages.ready() and self._pages.error not in ("", self._logged):
+        if (
+            self._pages is not None
+            and not self._pages.ready()
+            and self._pages.error not in ("", self._logged)
+        ):
             self._logged = self._pages.error
-            self._log.error("kvspray: the sidecar refuses this engine's pages: %s", self._pages.error)
+            self._log.error(
+                "kvspray: the sidecar refuses this engine's pages: %s", self._pages.error
+            )
         for put in meta.puts:
             try:
                 if refused or after is None:
                     raise ShimError(refused or "the order of the engine's steps cannot be kept")
                 if self._pages is None or meta.epochs.get(self._rank) != self._epoch:
                     raise ShimError("the weights have changed")
-                self._leases[self._pages.put(put.hashes, put.blocks, put.parent, put.req, PUT_S, after)] = put
+                self._leases[
+                    self._pages.put(put.hashes, put.blocks, put.parent, put.req, PUT_S, after)
+                ] = put
             except ShimError as err:
-                self._log.debug("kvspray: request %s: %d blocks are not saved: %s", put.req, len(put.blocks), err)
+                self._log.debug(
+                    "kvspray: request %s: %d blocks are not saved: %s",
+                    put.req,
+                    len(put.blocks),
+                    err,
+                )
                 stats.pages("put", "unsubmitted", len(put.blocks))
                 landed.saved[put.id] = {self._rank: False}
 
     def get(self, expect: Expect, after: int) -> int:
-        """The lease of a load. Its hashes are looked for in the present namespace, whatever it was when the scheduler asked."""
+        """The lease of a load. Its hashes are looked for in the present namespace, whatever it was
+        when the scheduler asked."""
         if self._pages is None:
             raise ShimError(self._why)
         first = len(expect.blocks[0]) - len(expect.pages)
@@ -78,12 +97,15 @@ class Saving:
         if put is None:
             return False
         outcomes = count(stats, "put", end, len(put.blocks))
-        landed.saved[put.id] = {self._rank: len(outcomes) == len(put.blocks) and all(o in GOOD for o in outcomes)}
+        landed.saved[put.id] = {
+            self._rank: len(outcomes) == len(put.blocks) and all(o in GOOD for o in outcomes)
+        }
         return True
 
 
 def count(stats: KVSprayStats, op: str, end: shim.Ended, n: int) -> list[str]:
-    """Counts the outcomes of n pages, and returns them; none if the request was refused or ended early."""
+    """Counts the outcomes of n pages, and returns them; none if the request was refused or ended
+    early."""
     if end.status != shim.OK or len(end.pages) != n:
         stats.pages(op, shim.status_name(end.status), n)
         return []

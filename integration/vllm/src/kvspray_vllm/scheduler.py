@@ -1,8 +1,9 @@
-"""The scheduler's side: which requests offer KV, which wait for KV, and what the worker reports in each step.
+"""The scheduler's side: which requests offer KV, which wait for KV, and what the worker reports in
+each step.
 
-It owns no blocks. A *source* is a request whose prompt KV another engine requests; it exists from the first step that schedules
-the request until vLLM has freed its blocks. A *destination* is a request whose prompt KV comes from elsewhere.
-Everything runs on the engine core's thread.
+It owns no blocks. A *source* is a request whose prompt KV another engine requests; it exists from
+the first step that schedules the request until vLLM has freed its blocks. A *destination* is a
+request whose prompt KV comes from elsewhere. Everything runs on the engine core's thread.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ READ_WAIT_S = 2.0
 
 # How long the other side may take to note that a request waits here for a prefill that is done.
 REGISTER_S = 10.0
-# Below this free share of the pool, holds end that are older than the match timeout, the longest one first: a decode engine that lives may
-# have a long queue, and new prompts need the blocks.
+# Below this free share of the pool, holds end that are older than the match timeout, the longest
+# one first: a decode engine that lives may have a long queue, and new prompts need the blocks.
 LOW_POOL = 0.1
 
 EVERY_PROMPT = bytes(32)  # in place of a prompt's hash
@@ -54,7 +55,7 @@ def _traceparent(asked: spray.Spray | None, request: Request) -> str:
     """Of the router's span, or of vLLM's own where vLLM traces and no router does."""
     if asked is not None and asked.traceparent:
         return asked.traceparent
-    return spray.traceparent_of(getattr(request, "trace_headers", None))
+    return spray.traceparent_of(request.trace_headers)
 
 
 class SchedulerSide:
@@ -78,7 +79,9 @@ class SchedulerSide:
         events: those of the store, if the engine publishes any.
         fails: vLLM answers a request whose load fails with an error."""
         if role not in ("kv_producer", "kv_consumer", "kv_both"):
-            raise ValueError(f"kvspray: kv_role is {role!r}, want kv_producer, kv_consumer or kv_both")
+            raise ValueError(
+                f"kvspray: kv_role is {role!r}, want kv_producer, kv_consumer or kv_both"
+            )
         self._role = role
         self._settings = settings
         self._client = client
@@ -93,7 +96,8 @@ class SchedulerSide:
         self._secret = secrets.token_bytes(16)
         self._adapters = Adapters()
         self._fails = fails
-        self._worker_read: collections.OrderedDict[int, str] = collections.OrderedDict()  # adapters, as the worker has reported them
+        # Adapters, as the worker has reported them.
+        self._worker_read: collections.OrderedDict[int, str] = collections.OrderedDict()
         # By request: what reads its adapter, its params, the end of its wait.
         self._reading: dict[str, tuple[Reading, dict[str, Any], float]] = {}
         self._adapter: dict[str, Adapter] = {}  # of requests that take part in a transfer
@@ -115,12 +119,16 @@ class SchedulerSide:
         self._store: StoreSide | None = None
         if store_lag:
             self._store = StoreSide(
-                client, self._block_sizes[0], tp_size, store_lag, lambda outcome: self._stats.lookup(outcome), log, now, events, self._cache
+                client, self._block_sizes[0], tp_size, store_lag,
+                lambda outcome: self._stats.lookup(outcome), log, now, events, self._cache
             )  # fmt: skip
 
     def set_pool(self, pool: BlockPool | None) -> None:
-        """It is no part of vLLM's interface for connectors: one that is made otherwise is not used."""
-        if callable(getattr(pool, "get_num_free_blocks", None)) and isinstance(getattr(pool, "num_gpu_blocks", None), int):
+        """It is no part of vLLM's interface for connectors: one that is made otherwise is not
+        used."""
+        if callable(getattr(pool, "get_num_free_blocks", None)) and isinstance(
+            getattr(pool, "num_gpu_blocks", None), int
+        ):
             self._pool = pool
         if hasattr(pool, "num_gpu_blocks"):
             self._cache.set_pool(pool)
@@ -132,9 +140,11 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         self._cache.look()
         self._on_new_request(request)
-        if self._store is not None and not getattr(request, "abort_immediately", False):
+        if self._store is not None and not request.abort_immediately:
             req = request.request_id
-            self._store.arrived(request, asks=req not in self._destinations and req not in self._reading)
+            self._store.arrived(
+                request, asks=req not in self._destinations and req not in self._reading
+            )
 
     def _on_new_request(self, request: Request) -> None:
         self._live[request.request_id] = request
@@ -144,30 +154,39 @@ class SchedulerSide:
                 self._adapters.prefetch(request.lora_request)
             return
         if not isinstance(given, dict):
-            # A client may put anything there (vllm_xargs), and an exception here would end the engine core.
+            # A client may put anything there (vllm_xargs), and an exception here would end the
+            # engine core.
             request.kv_transfer_params = None
             self._stats.local("bad_params")
-            self._log.warning("kvspray: kv_transfer_params is a %s, not a map; the prompt is prefilled locally", type(given).__name__)
+            self._log.warning(
+                "kvspray: kv_transfer_params is a %s, not a map; the prompt is prefilled locally",
+                type(given).__name__,
+            )
             return
         # The samples of one request (n > 1), and the prompts of a list, share one dict.
         given = request.kv_transfer_params = dict(given)
         try:
-            # Of a request that its front end has refused vLLM makes one that it aborts at once, for connectors that hold something. Ours holds nothing for
-            # it, but the prefill's engine may.
-            if getattr(request, "abort_immediately", False):
+            # Of a request that its front end has refused vLLM makes one that it aborts at once, for
+            # connectors that hold something. Ours holds nothing for it, but the prefill's engine
+            # may.
+            if request.abort_immediately:
                 self._decline_all(given, "refused by the engine's front end")
                 return
             asked = spray.parse(given)
             if asked is not None and asked.release:
-                # The router's message to the prefill engine that a decode engine has failed: its one token moves nowhere.
+                # The router's message to the prefill engine that a decode engine has failed: its
+                # one token moves nowhere.
                 self._decline_all(given, "the router has ended the request")
                 given["do_remote_prefill"] = False
                 return
             self._prepare(request, given)
         except spray.ParamsError as err:
             self._compute_here(request, err.label, str(err))
-        except Exception as err:  # for example a prompt that cannot be hashed: no request may end the engine core
-            self._log.exception("kvspray: request %s: its transfer cannot be prepared", request.request_id)
+        except Exception as err:
+            # For example a prompt that cannot be hashed: no request may end the engine core.
+            self._log.exception(
+                "kvspray: request %s: its transfer cannot be prepared", request.request_id
+            )
             self._compute_here(request, "error", repr(err))
 
     def _prepare(self, request: Request, given: dict[str, Any]) -> None:
@@ -212,7 +231,8 @@ class SchedulerSide:
                 content = self._adapters.content(request.lora_request, reading)
                 if content is None and self._now() > until:
                     raise spray.ParamsError(
-                        "lora_reading", f"its adapter's files were not read within {READ_WAIT_S:g} s"
+                        "lora_reading",
+                        f"its adapter's files were not read within {READ_WAIT_S:g} s",
                     )
             except spray.ParamsError as err:
                 self._decline_adapter(request, given, str(err))
@@ -244,11 +264,14 @@ class SchedulerSide:
             self._client.decline(asked.xfer, key, asked.peer, reason)
 
     def _check_role(self, lacks: str, does: str) -> None:
-        """vLLM defers the freeing of blocks that a step in flight may still write for consumers only, and for producers holds back what it has
-        promised: an engine does what its role is, and nothing else."""
+        """vLLM defers the freeing of blocks that a step in flight may still write for consumers
+        only, and for producers holds back what it has promised: an engine does what its role is,
+        and nothing else."""
         if self._role == lacks:
             raise spray.ParamsError(
-                "role", f"kv_role is {lacks}, which does not {does} KV; set kv_both, or send the request to an engine with the other role"
+                "role",
+                f"kv_role is {lacks}, which does not {does} KV; set kv_both, or send the request "
+                "to an engine with the other role",
             )
 
     def _new_source(self, request: Request, given: dict[str, Any], content: str) -> None:
@@ -256,30 +279,53 @@ class SchedulerSide:
         self._check_worker()
         tokens = request.prompt_token_ids
         if not tokens:
-            raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) has no name that another engine could use")
+            raise spray.ParamsError(
+                "no_token_ids",
+                "a prompt without token ids (embeddings) has no name that another engine could use",
+            )
         if not self._client.connected or not self._client.endpoint:
             raise spray.ParamsError("no_sidecar", "no sidecar is connected")
         asked = spray.parse(given)
-        xfer = asked.xfer if asked and asked.xfer else spray.derive_xfer(self._secret, request.request_id)
+        xfer = (
+            asked.xfer
+            if asked and asked.xfer
+            else spray.derive_xfer(self._secret, request.request_id)
+        )
         fanout = asked.fanout if asked else 1
         key = self._key_hash(request, content)
-        fresh = bool(request.lora_request) and self._adapters.replaced(request.lora_request.lora_int_id)
+        fresh = bool(request.lora_request) and self._adapters.replaced(
+            request.lora_request.lora_int_id
+        )
         adapter = self._adapter.get(request.request_id)
         self._pending[request.request_id] = Source(
-            request, xfer, key, self._moved(tokens), fanout, fresh, adapter[1] if adapter else None, traceparent=_traceparent(asked, request)
+            request,
+            xfer,
+            key,
+            self._moved(tokens),
+            fanout,
+            fresh,
+            adapter[1] if adapter else None,
+            traceparent=_traceparent(asked, request),
         )
 
     def _check_worker(self) -> None:
         if self._disabled:
-            raise spray.ParamsError("disabled", f"this engine takes part in no transfer: {self._disabled}")
+            raise spray.ParamsError(
+                "disabled", f"this engine takes part in no transfer: {self._disabled}"
+            )
 
     def _new_destination(self, request: Request, given: dict[str, Any], content: str) -> None:
         asked = spray.parse(given)
         if asked is None or asked.xfer is None or asked.peer is None:
-            raise spray.ParamsError("no_params", "kv_transfer_params names no kvspray transfer and peer")
+            raise spray.ParamsError(
+                "no_params", "kv_transfer_params names no kvspray transfer and peer"
+            )
         tokens = request.prompt_token_ids
         if not tokens:
-            raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) has no name that another engine could use")
+            raise spray.ParamsError(
+                "no_token_ids",
+                "a prompt without token ids (embeddings) has no name that another engine could use",
+            )
         if not self._client.connected:
             raise spray.ParamsError("no_sidecar", "no sidecar is connected")
         try:
@@ -290,18 +336,38 @@ class SchedulerSide:
             raise
         key = self._key_hash(request, content)
         self._check_adapter(request, asked)
-        if self._fails and request.lora_request and self._worker_read.get(request.lora_request.lora_int_id) != content:
+        if (
+            self._fails
+            and request.lora_request
+            and self._worker_read.get(request.lora_request.lora_int_id) != content
+        ):
             # The worker refuses such a load, which would be an error for the client.
-            text = f"the worker has not reported adapter {request.lora_request.lora_name!r} with {content} as loaded: a prompt is computed here first"
+            text = (
+                f"the worker has not reported adapter {request.lora_request.lora_name!r} with "
+                f"{content} as loaded: a prompt is computed here first"
+            )
             self._client.decline(asked.xfer, key, asked.peer, text)
             raise spray.ParamsError("lora_unloaded", text)
-        # An id of the prefill's request comes only from a prefill that is done; it holds the blocks for us.
+        # An id of the prefill's request comes only from a prefill that is done; it holds the blocks
+        # for us.
         ready = bool(given.get("remote_request_id"))
         wait = 0.0 if ready else self._settings.admission_s or self._client.match_timeout_s
-        dest = Destination(asked.xfer, key, asked.peer, self._moved(tokens), ready, self._now(), wait, traceparent=_traceparent(asked, request))
-        # Of a prefill that is done no answer is needed, but its engine holds the blocks on while this session lives.
+        dest = Destination(
+            asked.xfer,
+            key,
+            asked.peer,
+            self._moved(tokens),
+            ready,
+            self._now(),
+            wait,
+            traceparent=_traceparent(asked, request),
+        )
+        # Of a prefill that is done no answer is needed, but its engine holds the blocks on while
+        # this session lives.
         try:
-            self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, wait or REGISTER_S)
+            self._client.await_admission(
+                dest.xfer, dest.hash, dest.peer, dest.tokens, wait or REGISTER_S
+            )
         except ShimError as err:
             if not ready:
                 self._decline(dest, "the prefill cannot be asked")
@@ -310,7 +376,11 @@ class SchedulerSide:
 
     def _moved(self, tokens: Sequence[int]) -> int:
         if len(tokens) <= self._backoff:
-            raise spray.ParamsError("short_prompt", f"of a prompt of {len(tokens)} token nothing moves: the last {self._backoff} is computed on both sides")
+            raise spray.ParamsError(
+                "short_prompt",
+                f"of a prompt of {len(tokens)} token nothing moves: the last {self._backoff} is "
+                "computed on both sides",
+            )
         return len(tokens) - self._backoff
 
     def _key_hash(self, request: Request, content: str) -> bytes:
@@ -320,7 +390,8 @@ class SchedulerSide:
 
     def _prompt_hash(self, request: Request, content: str) -> bytes:
         items = [
-            (f.identifier, f.mm_position.offset, f.mm_position.length) for f in (request.mm_features or ())
+            (f.identifier, f.mm_position.offset, f.mm_position.length)
+            for f in (request.mm_features or ())
         ]
         return self._hash(request.prompt_token_ids, content, request.cache_salt or "", items)
 
@@ -342,21 +413,30 @@ class SchedulerSide:
         raise spray.ParamsError("lora_differs", text)
 
     def _adapter_here(self, request: Request) -> str:
-        """Names the adapter of a refused request in the log: no process has the names of both engines."""
+        """Names the adapter of a refused request in the log: no process has the names of both
+        engines."""
         own = self._adapter.get(request.request_id)
         if own is None or not request.lora_request:
             return ""
         return f"; its LoRA adapter {request.lora_request.lora_name!r} is {own[1]} here"
 
     def _decline(self, dest: Destination, reason: str) -> None:
-        """No rank of this engine will fetch that prompt, so the prefill engine need not keep its blocks. Only for requests without an EXPECT, which
-        a worker cancels itself. The scheduler's session sends it: one message for all ranks, also if vLLM steps no worker."""
+        """No rank of this engine will fetch that prompt, so the prefill engine need not keep its
+        blocks. Only for requests without an EXPECT, which a worker cancels itself. The scheduler's
+        session sends it: one message for all ranks, also if vLLM steps no worker."""
         self._client.decline(dest.xfer, dest.hash, dest.peer, reason)
 
     def _decline_all(self, given: dict[str, Any], reason: str) -> None:
-        """The same for a request whose prompt is not known here: every prompt of its transfer, and every sample."""
+        """The same for a request whose prompt is not known here: every prompt of its transfer, and
+        every sample."""
         asked = spray.parse(given)
-        if given.get("do_remote_prefill") and not given.get("do_remote_decode") and asked and asked.xfer and asked.peer:
+        if (
+            given.get("do_remote_prefill")
+            and not given.get("do_remote_decode")
+            and asked
+            and asked.xfer
+            and asked.peer
+        ):
             for _ in range(asked.fanout):
                 self._client.decline(asked.xfer, EVERY_PROMPT, asked.peer, reason)
 
@@ -370,13 +450,20 @@ class SchedulerSide:
         self._pending.pop(request.request_id, None)
         self._reading.pop(request.request_id, None)
         self._stats.local(label)
-        self._log.info("kvspray: request %s is prefilled without a transfer: %s", request.request_id, text)
+        self._log.info(
+            "kvspray: request %s is prefilled without a transfer: %s", request.request_id, text
+        )
 
     # ---- decode: how much can come from elsewhere
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         tokens, aside = self._from_peer(request, computed)
-        if tokens != 0 or self._store is None or self._disabled or request.request_id in self._destinations:
+        if (
+            tokens != 0
+            or self._store is None
+            or self._disabled
+            or request.request_id in self._destinations
+        ):
             return tokens, aside
         tokens = self._store.matched(request, computed)
         return tokens, bool(tokens)
@@ -405,59 +492,76 @@ class SchedulerSide:
             return missing, True
         if answer is not None:
             why = f"{answer.state}: {answer.why or 'no reason given'}{self._adapter_here(request)}"
-            self._compute_here(request, "prefill_" + answer.state, f"{dest.peer} was asked for the prefill, {why}")
+            self._compute_here(
+                request, "prefill_" + answer.state, f"{dest.peer} was asked for the prefill, {why}"
+            )
             return 0, False
         if self._now() - dest.asked > dest.wait:
             why = f"not admitted by the prefill within {dest.wait:g} s{self._adapter_here(request)}"
             self._compute_here(request, "admission_timeout", why)
             return 0, False
-        # Blocks only once the prefill has admitted the request, or two full engines could wait for each other for ever.
+        # Blocks only once the prefill has admitted the request, or two full engines could wait for
+        # each other for ever.
         return None, False
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         dest = self._destinations.pop(request.request_id, None)
         if dest is None:
-            expect = self._store.allocated(request, blocks.get_block_ids()[0], external) if self._store is not None else None
+            expect = (
+                self._store.allocated(request, blocks.get_block_ids()[0], external)
+                if self._store is not None
+                else None
+            )
             if expect is not None:
                 self._meta.expects.append(expect)
                 self._loading.add(request.request_id)
             return
-        # A load is planned once: vLLM asks again after a failed load, after preemption, and after a prompt of one token.
+        # A load is planned once: vLLM asks again after a failed load, after preemption, and after a
+        # prompt of one token.
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
         if external <= 0:
             if dest.computed < dest.tokens:
                 self._stats.local("not_taken")
                 self._log.info(
-                    "kvspray: request %s is prefilled without a transfer: the engine takes none of the %d tokens that were offered behind its own %d",
-                    request.request_id, dest.tokens - dest.computed, dest.computed,
-                )  # fmt: skip
+                    "kvspray: request %s is prefilled without a transfer: the engine takes none of "
+                    "the %d tokens that were offered behind its own %d",
+                    request.request_id,
+                    dest.tokens - dest.computed,
+                    dest.computed,
+                )
             self._decline(dest, "the engine takes none of it")
             return
-        # vLLM may take fewer tokens than it was offered, from the end (down to a block's boundary, say). They begin behind what it
-        # had when it asked. More may be loaded than it takes, into blocks of this request: it computes that part again.
+        # vLLM may take fewer tokens than it was offered, from the end (down to a block's boundary,
+        # say). They begin behind what it had when it asked. More may be loaded than it takes, into
+        # blocks of this request: it computes that part again.
         table = self._cut(blocks.get_block_ids(), dest.tokens)
-        short = next((g for g, size in enumerate(self._block_sizes) if len(table[g]) * size < dest.tokens), None)
+        short = next(
+            (g for g, size in enumerate(self._block_sizes) if len(table[g]) * size < dest.tokens),
+            None,
+        )
         refused = ""
         if short is not None:
             # The other side sends the whole prompt, and this part of it has no block here.
             refused = (
-                f"the engine takes {external} tokens behind its own {dest.computed}, and group {short} has {len(table[short])} blocks of "
-                f"{self._block_sizes[short]} for the {dest.tokens} that are sent"
+                f"the engine takes {external} tokens behind its own {dest.computed}, and group "
+                f"{short} has {len(table[short])} blocks of {self._block_sizes[short]} for the "
+                f"{dest.tokens} that are sent"
             )
             self._decline(dest, refused)
         adapter = self._adapter.get(request.request_id)
         self._meta.expects.append(
-            Expect(
-                request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, table, adapter, refused,
-                traceparent=dest.traceparent, stall_s=self._patience.stall_s(dest.tokens - dest.computed),
-            )
+            Expect(request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed,
+            table, adapter, refused, traceparent=dest.traceparent,
+            stall_s=self._patience.stall_s(dest.tokens - dest.computed))
         )  # fmt: skip
         self._loading.add(request.request_id)
 
     # ---- each step
 
-    def build(self, out: SchedulerOutput, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepMeta:
+    def build(
+        self, out: SchedulerOutput, tables: Callable[[str], Sequence[Sequence[int]]]
+    ) -> StepMeta:
         meta = self._meta
         self._cache.step += 1
         meta.number, meta.weights = self._cache.step, self._cache.changed
@@ -469,7 +573,8 @@ class SchedulerSide:
                 meta.gone.append(req)
             source = self._sources.get(req)
             if source is not None:
-                # vLLM has given the blocks away already; the worker moves the source epoch before this step computes.
+                # vLLM has given the blocks away already; the worker moves the source epoch before
+                # this step computes.
                 meta.preempts.append(req)
                 source.end = 0
         for req, scheduled in out.num_scheduled_tokens.items():
@@ -480,20 +585,28 @@ class SchedulerSide:
                     continue
                 self._sources[req] = source
                 meta.intents.append(
-                    Intent(
-                        req, source.xfer, source.hash, source.tokens, source.fanout, self._cut(tables(req), source.tokens), self._adapter.get(req),
-                        source.traceparent, source.request.num_computed_tokens,
-                    )
+                    Intent(req, source.xfer, source.hash, source.tokens, source.fanout,
+                    self._cut(tables(req), source.tokens), self._adapter.get(req),
+                    source.traceparent, source.request.num_computed_tokens)
                 )  # fmt: skip
-            elif not source.end and not source.lost and (why := self._other_cache(req, source)):  # it was preempted
+            elif not source.end and not source.lost and (why := self._other_cache(req, source)):
+                # It was preempted.
                 self._lose(req, source, why)
             if source.end >= source.tokens:
-                # It decodes here, and its windows move on: vLLM may have reused blocks that are being sent.
-                if self._windows and not source.lost and self._oldest(source, tables(req)) != source.oldest:
-                    self._lose(req, source, "a sliding window has moved on while the request decodes here")
+                # It decodes here, and its windows move on: vLLM may have reused blocks that are
+                # being sent.
+                if (
+                    self._windows
+                    and not source.lost
+                    and self._oldest(source, tables(req)) != source.oldest
+                ):
+                    self._lose(
+                        req, source, "a sliding window has moved on while the request decodes here"
+                    )
                 continue
-            # vLLM counts this step's tokens as computed only after this call. What was hit in the prefix cache may still be
-            # under computation by an earlier request of this very step: it, too, is ready only with this step's flags.
+            # vLLM counts this step's tokens as computed only after this call. What was hit in the
+            # prefix cache may still be under computation by an earlier request of this very step:
+            # it, too, is ready only with this step's flags.
             end = min(source.request.num_computed_tokens + scheduled, source.tokens)
             if end > source.end and not source.lost:
                 source.end = end
@@ -510,12 +623,19 @@ class SchedulerSide:
         return meta
 
     def _other_cache(self, req: str, source: Source) -> str:
-        """Why what vLLM has found in its prefix cache may not be of this prompt; empty: it is. Then the request is not offered."""
+        """Why what vLLM has found in its prefix cache may not be of this prompt; empty: it is. Then
+        the request is not offered."""
         if not source.request.num_computed_tokens or not (source.fresh or self._cache.mixed):
             return ""
-        label, why = "weights_replaced", "the weights have changed, and cached blocks may be of those before"
+        label, why = (
+            "weights_replaced",
+            "the weights have changed, and cached blocks may be of those before",
+        )
         if source.fresh:
-            label, why = "lora_replaced", "its adapter was replaced in place, and cached blocks may be of the one before"
+            label, why = (
+                "lora_replaced",
+                "its adapter was replaced in place, and cached blocks may be of the one before",
+            )
         self._log.info("kvspray: request %s is not offered: %s", req, why)
         self._stats.local(label)
         return why
@@ -526,18 +646,20 @@ class SchedulerSide:
         for new in out.scheduled_new_reqs:
             request = self._live.get(new.req_id)
             if request is not None:
-                self._patience.begins(new.req_id, request, request.num_prompt_tokens - new.num_computed_tokens, now)
+                self._patience.begins(
+                    new.req_id, request, request.num_prompt_tokens - new.num_computed_tokens, now
+                )
 
     def _yield_holds(self, meta: StepMeta) -> None:
         if self._pool is None or not self._held:
             return
-        least = LOW_POOL * self._pool.num_gpu_blocks
+        low = LOW_POOL * self._pool.num_gpu_blocks
         free = self._pool.get_num_free_blocks()
-        if free >= least:
+        if free >= low:
             return
         old = self._now() - self._client.match_timeout_s
         for req, source in self._held.items():
-            if source.held > old or free >= least:
+            if source.held > old or free >= low:
                 return
             free += source.blocks
             if not source.yielded:
@@ -545,15 +667,18 @@ class SchedulerSide:
                 meta.yields.append(req)
 
     def _oldest(self, source: Source, table: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        return tuple(table[g][max(source.tokens - w + 1, 0) // self._block_sizes[g]] for g, w in self._windows)
+        return tuple(
+            table[g][max(source.tokens - w + 1, 0) // self._block_sizes[g]]
+            for g, w in self._windows
+        )
 
     def _lose(self, req: str, source: Source, reason: str) -> None:
         source.lost = True
         self._meta.lost.append((req, reason))
 
     def reset(self) -> bool:
-        """vLLM discards its caches because they are invalid (for example after other weights). So are the prompts that wait to be fetched.
-        False: what the engine has saved is still there."""
+        """vLLM discards its caches because they are invalid (for example after other weights). So
+        are the prompts that wait to be fetched. False: what the engine has saved is still there."""
         self._cache.reset()
         for req, source in self._sources.items():
             if not source.lost:
@@ -562,10 +687,13 @@ class SchedulerSide:
 
     def _cut(self, table: Iterable[Sequence[int]], tokens: int) -> Blocks:
         return tuple(
-            tuple(group[: -(-tokens // size)]) for group, size in zip(table, self._block_sizes, strict=True)
+            tuple(group[: -(-tokens // size)])
+            for group, size in zip(table, self._block_sizes, strict=True)
         )
 
-    def worker_reported(self, sent: Iterable[str], received: Iterable[str], landed: Landed | None = None) -> None:
+    def worker_reported(
+        self, sent: Iterable[str], received: Iterable[str], landed: Landed | None = None
+    ) -> None:
         for req in sent:
             self._sources.pop(req, None)
             self._held.pop(req, None)
@@ -584,7 +712,9 @@ class SchedulerSide:
 
     # ---- requests end
 
-    def finished(self, request: Request, table: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+    def finished(
+        self, request: Request, table: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Ends what the request has: a destination, a load, a source."""
         req, why = request.request_id, "request finished: " + request.status.name
         dest = self._destinations.pop(req, None)
@@ -597,7 +727,8 @@ class SchedulerSide:
         if reading is not None:
             try:
                 self._decline_adapter(request, reading[1], why)
-            except Exception as err:  # for example a prompt that cannot be hashed: no request may end the engine core
+            except Exception as err:
+                # For example a prompt that cannot be hashed: no request may end the engine core.
                 self._log.info("kvspray: request %s is not declined: %s", req, err)
         if self._adapter.pop(req, None):
             self._meta.gone.append(req)
@@ -605,11 +736,13 @@ class SchedulerSide:
             self._store.finished(request, table[0] if table else (), req not in self._loading)
         source = self._sources.get(req)
         if req in self._loading:
-            # vLLM keeps the blocks until the worker reports the end of the load; ask for that end now.
+            # vLLM keeps the blocks until the worker reports the end of the load; ask for that end
+            # now.
             self._meta.load_cancels.append((req, why))
             self._ending.add(req)
             if source is not None:
-                # It was preempted, so no other engine reads its blocks: the end of the load frees them.
+                # It was preempted, so no other engine reads its blocks: the end of the load frees
+                # them.
                 del self._sources[req]
                 self._meta.dropped.append((req, why))
             return False, None
@@ -645,7 +778,12 @@ class SchedulerSide:
         }
 
     def pending_push_work(self) -> bool:
-        return bool(self._ending) or self._store is not None and self._store.busy or any(source.finished for source in self._sources.values())
+        return (
+            bool(self._ending)
+            or self._store is not None
+            and self._store.busy
+            or any(source.finished for source in self._sources.values())
+        )
 
     def take_stats(self) -> KVSprayStats | None:
         if self._stats.is_empty():

@@ -1,4 +1,5 @@
-"""The only module that uses the clients of the Python package ``kvspray``. The rest of the connector uses what is here."""
+"""The only module that uses the clients of the Python package ``kvspray``. The rest of the
+connector uses what is here."""
 
 from __future__ import annotations
 
@@ -28,7 +29,18 @@ STATUS_NAMES = ("ok", "failed", "cancelled", "expired", "refused", "lost")
 
 # Labels of metrics: outcomes of a page, of docs/protocol.md, and the tiers of a hit. Both have
 # "unknown": whether a page is there is decided by PageResult, never by a label.
-PAGE_NAMES = ("unknown", "hit", "miss", "stored", "existed", "busy", "full", "damaged", "canceled", "failed")
+PAGE_NAMES = (
+    "unknown",
+    "hit",
+    "miss",
+    "stored",
+    "existed",
+    "busy",
+    "full",
+    "damaged",
+    "canceled",
+    "failed",
+)
 TIER_NAMES = ("unknown", "memory", "disk", "object", "peer")
 
 
@@ -47,7 +59,9 @@ class Ended:
     us: int
     transport: str
     reason: str
-    lacks: int = 0  # of a failed load: its tokens before this one have arrived, as the sidecar verified after the fence
+    # Of a failed load: its tokens before this one have arrived, as the sidecar verified after the
+    # fence.
+    lacks: int = 0
     pages: builtins.bytes = b""  # of pages of the store: a byte for each
 
 
@@ -73,12 +87,22 @@ class Answer:
 
 
 class WorkerShim(Protocol):
-    """What the worker's side needs. No call but wait blocks; calls that submit raise ShimError where they cannot."""
+    """What the worker's side needs. No call but wait blocks; calls that submit raise ShimError
+    where they cannot."""
 
-    def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str, traceparent: str = "") -> int: ...
+    def intent(
+        self,
+        xfer: bytes,
+        hash: bytes,
+        tokens: int,
+        blocks: Blocks,
+        fanout: int,
+        req: str,
+        traceparent: str = "",
+    ) -> int: ...
     def expect(
-        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0, traceparent: str = "",
-        stall_s: float = 0.0,
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str,
+        after: int = 0, traceparent: str = "", stall_s: float = 0.0,
     ) -> int: ...  # fmt: skip
     def step(self, step: int, gains: Sequence[tuple[int, int, Blocks]]) -> None: ...
     def preempt(self, lease: int) -> None: ...
@@ -93,7 +117,8 @@ class WorkerShim(Protocol):
 
 
 class GpuFlags(Protocol):
-    """Flags that a GPU writes, see kvspray.gpu.GpuSignals. ``stream`` is a CUstream. Nothing raises."""
+    """Flags that a GPU writes, see kvspray.gpu.GpuSignals. ``stream`` is a CUstream. Nothing
+    raises."""
 
     @property
     def ok(self) -> bool: ...
@@ -105,8 +130,9 @@ class GpuFlags(Protocol):
 
 
 class SchedulerShim(Protocol):
-    """What the scheduler's side needs. No call blocks; await_admission raises ShimError where it cannot ask. A decline that cannot be sent costs the
-    other side no more than its match timeout."""
+    """What the scheduler's side needs. No call blocks; await_admission raises ShimError where it
+    cannot ask. A decline that cannot be sent costs the other side no more than its match
+    timeout."""
 
     @property
     def connected(self) -> bool: ...
@@ -114,7 +140,9 @@ class SchedulerShim(Protocol):
     def endpoint(self) -> str | None: ...
     @property
     def match_timeout_s(self) -> float: ...
-    def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None: ...
+    def await_admission(
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float
+    ) -> None: ...
     def admission(self, xfer: bytes, hash: bytes) -> Answer | None: ...
     def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str) -> None: ...
     def pages(self, namespaces: Sequence[Namespace]) -> SchedulerPages: ...
@@ -122,13 +150,29 @@ class SchedulerShim(Protocol):
 
 
 class WorkerPages(Protocol):
-    """The pages of a worker's blocks in the store of its node. get and put raise ShimError where they cannot; none waits."""
+    """The pages of a worker's blocks in the store of its node. get and put raise ShimError where
+    they cannot; none waits."""
 
     @property
     def error(self) -> str: ...
     def ready(self) -> bool: ...
-    def get(self, hashes: Sequence[bytes], blocks: Sequence[int], req: str, deadline_s: float, after: int) -> int: ...
-    def put(self, hashes: Sequence[bytes], blocks: Sequence[int], parent: bytes, req: str, deadline_s: float, after: int) -> int: ...
+    def get(
+        self,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        req: str,
+        deadline_s: float,
+        after: int,
+    ) -> int: ...
+    def put(
+        self,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        parent: bytes,
+        req: str,
+        deadline_s: float,
+        after: int,
+    ) -> int: ...
     def close(self) -> None:
         """There are other weights. What is under way goes on."""
 
@@ -142,7 +186,8 @@ class Question(Protocol):
 
 
 class SchedulerPages(Protocol):
-    """Questions about pages of all ranks: a page is there if all of them have theirs. No call waits."""
+    """Questions about pages of all ranks: a page is there if all of them have theirs. No call
+    waits."""
 
     @property
     def error(self) -> str: ...
@@ -164,7 +209,9 @@ class ShimError(Exception):
     """No lease was opened and nothing was sent; prefill locally."""
 
 
-def prefix_hash(tokens: Sequence[int], lora: str, salt: str, items: Sequence[tuple[str, int, int]]) -> bytes:
+def prefix_hash(
+    tokens: Sequence[int], lora: str, salt: str, items: Sequence[tuple[str, int, int]]
+) -> bytes:
     return kvspray.prefix_hash(tokens, lora, salt, items)
 
 
@@ -192,7 +239,9 @@ def _engine(engine_id: str) -> kvspray.EngineInfo:
 
 def ranks(of: layout.Ranks, parallel: ParallelConfig) -> kvspray.Ranks:
     return kvspray.Ranks(
-        dp=(parallel.data_parallel_rank, parallel.data_parallel_size), pp=(of.pp, of.pp_size), tp=(of.tp, of.tp_size)
+        dp=(parallel.data_parallel_rank, parallel.data_parallel_size),
+        pp=(of.pp, of.pp_size),
+        tp=(of.tp, of.tp_size),
     )
 
 
@@ -200,10 +249,19 @@ class Worker:
     """WorkerShim over kvspray.WorkerClient."""
 
     def __init__(
-        self, socket: str | None, engine_id: str, layers: int, log: logging.Logger, ranks: kvspray.Ranks, secret: bytes = b""
+        self,
+        socket: str | None,
+        engine_id: str,
+        layers: int,
+        log: logging.Logger,
+        ranks: kvspray.Ranks,
+        secret: bytes = b"",
     ) -> None:
-        self._secret = secret  # of the store's namespaces: processes of an engine send each other namespaces without it
-        self._c = kvspray.WorkerClient(socket, engine=_engine(engine_id), layers=layers, log=log, ranks=ranks)
+        # Of the store's namespaces: processes of an engine send each other namespaces without it.
+        self._secret = secret
+        self._c = kvspray.WorkerClient(
+            socket, engine=_engine(engine_id), layers=layers, log=log, ranks=ranks
+        )
         self.signal_layer = self._c.signal_layer
         self.signal_step = self._c.signal_step
 
@@ -239,19 +297,48 @@ class Worker:
     def describe(self, layout: Mapping[str, Any]) -> None:
         self._c.describe(layout)
 
-    def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str, traceparent: str = "") -> int:
-        # A record too big for its ring is an argument error there; here the request is prefilled locally.
+    def intent(
+        self,
+        xfer: bytes,
+        hash: bytes,
+        tokens: int,
+        blocks: Blocks,
+        fanout: int,
+        req: str,
+        traceparent: str = "",
+    ) -> int:
+        # A record too big for its ring is an argument error there; here the request is prefilled
+        # locally.
         try:
-            return _lease(self._c.intent(xfer, hash, tokens, blocks, fanout=fanout, req=req, traceparent=traceparent), self._c)
+            return _lease(
+                self._c.intent(
+                    xfer, hash, tokens, blocks, fanout=fanout, req=req, traceparent=traceparent
+                ),
+                self._c,
+            )
         except ValueError as err:
             raise ShimError(str(err)) from err
 
     def expect(
-        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0, traceparent: str = "",
-        stall_s: float = 0.0,
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str,
+        after: int = 0, traceparent: str = "", stall_s: float = 0.0,
     ) -> int:  # fmt: skip
         try:
-            return _lease(self._c.expect(xfer, hash, peer, tokens, skip, blocks, req=req, after=after, stall_s=stall_s, traceparent=traceparent), self._c)
+            return _lease(
+                self._c.expect(
+                    xfer,
+                    hash,
+                    peer,
+                    tokens,
+                    skip,
+                    blocks,
+                    req=req,
+                    after=after,
+                    stall_s=stall_s,
+                    traceparent=traceparent,
+                ),
+                self._c,
+            )
         except ValueError as err:
             raise ShimError(str(err)) from err
 
@@ -271,14 +358,29 @@ class Worker:
     def yield_hold(self, lease: int) -> None:
         self._c.yield_hold(lease)
 
-    def pages(self, namespace: Namespace, pieces: Sequence[tuple[Memory, int, int, int]], blocks: int) -> WorkerPages:
+    def pages(
+        self, namespace: Namespace, pieces: Sequence[tuple[Memory, int, int, int]], blocks: int
+    ) -> WorkerPages:
         """pieces: (memory, base, stride, length) of each part of a block. After register."""
         parts = [kvspray.store.Piece(m.region, base, stride, n) for m, base, stride, n in pieces]
-        return _WorkerPages(self._c, kvspray.store.Space(self._c, replace(namespace, secret=self._secret), parts, blocks))
+        return _WorkerPages(
+            self._c,
+            kvspray.store.Space(self._c, replace(namespace, secret=self._secret), parts, blocks),
+        )
 
     def poll(self) -> list[Ended]:
         return [
-            Ended(c.lease, c.received, int(c.status), c.bytes, c.us, c.transport, c.reason, min((r[0] for r in c.recompute), default=0), c.pages)
+            Ended(
+                c.lease,
+                c.received,
+                int(c.status),
+                c.bytes,
+                c.us,
+                c.transport,
+                c.reason,
+                min((r[0] for r in c.recompute), default=0),
+                c.pages,
+            )
             for c in self._c.poll()
         ]
 
@@ -308,15 +410,37 @@ class _WorkerPages:
     def ready(self) -> bool:
         return self._s.ready()
 
-    def get(self, hashes: Sequence[bytes], blocks: Sequence[int], req: str, deadline_s: float, after: int) -> int:
+    def get(
+        self,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        req: str,
+        deadline_s: float,
+        after: int,
+    ) -> int:
         try:
-            return _lease(self._s.get(hashes, blocks, req=req, deadline_s=deadline_s, after=after), self._c)
+            return _lease(
+                self._s.get(hashes, blocks, req=req, deadline_s=deadline_s, after=after), self._c
+            )
         except ValueError as err:
             raise ShimError(str(err)) from err
 
-    def put(self, hashes: Sequence[bytes], blocks: Sequence[int], parent: bytes, req: str, deadline_s: float, after: int) -> int:
+    def put(
+        self,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        parent: bytes,
+        req: str,
+        deadline_s: float,
+        after: int,
+    ) -> int:
         try:
-            return _lease(self._s.put(hashes, blocks, parent=parent, req=req, deadline_s=deadline_s, after=after), self._c)
+            return _lease(
+                self._s.put(
+                    hashes, blocks, parent=parent, req=req, deadline_s=deadline_s, after=after
+                ),
+                self._c,
+            )
         except ValueError as err:
             raise ShimError(str(err)) from err
 
@@ -324,11 +448,13 @@ class _WorkerPages:
         self._s.close()
 
 
-_BITS = [[bool(byte >> i & 1) for i in range(8)] for byte in range(256)]  # a scheduler has no time to take thousands of bits one by one
+# A scheduler has no time to take thousands of bits one by one.
+_BITS = [[bool(byte >> i & 1) for i in range(8)] for byte in range(256)]
 
 
 class _Question:
-    """Question over kvspray.store.Exists. Without pins where the sidecar has too many already: pages that go before they are loaded are computed."""
+    """Question over kvspray.store.Exists. Without pins where the sidecar has too many already:
+    pages that go before they are loaded are computed."""
 
     def __init__(self, ask: Callable[[float], kvspray.store.Exists], pin_s: float) -> None:
         self._ask = ask
@@ -341,7 +467,11 @@ class _Question:
             self._pins = False
             self._e = self._ask(0)
             found = self._e.result()
-        return None if found is None else [bit for byte in found.bits for bit in _BITS[byte]][: found.pages]
+        return (
+            None
+            if found is None
+            else [bit for byte in found.bits for bit in _BITS[byte]][: found.pages]
+        )
 
     def end(self) -> None:
         self._e.forget()
@@ -385,7 +515,13 @@ class Scheduler:
     """SchedulerShim over kvspray.SchedulerClient."""
 
     def __init__(
-        self, socket: str | None, engine_id: str, log: logging.Logger, tp_size: int = 1, pp_size: int = 1, secret: bytes = b""
+        self,
+        socket: str | None,
+        engine_id: str,
+        log: logging.Logger,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        secret: bytes = b"",
     ) -> None:
         self._secret = secret
         # The sizes give the number of ranks that a decline stands for.
@@ -404,7 +540,9 @@ class Scheduler:
     def match_timeout_s(self) -> float:
         return (self._c.status().match_timeout_ms or DEFAULT_MATCH_TIMEOUT_MS) / 1000
 
-    def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None:
+    def await_admission(
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float
+    ) -> None:
         try:
             asked = self._c.await_admission(xfer, hash, peer, tokens, ttl_s)
         except ValueError as err:

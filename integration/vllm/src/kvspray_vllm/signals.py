@@ -1,9 +1,10 @@
-"""Signals to the sidecar that a layer of a step is complete: a CPU engine stores the flag when the layer has returned, the
-stream of a GPU engine writes it when the layer's kernels have ended.
+"""Signals to the sidecar that a layer of a step is complete: a CPU engine stores the flag when the
+layer has returned, the stream of a GPU engine writes it when the layer's kernels have ended.
 
-A GPU engine runs a step in one of two ways. In eager and piecewise steps vLLM calls the connector after each layer, and the flag
-is enqueued on the stream there. The replay of a full graph calls nothing: its flags are nodes of the graph, which were added while
-vLLM captured it. Both kinds occur in one engine.
+A GPU engine runs a step in one of two ways. In eager and piecewise steps vLLM calls the connector
+after each layer, and the flag is enqueued on the stream there. The replay of a full graph calls
+nothing: its flags are nodes of the graph, which were added while vLLM captured it. Both kinds occur
+in one engine.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Signals(Protocol):
         """All layers of this step, including those without a hook."""
 
     def mark(self) -> int | None:
-        """For the ``after`` of a load: what the engine has computed so far may still write the blocks. 0: it has all
-        ended. None: the order cannot be kept, nothing may be loaded."""
+        """For the ``after`` of a load: what the engine has computed so far may still write the
+        blocks. 0: it has all ended. None: the order cannot be kept, nothing may be loaded."""
 
     def capturing(self) -> bool:
         """Whether the engine records a graph now, instead of computing a step."""
@@ -108,7 +109,8 @@ class GpuSignals:
         return self._flags.mark(self._stream()) or None
 
     def close(self) -> None:
-        # The GPU may still write flags to memory that is released now. A context that has failed runs nothing more.
+        # The GPU may still write flags to memory that is released now. A context that has failed
+        # runs nothing more.
         with contextlib.suppress(RuntimeError):
             self._synchronize()
         self._flags.close()

@@ -1,15 +1,18 @@
-"""vLLM's sleep mode with copies of the sidecar: the weights go to host memory and come back over every PCIe link that it may use.
+"""vLLM's sleep mode with copies of the sidecar: the weights go to host memory and come back over
+every PCIe link that it may use.
 
     KVSPRAY_SLEEP=1 vllm serve MODEL --enable-sleep-mode
 
 The variable may also be the path of the sidecar's socket.
 
-vLLM's own allocator decides what is kept and what is discarded, and frees and maps the memory of the GPU. This module replaces its
-copies between the GPU and host memory. The host memory is kept between two sleeps, because pinning it takes longer than a copy.
+vLLM's own allocator decides what is kept and what is discarded, and frees and maps the memory of
+the GPU. This module replaces its copies between the GPU and host memory. The host memory is kept
+between two sleeps, because pinning it takes longer than a copy.
 
-The sidecar's mapping of GPU memory is dropped before the engine frees that memory, which would otherwise stay in use. Memory that comes
-with a wake-up is always new. A copy that the sidecar does not take or does not finish is made again by vLLM's own call, after its
-lease has ended: until then the sidecar may still write. Memory is awake only when all of it has been loaded.
+The sidecar's mapping of GPU memory is dropped before the engine frees that memory, which would
+otherwise stay in use. Memory that comes with a wake-up is always new. A copy that the sidecar does
+not take or does not finish is made again by vLLM's own call, after its lease has ended: until then
+the sidecar may still write. Memory is awake only when all of it has been loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +34,7 @@ from vllm.device_allocator import AllocationData, cumem
 import kvspray
 from kvspray import limits
 from kvspray.gpu import map_memory
+from kvspray_vllm.versions import CAPABILITIES
 
 VARIABLE = "KVSPRAY_SLEEP"
 DEADLINE_S = 60.0  # of a copy
@@ -50,14 +54,19 @@ def install() -> None:
     """Makes the allocator of this process, before vLLM makes its own. Several calls are one."""
     value = os.environ[VARIABLE]
     if value != "1" and not value.startswith("/"):
-        raise ValueError(f"{VARIABLE} is {value!r}: set it to 1, to the path of the sidecar's socket, or to 0 for vLLM's own copies")
+        raise ValueError(
+            f"{VARIABLE} is {value!r}: set it to 1, to the path of the sidecar's socket, or to 0 "
+            "for vLLM's own copies"
+        )
     if not cumem.cumem_available:
-        _log.warning("kvspray: %s has no effect: this vLLM has no cumem allocator, which sleep mode needs", VARIABLE)
+        _log.warning(
+            "kvspray: %s has no effect: this vLLM has no cumem allocator, which sleep mode needs",
+            VARIABLE,
+        )
     elif cumem.CuMemAllocator.instance is None:
         cumem.CuMemAllocator.instance = Allocator(Copies(Gpu(), None if value == "1" else value))
         # As vLLM does for its own.
-        if hasattr(cumem.CuMemAllocator, "_shutdown_singleton"):
-            atexit.register(cumem.CuMemAllocator._shutdown_singleton)
+        atexit.register(cumem.CuMemAllocator._shutdown_singleton)
     elif not isinstance(cumem.CuMemAllocator.instance, Allocator):
         _log.warning("kvspray: %s has no effect: vLLM has made its allocator already", VARIABLE)
 
@@ -123,7 +132,13 @@ class Allocator(cumem.CuMemAllocator):
         self._pieces: dict[int, Piece] = {}  # what sleeps in a slab, by address
 
     def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
-        tags = (self.default_tag,) if offload_tags is None else (offload_tags,) if isinstance(offload_tags, str) else offload_tags
+        tags = (
+            (self.default_tag,)
+            if offload_tags is None
+            else (offload_tags,)
+            if isinstance(offload_tags, str)
+            else offload_tags
+        )
         kept = {p: d for p, d in self.pointer_to_data.items() if not d.is_asleep and d.tag in tags}
         busy = {piece.slab for piece in self._pieces.values()}
         pieces = self._copies.places([(p, d.handle[1]) for p, d in kept.items()], busy)
@@ -142,8 +157,9 @@ class Allocator(cumem.CuMemAllocator):
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         back = [
-            (d, self._pieces[p]) for p, d in self.pointer_to_data.items()
-            if d.is_asleep and p in self._pieces and (tags is None or d.tag in tags or d.tag not in DEFERRABLE_TAGS)
+            (d, self._pieces[p]) for p, d in self.pointer_to_data.items() if d.is_asleep
+            and p in self._pieces and (tags is None or d.tag in tags
+            or d.tag not in CAPABILITIES.deferrable_tags)
         ]  # fmt: skip
         if back:
             gc.collect()
@@ -155,7 +171,8 @@ class Allocator(cumem.CuMemAllocator):
         super().wake_up(tags)
 
     def _load(self, back: Sequence[tuple[AllocationData, Piece]]) -> None:
-        """All or nothing, so that a wake-up that finds no memory can be tried again, and nothing is awake in part."""
+        """All or nothing, so that a wake-up that finds no memory can be tried again, and nothing is
+        awake in part."""
         mapped = []
         try:
             for data, _ in back:
@@ -175,12 +192,10 @@ class Allocator(cumem.CuMemAllocator):
         return super()._python_free_callback(ptr)
 
 
-# Older versions of vLLM wake every tag by its name alone.
-DEFERRABLE_TAGS: Iterable[str] = getattr(vllm.device_allocator, "DEFERRABLE_TAGS", ("weights", "kv_cache"))
-
-
 def _tensor(piece: Piece) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_uint8 * piece.nbytes).from_address(piece.host), dtype=torch.uint8)
+    return torch.frombuffer(
+        (ctypes.c_uint8 * piece.nbytes).from_address(piece.host), dtype=torch.uint8
+    )
 
 
 class Copies:
@@ -195,7 +210,8 @@ class Copies:
     # -- host memory
 
     def places(self, allocations: Sequence[tuple[int, int]], busy: set[Slab]) -> list[Piece]:
-        """Places in one slab that is not busy. Empty: there is no room, and vLLM's own copies are to be used."""
+        """Places in one slab that is not busy. Empty: there is no room, and vLLM's own copies are
+        to be used."""
         offsets, end = [], 0
         for _, nbytes in allocations:
             offsets.append(end)
@@ -214,7 +230,8 @@ class Copies:
             return min(large, key=lambda s: s.region.nbytes)
         for slab in idle:
             self._slabs.remove(slab)
-            # Nothing is copied now. If the sidecar still has the memory mapped, it is its own mapping.
+            # Nothing is copied now. If the sidecar still has the memory mapped, it is its own
+            # mapping.
             if self._client is not None:
                 self._client.drop_regions([slab.region], DROP_S)
             slab.region.close()
@@ -241,7 +258,8 @@ class Copies:
     # -- copies
 
     def run(self, what: str, pieces: Sequence[Piece]) -> None:
-        """Returns when all bytes are in place: on the GPU after a wake-up, else in host memory. It raises what the GPU raises."""
+        """Returns when all bytes are in place: on the GPU after a wake-up, else in host memory. It
+        raises what the GPU raises."""
         began = time.monotonic()
         load = what == "wake-up"
         client, reason = self._session()
@@ -249,14 +267,18 @@ class Copies:
         if client is not None:
             rest, reason = self._by_sidecar(client, pieces, load)
         for piece in rest:
-            self.memory.copy(*((piece.ptr, piece.host) if load else (piece.host, piece.ptr)), piece.nbytes)
+            self.memory.copy(
+                *((piece.ptr, piece.host) if load else (piece.host, piece.ptr)), piece.nbytes
+            )
         took, nbytes = time.monotonic() - began, sum(p.nbytes for p in pieces)
         _log.info(
             "kvspray: %s: %.2f GiB in %.3f s, %d of %d allocations by the sidecar",
             what, nbytes / (1 << 30), took, len(pieces) - len(rest), len(pieces),
         )  # fmt: skip
         if rest:
-            _log.warning("kvspray: %s: vLLM's own copies moved %d allocations: %s", what, len(rest), reason)
+            _log.warning(
+                "kvspray: %s: vLLM's own copies moved %d allocations: %s", what, len(rest), reason
+            )
 
     def _session(self) -> tuple[kvspray.WorkerClient | None, str]:
         try:
@@ -271,8 +293,8 @@ class Copies:
 
     def _connect(self) -> kvspray.WorkerClient:
         client = kvspray.WorkerClient(
-            self._socket, engine=kvspray.EngineInfo("vllm", vllm.__version__, f"sleep-{os.getpid()}"), layers=1, deadline_s=DEADLINE_S,
-            log=_log,
+            self._socket, engine=kvspray.EngineInfo("vllm", vllm.__version__,
+            f"sleep-{os.getpid()}"), layers=1, deadline_s=DEADLINE_S, log=_log,
         )  # fmt: skip
         try:
             client.register([])  # those of register() would stay until the session ends
@@ -283,9 +305,12 @@ class Copies:
             raise
         return client
 
-    def _by_sidecar(self, client: kvspray.WorkerClient, pieces: Sequence[Piece], load: bool) -> tuple[list[Piece], str]:
-        """Returns the pieces that it did not copy, and why the last of them. The next batch is mapped while one is copied. No lease
-        is open afterwards, also not after an exception: the sidecar writes nothing any more."""
+    def _by_sidecar(
+        self, client: kvspray.WorkerClient, pieces: Sequence[Piece], load: bool
+    ) -> tuple[list[Piece], str]:
+        """Returns the pieces that it did not copy, and why the last of them. The next batch is
+        mapped while one is copied. No lease is open afterwards, also not after an exception: the
+        sidecar writes nothing any more."""
         left: list[Piece] = []
         why = ""
         waiting = [pieces[at : at + BATCH] for at in range(0, len(pieces), BATCH)]
@@ -310,8 +335,9 @@ class Copies:
         return left, why
 
     def _wait(self, client: kvspray.WorkerClient, batches: Sequence[_Batch], any_: bool) -> None:
-        """Until one batch has no open lease, or all have none. A lease ends by its deadline, once the sidecar can write no more."""
-        told = time.monotonic()
+        """Until one batch has no open lease, or all have none. A lease ends by its deadline, once
+        the sidecar can write no more."""
+        logged = time.monotonic()
         while batches and not (any if any_ else all)(b.ended for b in batches):
             client.wait(WAIT_S)
             for c in client.poll():
@@ -319,9 +345,13 @@ class Copies:
                     batch.take(c)
             for batch in batches:
                 batch.submit()
-            if time.monotonic() - told > TELL_S:
-                told = time.monotonic()
-                _log.warning("kvspray: %d copies are open; they end before the sidecar's memory is used again", sum(len(b.open) for b in batches))
+            if time.monotonic() - logged > TELL_S:
+                logged = time.monotonic()
+                _log.warning(
+                    "kvspray: %d copies are open; they end before the sidecar's memory is used "
+                    "again",
+                    sum(len(b.open) for b in batches),
+                )
 
     def close(self) -> None:
         if self._client is not None:
@@ -338,7 +368,8 @@ class _Batch:
         self.left: list[Piece] = []
         self.why = ""
         self.open: dict[int, Piece] = {}  # by lease
-        self._waiting: list[tuple[Piece, kvspray.Region]] = []  # until the sidecar takes more copies
+        # Until the sidecar takes more copies.
+        self._waiting: list[tuple[Piece, kvspray.Region]] = []
         self._until = time.monotonic() + DEADLINE_S  # they wait
         self._client, self._load = client, load
         self._regions: list[kvspray.Region] = []
@@ -374,8 +405,12 @@ class _Batch:
     def _copy(self, piece: Piece, gpu: kvspray.Region) -> bool:
         """False: later."""
         host, at = piece.slab.region, piece.offset
-        src, dst, block = (host, gpu, (at, 0, piece.nbytes)) if self._load else (gpu, host, (0, at, piece.nbytes))
-        lease = self._client.copy(src, dst, [block], req="wake-up" if self._load else "sleep", deadline_s=DEADLINE_S)
+        src, dst, block = (
+            (host, gpu, (at, 0, piece.nbytes)) if self._load else (gpu, host, (0, at, piece.nbytes))
+        )
+        lease = self._client.copy(
+            src, dst, [block], req="wake-up" if self._load else "sleep", deadline_s=DEADLINE_S
+        )
         if lease == kvspray.LATER and time.monotonic() < self._until:
             return False
         if lease > 0:
@@ -395,10 +430,15 @@ class _Batch:
             self._client.cancel(lease, "the sleep or wake-up has failed")
 
     def drop(self) -> None:
-        """All leases have ended, so nothing is copied any more, whether the sidecar has unmapped the memory already or not."""
+        """All leases have ended, so nothing is copied any more, whether the sidecar has unmapped
+        the memory already or not."""
         if self._added and not self._client.drop_regions(self._regions, DROP_S) and not self._load:
             nbytes = sum(r.nbytes for r in self._regions)
-            _log.warning("kvspray: the sidecar has not unmapped %d MiB of GPU memory yet, which are free once it has", nbytes >> 20)
+            _log.warning(
+                "kvspray: the sidecar has not unmapped %d MiB of GPU memory yet, which are free "
+                "once it has",
+                nbytes >> 20,
+            )
         for r in self._regions:
             r.close()
 

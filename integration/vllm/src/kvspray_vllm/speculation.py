@@ -37,8 +37,8 @@ def check_speculation(config: VllmConfig) -> None:
     stages = config.parallel_config.pipeline_parallel_size
     if stages > 1:
         raise Unsupported(
-            f"kvspray: speculative_config is set with pipeline_parallel_size {stages}; vLLM's first "
-            "model runner ends no step for the connector on any stage but the last, set "
+            f"kvspray: speculative_config is set with pipeline_parallel_size {stages}; vLLM's "
+            "first model runner ends no step for the connector on any stage but the last, set "
             "pipeline_parallel_size to 1 or serve without speculation"
         )
     # Module k reads k tokens further ahead, and vLLM computes the last ones of a prompt again from

@@ -1,4 +1,5 @@
-"""Transfer statistics, in vLLM's form: collected per step, aggregated over workers, shown on vLLM's own /metrics."""
+"""Transfer statistics, in vLLM's form: collected per step, aggregated over workers, shown on vLLM's
+own /metrics."""
 
 from __future__ import annotations
 
@@ -15,12 +16,29 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 # A stats object lives for one engine step, but a logger that is not polled could let one grow.
 MAX_LATENCIES = 4096
 COUNTS = ("transfers", "bytes", "local", "store_pages", "store_lookups")
-LATENCY_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+LATENCY_BUCKETS_S = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+)
 
 
 class KVSprayStats(KVConnectorStats):
-    """data: transfers {"received/ok": n}, bytes {"received/tcp": n}, latency_s [s], recompute_tokens n, local {reason: n},
-    store_pages {"get/memory": n}, store_lookups {outcome: n}."""
+    """data: transfers {"received/ok": n}, bytes {"received/tcp": n}, latency_s [s],
+    recompute_tokens n, local {reason: n}, store_pages {"get/memory": n}, store_lookups {outcome:
+    n}."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -29,9 +47,19 @@ class KVSprayStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data = {"transfers": {}, "bytes": {}, "latency_s": [], "recompute_tokens": 0, "local": {}, "store_pages": {}, "store_lookups": {}}
+        self.data = {
+            "transfers": {},
+            "bytes": {},
+            "latency_s": [],
+            "recompute_tokens": 0,
+            "local": {},
+            "store_pages": {},
+            "store_lookups": {},
+        }
 
-    def ended(self, received: bool, outcome: str, nbytes: int, us: int, transport: str, recompute: int) -> None:
+    def ended(
+        self, received: bool, outcome: str, nbytes: int, us: int, transport: str, recompute: int
+    ) -> None:
         side = "received" if received else "sent"
         _add(self.data["transfers"], f"{side}/{outcome}", 1)
         if nbytes:
@@ -123,12 +151,14 @@ class KVSprayPromMetrics(KVConnectorPromMetrics):
         )
         self._pages = self._counter_cls(
             name="vllm:kvspray_store_pages",
-            documentation="Pages loaded from the node's store or saved to it, on each rank, by operation (get, put) and by tier or outcome.",
+            documentation="Pages loaded from the node's store or saved to it, on each rank, by "
+            "operation (get, put) and by tier or outcome.",
             labelnames=[*labelnames, "op", "outcome"],
         )
         self._lookups = self._counter_cls(
             name="vllm:kvspray_store_lookups",
-            documentation="Requests that asked the store for their prompt, by outcome (found, none, late).",
+            documentation="Requests that asked the store for their prompt, by outcome (found, "
+            "none, late).",
             labelnames=[*labelnames, "outcome"],
         )
 

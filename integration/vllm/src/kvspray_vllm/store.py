@@ -1,12 +1,14 @@
-"""The scheduler's side of the node's store: which blocks of a prompt are loaded from it, and which blocks are saved to it.
+"""The scheduler's side of the node's store: which blocks of a prompt are loaded from it, and which
+blocks are saved to it.
 
-A block is saved once a later step of its request is scheduled. The steps that computed it have then ended, or come before
-the PUT on the engine's stream, and a load that failed has been taken back. From then on this side holds a reference to the
-block in vLLM's pool, until every rank has reported the end of its PUT: whatever becomes of the request, vLLM gives the block
-to no other while it is read. So the bytes that a sidecar reads are those that the block's hash names.
+A block is saved once a later step of its request is scheduled. The steps that computed it have then
+ended, or come before the PUT on the engine's stream, and a load that failed has been taken back.
+From then on this side holds a reference to the block in vLLM's pool, until every rank has reported
+the end of its PUT: whatever becomes of the request, vLLM gives the block to no other while it is
+read. So the bytes that a sidecar reads are those that the block's hash names.
 
-A request asks when it arrives, and nothing waits for the answer: vLLM schedules the request when the answer is there, or
-after ASK_S without it. Everything runs on the engine core's thread.
+A request asks when it arrives, and nothing waits for the answer: vLLM schedules the request when
+the answer is there, or after ASK_S without it. Everything runs on the engine core's thread.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ if TYPE_CHECKING:
 
     from kvspray_vllm.events import StoreEvents
 
-MAX_ASKED = 4096  # blocks of one prompt that are asked for, and loaded: 128 KiB of hashes, in one packet
+# Blocks of one prompt that are asked for, and loaded: 128 KiB of hashes, in one packet.
+MAX_ASKED = 4096
 ASK_S = 0.2  # how long a request waits for an answer
 PIN_S = 30.0  # how long an answer counts; the sidecar keeps what it has found as long
 MAX_PUT = 1024  # blocks of one PUT
 MAX_PUTS = 64  # that have not ended
-HELD_SHARE = 4  # all PUTs together hold at most one block in so many of the pool
+HELD_SHARE = 4  # all PUTs together hold at most this fraction of the pool's blocks
 MAX_KNOWN = 1 << 17  # hashes of blocks that need not be saved again
 
 ENDED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
@@ -66,7 +69,8 @@ class _Held:
     blocks: list[KVCacheBlock]
     hashes: tuple[bytes, ...]
     event: KVCacheEvent | None = None  # to publish, once they are stored
-    ranks: dict[int, bool] = field(default_factory=dict)  # that have ended it: whether all of its pages are there
+    # That have ended it: whether all of its pages are there.
+    ranks: dict[int, bool] = field(default_factory=dict)
 
 
 class StoreSide:
@@ -82,8 +86,9 @@ class StoreSide:
         events: StoreEvents | None = None,
         cache: PrefixCache | None = None,
     ) -> None:
-        """lag: steps that vLLM may have scheduled when it sees the result of the first of them. count: counts the outcome of a question.
-        events: None if the engine publishes none. cache: vLLM's."""
+        """lag: steps that vLLM may have scheduled when it sees the result of the first of them.
+        count: counts the outcome of a question. events: None if the engine publishes none. cache:
+        vLLM's."""
         self._cache = cache or PrefixCache()
         self._client = client
         self._size = page_tokens
@@ -110,7 +115,11 @@ class StoreSide:
     # ---- what the store is
 
     def set_pool(self, pool: BlockPool) -> None:
-        lacks = [name for name in ("touch", "free_blocks", "get_num_free_blocks", "blocks", "num_gpu_blocks") if not hasattr(pool, name)]
+        lacks = [
+            name
+            for name in ("touch", "free_blocks", "get_num_free_blocks", "blocks", "num_gpu_blocks")
+            if not hasattr(pool, name)
+        ]
         if lacks:
             self._lacks = f"vLLM's block pool has no {', '.join(lacks)}"
             self._decide()
@@ -128,7 +137,8 @@ class StoreSide:
             self._log.info("kvspray: this engine uses the store again")
 
     def _learn(self, ranks: dict[int, Rank]) -> None:
-        """Ranks have other weights. What vLLM's blocks hold may be of those before, unless all were free when the weights changed."""
+        """Ranks have other weights. What vLLM's blocks hold may be of those before, unless all were
+        free when the weights changed."""
         first = not self._ranks
         self._ranks |= ranks
         self._decide()
@@ -140,12 +150,14 @@ class StoreSide:
         self._forget_all()
         if not first and self._cache.mixed:
             self._log.warning(
-                "kvspray: the weights have changed, and vLLM's prefix cache was not emptied: nothing is saved or loaded until "
-                "reset_prefix_cache(reset_connector=True)"
+                "kvspray: the weights have changed, and vLLM's prefix cache was not emptied: "
+                "nothing is saved or loaded until reset_prefix_cache(reset_connector=True)"
             )
         if self._pages is not None:
             self._pages.close()
-        namespaces = [r.namespace for _, r in sorted(self._ranks.items()) if r.namespace is not None]
+        namespaces = [
+            r.namespace for _, r in sorted(self._ranks.items()) if r.namespace is not None
+        ]
         self._pages = self._client.pages(namespaces) if len(namespaces) == self._of else None
 
     @property
@@ -170,11 +182,14 @@ class StoreSide:
 
     def arrived(self, request: Request, asks: bool) -> None:
         """asks: its prompt is expected from nowhere else."""
-        # An adapter's content is no part of a hash, and the tokens of a resumable request may be replaced.
-        if request.lora_request or getattr(request, "resumable", False):
+        # An adapter's content is no part of a hash, and the tokens of a resumable request may be
+        # replaced.
+        if request.lora_request or request.resumable:
             return
-        reads = not getattr(request, "skip_reading_prefix_cache", False)
-        r = self._requests[request.request_id] = _Request(request, reads, deque(maxlen=self._lag), asks=reads)
+        reads = not request.skip_reading_prefix_cache
+        r = self._requests[request.request_id] = _Request(
+            request, reads, deque(maxlen=self._lag), asks=reads
+        )
         if asks and reads and self._usable and self._ready():
             self._ask(r)
 
@@ -190,7 +205,9 @@ class StoreSide:
             r.asked = self._now()
         except ShimError as err:
             r.asks = False
-            self._log.warning("kvspray: request %s: the store cannot be asked: %s", r.request.request_id, err)
+            self._log.warning(
+                "kvspray: request %s: the store cannot be asked: %s", r.request.request_id, err
+            )
 
     def _forget_question(self, r: _Request) -> None:
         if r.question is not None:
@@ -217,7 +234,7 @@ class StoreSide:
         if r.found is None and not self._answered(r):
             if not r.asks:
                 return 0
-            # Until every rank has reported its namespace there is nobody to ask.
+            # Until every rank has reported its namespace nothing can be asked.
             if self._pages is not None and r.question is None and not self._pages.opening:
                 return self._compute(r, "off")
             return None if now < r.until else self._compute(r, "late")
@@ -242,12 +259,14 @@ class StoreSide:
             if there:
                 self._remember(h)
             else:
-                gone.append(bytes(h))  # if it was there, it was given up for others, and is saved again
+                # If it was there, it was given up for others, and is saved again.
+                gone.append(bytes(h))
         self._forget(gone)
         return True
 
     def allocated(self, request: Request, table: Sequence[int], external: int) -> Expect | None:
-        """vLLM has blocks for a request, and takes so many tokens from elsewhere. The load to begin, if there is one."""
+        """vLLM has blocks for a request, and takes so many tokens from elsewhere. The load to
+        begin, if there is one."""
         r = self._requests.get(request.request_id)
         if r is None or not r.asks:
             return None
@@ -258,17 +277,31 @@ class StoreSide:
             return None
         r.asks = False  # once: after a load that fails the prompt is computed
         self._count("found")
-        # vLLM may take fewer tokens than it was offered. The rest of their last block is loaded, and computed again.
+        # vLLM may take fewer tokens than it was offered. The rest of their last block is loaded,
+        # and computed again.
         first, end = computed // self._size, -(-(computed + external) // self._size)
         refused = ""
         if external > offered or end > len(table):
-            refused = f"the engine takes {external} tokens behind its own {computed} into {len(table)} blocks, and {offered} were offered"
+            refused = (
+                f"the engine takes {external} tokens behind its own {computed} into {len(table)} "
+                f"blocks, and {offered} were offered"
+            )
         r.loads, r.load = tuple(bytes(h) for h in request.block_hashes[first:end]), None
         if self._events is not None and not refused:
             r.load = self._events.describe(request, first, end, self._size)
         for h in r.loads:
             self._remember(h)
-        return Expect(request.request_id, b"", b"", "", computed + external, computed, (tuple(table[:end]),), refused=refused, pages=r.loads)
+        return Expect(
+            request.request_id,
+            b"",
+            b"",
+            "",
+            computed + external,
+            computed,
+            (tuple(table[:end]),),
+            refused=refused,
+            pages=r.loads,
+        )
 
     def loads(self, req: str) -> bool:
         """Whether a request's last load was from the store."""
@@ -277,7 +310,9 @@ class StoreSide:
 
     # ---- saving
 
-    def build(self, out: SchedulerOutput, table: Callable[[str], Sequence[int]], meta: StepMeta) -> None:
+    def build(
+        self, out: SchedulerOutput, table: Callable[[str], Sequence[int]], meta: StepMeta
+    ) -> None:
         for req in out.preempted_req_ids or ():
             r = self._requests.get(req)
             if r is not None:
@@ -287,13 +322,16 @@ class StoreSide:
             r = self._requests.get(req)
             if r is None:
                 continue
-            # What a draft got wrong, or a load did not bring, vLLM has subtracted from the second number.
+            # What a draft got wrong, or a load did not bring, vLLM has subtracted from the second
+            # number.
             safe = min(r.ends[0], r.request.num_computed_tokens) if len(r.ends) == self._lag else 0
             r.ends.append(r.request.num_computed_tokens + scheduled)
             if safe >= (r.next + 1) * self._size:
                 self._save(r, safe, table(req))
         meta.puts, self._new = self._new, []
-        meta.epochs = {number: rank.epoch for number, rank in self._ranks.items()} if meta.puts else {}
+        meta.epochs = (
+            {number: rank.epoch for number, rank in self._ranks.items()} if meta.puts else {}
+        )
 
     def _save(self, r: _Request, tokens: int, table: Sequence[int]) -> None:
         """The first tokens of a request are computed, in these blocks."""
@@ -310,7 +348,9 @@ class StoreSide:
             room = pool.num_gpu_blocks // HELD_SHARE - self._held
             if room <= 0 or len(self._puts) >= MAX_PUTS:
                 return  # the request's next step tries again
-            while r.next < min(end, first + min(room, MAX_PUT)) and hashes[r.next] not in self._known:
+            while (
+                r.next < min(end, first + min(room, MAX_PUT)) and hashes[r.next] not in self._known
+            ):
                 r.next += 1
             self._put(pool, r, first, table)
 
@@ -322,9 +362,21 @@ class StoreSide:
         pool.touch(blocks)
         self._held += len(blocks)
         self._last_put += 1
-        event = self._events.describe(r.request, first, r.next, self._size) if self._events is not None else None
+        event = (
+            self._events.describe(r.request, first, r.next, self._size)
+            if self._events is not None
+            else None
+        )
         self._puts[self._last_put] = _Held(blocks, hashes, event)
-        self._new.append(Put(self._last_put, r.request.request_id, hashes, ids, bytes(all_of[first - 1]) if first else b""))
+        self._new.append(
+            Put(
+                self._last_put,
+                r.request.request_id,
+                hashes,
+                ids,
+                bytes(all_of[first - 1]) if first else b"",
+            )
+        )
         for h in hashes:
             self._remember(h)
 
@@ -337,7 +389,8 @@ class StoreSide:
     def _release(self, held: _Held) -> None:
         assert self._pool is not None
         self._held -= len(held.blocks)
-        self._pool.free_blocks(reversed(held.blocks))  # a suffix is of no use without what is before it, and goes first
+        # A suffix is of no use without what is before it, and goes first.
+        self._pool.free_blocks(reversed(held.blocks))
         if not all(held.ranks.values()):
             self._forget(held.hashes)
 
@@ -348,7 +401,8 @@ class StoreSide:
             self._events.gone(hashes)
 
     def _forget_all(self) -> None:
-        """There is another store, or there are other weights. PUTs and loads under way belong to those before."""
+        """There is another store, or there are other weights. PUTs and loads under way belong to
+        those before."""
         self._known.clear()
         for held in self._puts.values():
             held.event = None
@@ -360,12 +414,14 @@ class StoreSide:
     # ---- requests and PUTs end
 
     def finished(self, request: Request, table: Sequence[int], whole: bool) -> None:
-        """vLLM takes its blocks back after this call. whole: what the request has computed is there."""
+        """vLLM takes its blocks back after this call. whole: what the request has computed is
+        there."""
         r = self._requests.pop(request.request_id, None)
         if r is None:
             return
         self._forget_question(r)
-        # The step of the last token may still be under way; and before a step that has ended nothing is certain about its blocks.
+        # The step of the last token may still be under way; and before a step that has ended
+        # nothing is certain about its blocks.
         if whole and request.status.name in ENDED_WELL and r.ends:
             self._save(r, min(request.num_computed_tokens, request.num_tokens - 1), table)
 

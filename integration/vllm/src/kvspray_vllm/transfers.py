@@ -16,7 +16,8 @@ class Source:
     hash: bytes
     tokens: int
     fanout: int
-    fresh: bool = False  # offered only where it begins with no cached block: its adapter was replaced under its id
+    # Offered only where it begins with no cached block: its adapter was replaced under its id.
+    fresh: bool = False
     adapter: str | None = None  # content of its LoRA adapter
     end: int = 0  # tokens that the steps so far have announced, in this attempt
     finished: bool = False
@@ -25,7 +26,8 @@ class Source:
     yielded: bool = False  # no receiver is waited for any more: the pool is nearly full
     lost: bool = False  # its blocks went, or mean nothing any more
     traceparent: str = ""
-    oldest: tuple[int, ...] = ()  # once all of it is announced: the first block that is sent, of each group with a window
+    # Once all of it is announced: the first block that is sent, of each group with a window.
+    oldest: tuple[int, ...] = ()
 
 
 @dataclass

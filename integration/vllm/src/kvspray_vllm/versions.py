@@ -1,15 +1,42 @@
-"""Versions of vLLM. Differences are detected by feature; the version is only
-logged."""
+"""What differs between versions of vLLM; found by feature, the version is only logged."""
 
 from __future__ import annotations
 
-import importlib
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import vllm
+import vllm.device_allocator
 
 KNOWN = ("0.32", "0.33")  # tested: docs/vllm.md has how
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a version may lack, found by feature when the plug-in is loaded."""
+
+    # Names in vLLM's statistics for the source of a prompt's tokens: a peer, and a store whose tier
+    # is not yet certain. None: vLLM does not count by source.
+    peer_source: Any
+    store_source: Any
+    # The tags of memory that may wake later than the rest. vLLM 0.31 wakes each tag by its name.
+    deferrable_tags: Iterable[str]
+
+
+def _find() -> Capabilities:
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        peer = store = None
+    else:
+        peer, store = CacheHitSource.P2P, CacheHitSource.EXTERNAL_UNSPECIFIED
+    tags = getattr(vllm.device_allocator, "DEFERRABLE_TAGS", ("weights", "kv_cache"))
+    return Capabilities(peer, store, tags)
+
+
+CAPABILITIES = _find()
 
 
 def _number(version: str) -> tuple[int, int] | None:
@@ -28,12 +55,3 @@ def newer_than_known(version: str | None = None) -> str:
         f"kvspray: vllm.__version__ is {version}, newer than any that this plug-in was tested with "
         f"({', '.join(KNOWN)}); if transfers fail, use vLLM {KNOWN[-1]} or a newer kvspray"
     )
-
-
-def cache_hit_source(*names: str) -> Any:
-    """How vLLM's statistics name where tokens come from: the first of the names that they have; None: they have no such names."""
-    try:
-        sources = importlib.import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource
-    except (ImportError, AttributeError):
-        return None
-    return next((getattr(sources, name) for name in names if hasattr(sources, name)), None)

@@ -1,7 +1,9 @@
-"""Which weights a KV cache was computed with. Two engines exchange KV only if they have the same name for them.
+"""Which weights a KV cache was computed with. Two engines exchange KV only if they have the same
+name for them.
 
-The name is the setting `weights`, or else a digest of the checkpoint that was loaded (kvspray.weights). Weights that replace
-others have a name that no other engine has, until set_weights gives them one, or vLLM has read them from files: then it is their digest.
+The name is the setting `weights`, or else a digest of the checkpoint that was loaded
+(kvspray.weights). Weights that replace others have a name that no other engine has, until
+set_weights gives them one, or vLLM has read them from files: then it is their digest.
 """
 
 from __future__ import annotations
@@ -21,31 +23,46 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-# The methods of vLLM's workers that write parameters while the engine lives. test_writers.py fails on others in vLLM's sources.
+# The methods of vLLM's workers that write parameters while the engine lives. test_writers.py fails
+# on others in vLLM's sources.
 WORKER_WRITERS = (
-    "load_model", "reload_weights", "start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update", "reset_weights",
-    "elastic_ep_execute",
+    "load_model", "reload_weights", "start_weight_update", "start_draft_weight_update",
+    "update_weights", "finish_weight_update", "reset_weights", "elastic_ep_execute",
 )  # fmt: skip
 # Those of both model runners.
 RUNNER_WRITERS = ("load_model", "reload_weights")
-RUNNERS = (("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"), ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner"))
+RUNNERS = (
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
+    ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner"),
+)
 
 
 def check_name(name: object) -> str:
     if not isinstance(name, str) or len(name.encode()) > MAX_NAME_BYTES:
-        raise ValueError(f"kvspray: the name of a generation of weights is {name!r}, want a string of at most {MAX_NAME_BYTES} bytes")
+        raise ValueError(
+            f"kvspray: the name of a generation of weights is {name!r}, want a string of at most "
+            f"{MAX_NAME_BYTES} bytes"
+        )
     return name
 
 
 def name_of(config: VllmConfig, log: logging.Logger, path: str | None = None) -> str:
-    """The name of the weights that an engine has loaded: a digest of its checkpoint's files. path: loaded afterwards, from elsewhere."""
+    """The name of the weights that an engine has loaded: a digest of its checkpoint's files. path:
+    loaded afterwards, from elsewhere."""
     load = str(getattr(config.load_config.load_format, "value", config.load_config.load_format))
     if load == "dummy":
         # Random numbers with a fixed seed, by the shapes of this rank's parameters.
         p = config.parallel_config
-        return f"dummy:tp{p.tensor_parallel_size}:pp{p.pipeline_parallel_size}:{config.device_config.device_type}"
+        device = config.device_config.device_type
+        return f"dummy:tp{p.tensor_parallel_size}:pp{p.pipeline_parallel_size}:{device}"
     m = config.model_config
-    return with_draft(config, _digest(path or str(m.model_weights or m.model), None if path else m.revision, config, load, log), log)
+    return with_draft(
+        config,
+        _digest(
+            path or str(m.model_weights or m.model), None if path else m.revision, config, load, log
+        ),
+        log,
+    )
 
 
 def with_draft(config: VllmConfig, name: str, log: logging.Logger) -> str:
@@ -68,15 +85,23 @@ def _digest(
 
 
 class Generation:
-    """Watches for weights that are replaced while the engine lives, and calls `changed` when that begins.
+    """Watches for weights that are replaced while the engine lives, and calls `changed` when that
+    begins.
 
-    vLLM does not report it to a connector. Its loaders register each parameter again, without memory at first ("meta"), for which PyTorch has a
-    hook; or they call one of the methods in `watch`. Code that writes parameters in place must call set_weights.
+    vLLM does not report it to a connector. Its loaders register each parameter again, without
+    memory at first ("meta"), for which PyTorch has a hook; or they call one of the methods in
+    `watch`. Code that writes parameters in place must call set_weights.
 
-    No other engine has the name of weights that were replaced, until set_weights gives them one or they were read from files that have one.
+    No other engine has the name of weights that were replaced, until set_weights gives them one or
+    they were read from files that have one.
     """
 
-    def __init__(self, name: str, changed: Callable[[], None], of_files: Callable[[str | None], str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        changed: Callable[[], None],
+        of_files: Callable[[str | None], str] | None = None,
+    ) -> None:
         from torch.nn.modules.module import register_module_parameter_registration_hook
 
         self._name = check_name(name)
@@ -89,7 +114,9 @@ class Generation:
     def __str__(self) -> str:
         return self._name
 
-    def _registered(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+    def _registered(
+        self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None
+    ) -> None:
         if param is not None and param.is_meta:
             self.replaced()
 
@@ -112,7 +139,8 @@ class Generation:
             self._changed()
 
     def watch(self, model: type) -> None:
-        """Notices calls of the methods that replace weights: of the model's class, and of vLLM's runners and workers."""
+        """Notices calls of the methods that replace weights: of the model's class, and of vLLM's
+        runners and workers."""
         self._wrap(model, "load_weights", self._before)
         for module, name in RUNNERS:
             cls = getattr(sys.modules.get(module), name, None)
@@ -169,9 +197,10 @@ def _workers() -> list[type]:
 
 
 def set_weights(worker: Any, name: str) -> str:
-    """Names the weights that the engine has from now on: ``llm.collective_rpc(kvspray_vllm.set_weights, args=("step-1200",))``, on
-    prefill and decode engines alike, after they were replaced. What was computed before is no longer offered. Where the engine
-    has no kvspray connector, nothing happens. Returns the generation before.
+    """Names the weights that the engine has from now on:
+    ``llm.collective_rpc(kvspray_vllm.set_weights, args=("step-1200",))``, on prefill and decode
+    engines alike, after they were replaced. What was computed before is no longer offered. Where
+    the engine has no kvspray connector, nothing happens. Returns the generation before.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -184,8 +213,9 @@ def set_weights(worker: Any, name: str) -> str:
 
 
 class WorkerExtension:
-    """For ``--worker-extension-cls kvspray_vllm.weights.WorkerExtension``: set_weights by name, where engines take no functions
-    (``/collective_rpc`` of a server, or ``llm.collective_rpc("kvspray_set_weights", args=("step-1200",))``)."""
+    """For ``--worker-extension-cls kvspray_vllm.weights.WorkerExtension``: set_weights by name,
+    where engines take no functions (``/collective_rpc`` of a server, or
+    ``llm.collective_rpc("kvspray_set_weights", args=("step-1200",))``)."""
 
     def kvspray_set_weights(self, name: str) -> str:
         return set_weights(self, name)

@@ -1,6 +1,8 @@
-"""The worker's side: turns a step's metadata into records, in an order that is safe, and completions into results.
+"""The worker's side: turns a step's metadata into records, in an order that is safe, and
+completions into results.
 
-Everything runs on the worker's one thread. The leases themselves are owned by the shim, which outlives sidecars.
+Everything runs on the worker's one thread. The leases themselves are owned by the shim, which
+outlives sidecars.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from kvspray_vllm.saving import Saving, count
 from kvspray_vllm.signals import CpuSignals, Signals
 from kvspray_vllm.stats import KVSprayStats
 
-# How long a step in which the engine computes nothing waits for a load. vLLM sleeps a millisecond after each such step; the end
-# of a load that came during the sleep would wait for it and for the next empty step. A new request waits this long at most.
-# Not where the engine is one of several data parallel ranks in step: the others compute, and wait for this one's dummy batch.
+# How long a step in which the engine computes nothing waits for a load. vLLM sleeps a millisecond
+# after each such step; the end of a load that came during the sleep would wait for it and for the
+# next empty step. A new request waits this long at most. Not where the engine is one of several
+# data parallel ranks in step: the others compute, and wait for this one's dummy batch.
 LOAD_WAIT_S = 0.002
 MAX_ENDED = 4096  # loads for an adapter whose requests still run, that are remembered
 
@@ -30,7 +33,8 @@ NO_SIGNALS = "the GPU's signals have failed: the engine's log has the first erro
 class Results:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)  # of those received: nothing that came can be used
+    # Of those received: nothing that came can be used.
+    failed: set[str] = field(default_factory=set)
     bad_blocks: set[int] = field(default_factory=set)  # of others that were received in part
 
 
@@ -47,7 +51,8 @@ class _Load:
     outdated: str = ""  # why the engine cannot use what arrives
 
     def usable(self, lacks: int, block: int) -> int:
-        """How many tokens the engine can go on from, in whole blocks, given that one of them lacks."""
+        """How many tokens the engine can go on from, in whole blocks, given that one of them
+        lacks."""
         e = self.expect
         if self.outdated or not block or len(e.blocks) != 1 or not e.skip <= lacks < e.tokens:
             return 0
@@ -67,9 +72,10 @@ class WorkerSide:
         resume_block: int = 0,
         rewinds: bool = True,
     ) -> None:
-        """resume_block: how many tokens a block has, of an engine that can go on behind the last good block of a load that failed. 0: it
-        cannot, because of what its layers look back to only the end of the prompt moves.
-        rewinds: the engine can compute again what a running request was loaded with."""
+        """resume_block: how many tokens a block has, of an engine that can go on behind the last
+        good block of a load that failed. 0: it cannot, because of what its layers look back to only
+        the end of the prompt moves. rewinds: the engine can compute again what a running request
+        was loaded with."""
         self._client = client
         self._log = log
         self._resume_block = resume_block
@@ -95,7 +101,8 @@ class WorkerSide:
         self._ended: OrderedDict[str, Expect] = OrderedDict()
         self._disabled = ""  # why this engine takes part in no transfer
         self._outdated = False  # the weights have changed since the last step
-        self._weights = 0  # number of the first step with the present weights; 0: they are those of the start
+        # Number of the first step with the present weights; 0: they are those of the start.
+        self._weights = 0
         self._saving: Saving | None = None
 
     def set_saving(self, saving: Saving) -> None:
@@ -103,7 +110,8 @@ class WorkerSide:
         self._saving = saving
 
     def set_flags(self, flags: dict[str, int], signals: Signals | None = None) -> None:
-        """The flag of each layer, by the layer's name, and how flags are set: where nothing is given, as of a CPU engine."""
+        """The flag of each layer, by the layer's name, and how flags are set: where nothing is
+        given, as of a CPU engine."""
         self._flags = flags
         if signals is not None:
             self._signals = signals
@@ -111,7 +119,8 @@ class WorkerSide:
     # ---- one engine step
 
     def preempts(self, meta: StepMeta) -> None:
-        """Before the worker touches any block in this step: vLLM has already reused these blocks."""
+        """Before the worker touches any block in this step: vLLM has already reused these
+        blocks."""
         if self._preempted is meta:
             return
         self._preempted = meta
@@ -124,8 +133,9 @@ class WorkerSide:
             self._cancel_source(self._sources.get(req), reason)
 
     def begin(self, meta: StepMeta) -> None:
-        """Before the forward pass, once or more often. A destination may be written as soon as its record is there and the engine's stream has passed
-        the record's mark: until then steps in flight may still write blocks that this step's schedule has given to a load."""
+        """Before the forward pass, once or more often. A destination may be written as soon as its
+        record is there and the engine's stream has passed the record's mark: until then steps in
+        flight may still write blocks that this step's schedule has given to a load."""
         if self._begun is meta:
             return
         self._begun = meta
@@ -153,12 +163,26 @@ class WorkerSide:
         for intent in meta.intents:
             lease: int | None = None
             try:
-                if other := self._disabled or self._other_adapter(intent.adapter) or self._other_weights(intent, meta):
+                if (
+                    other := self._disabled
+                    or self._other_adapter(intent.adapter)
+                    or self._other_weights(intent, meta)
+                ):
                     raise shim.ShimError(other)
-                lease = self._client.intent(intent.xfer, intent.hash, intent.tokens, intent.blocks, intent.fanout, intent.req, intent.traceparent)
+                lease = self._client.intent(
+                    intent.xfer,
+                    intent.hash,
+                    intent.tokens,
+                    intent.blocks,
+                    intent.fanout,
+                    intent.req,
+                    intent.traceparent,
+                )
                 self._by_lease[lease] = intent.req
             except shim.ShimError as err:
-                self._log.warning("kvspray: request %s cannot be offered to another engine: %s", intent.req, err)
+                self._log.warning(
+                    "kvspray: request %s cannot be offered to another engine: %s", intent.req, err
+                )
                 self._stats.ended(False, "unsubmitted", 0, 0, "", 0)
             self._sources[intent.req] = _Source(lease, intent.adapter)
         if meta.gains:
@@ -178,12 +202,14 @@ class WorkerSide:
                     self._step = meta.step
                     self._announced = [lease for lease, _, _ in gains]
                 except shim.ShimError as err:
-                    # Without this record the other side would wait for layers that are never announced.
+                    # Without this record the other side would wait for layers that are never
+                    # announced.
                     self._log.warning("kvspray: step %d cannot be announced: %s", meta.step, err)
                     self._give_up(gains, "step not announced")
         after: int | None = 0
         if meta.expects or meta.puts:
-            # Steps in flight may still write to blocks that the engine has given to these loads, and compute those that are put.
+            # Steps in flight may still write to blocks that the engine has given to these loads,
+            # and compute those that are put.
             after = self._signals.mark()
             if after is None:
                 self.stop_transfers(NO_SIGNALS)
@@ -208,7 +234,16 @@ class WorkerSide:
                 lease = self._saving.get(expect, after)
             else:
                 lease = self._client.expect(
-                    expect.xfer, expect.hash, expect.peer, expect.tokens, expect.skip, expect.blocks, expect.req, after, expect.traceparent, expect.stall_s
+                    expect.xfer,
+                    expect.hash,
+                    expect.peer,
+                    expect.tokens,
+                    expect.skip,
+                    expect.blocks,
+                    expect.req,
+                    after,
+                    expect.traceparent,
+                    expect.stall_s,
                 )
         except shim.ShimError as err:
             # Nothing was handed out, so there is nothing to fence.
@@ -223,13 +258,14 @@ class WorkerSide:
             self._client.cancel(lease, unread)
 
     def _unread(self, adapter: Adapter | None) -> str:
-        """Why nothing is loaded for a prompt with this adapter; empty: vLLM has read it. vLLM reads an adapter in the first step that computes with
-        it, which is after the load, and would compute on the load whatever the files are by then."""
+        """Why nothing is loaded for a prompt with this adapter; empty: vLLM has read it. vLLM reads
+        an adapter in the first step that computes with it, which is after the load, and would
+        compute on the load whatever the files are by then."""
         if adapter is None or adapter[0] in self._loaded_adapters:
             return self._other_adapter(adapter)
         return (
-            f"adapter {adapter[0]} is not loaded in this engine yet: its first prompt is computed here; load adapters before requests name them "
-            "(--lora-modules, /v1/load_lora_adapter)"
+            f"adapter {adapter[0]} is not loaded in this engine yet: its first prompt is computed "
+            "here; load adapters before requests name them (--lora-modules, /v1/load_lora_adapter)"
         )
 
     def _other_adapter(self, adapter: Adapter | None) -> str:
@@ -237,10 +273,14 @@ class WorkerSide:
         if adapter is None or self._loaded_adapters.get(adapter[0], adapter[1]) == adapter[1]:
             return ""
         loaded = self._loaded_adapters[adapter[0]] or "unknown content"
-        return f"adapter {adapter[0]} was loaded from other files: {loaded}, the request was hashed with {adapter[1]}"
+        return (
+            f"adapter {adapter[0]} was loaded from other files: {loaded}, the request was hashed "
+            f"with {adapter[1]}"
+        )
 
     def _other_weights(self, intent: Intent, meta: StepMeta) -> str:
-        """Why the request's blocks may be of other weights; empty: they are not. The scheduler excludes them once it has the report of the change."""
+        """Why the request's blocks may be of other weights; empty: they are not. The scheduler
+        excludes them once it has the report of the change."""
         if not intent.cached or meta.weights >= self._weights:
             return ""
         return "the weights have changed, and cached blocks may be of those before"
@@ -248,7 +288,8 @@ class WorkerSide:
     def adapter_loaded(self, id: int, content: str) -> None:
         """vLLM has read an adapter, before the first layer that is computed with it."""
         remember(self._loaded_adapters, id, content)
-        if len(self._landed.adapters) < MAX_ADAPTERS:  # of one step; the scheduler treats the others as unread
+        # Of one step; the scheduler treats the others as unread.
+        if len(self._landed.adapters) < MAX_ADAPTERS:
             self._landed.adapters[id] = content
         for source in self._sources.values():
             if source.lease is not None and (other := self._other_adapter(source.adapter)):
@@ -277,7 +318,10 @@ class WorkerSide:
             why,
             "it is computed again"
             if self._rewinds
-            else "this engine cannot compute it again: send the request once more, and raise --max-cpu-loras, so that vLLM keeps adapters that are in use",
+            else (
+                "this engine cannot compute it again: send the request once more, and raise "
+                "--max-cpu-loras, so that vLLM keeps adapters that are in use"
+            ),
         )
 
     def forget(self, gone: Iterable[str]) -> None:
@@ -323,8 +367,9 @@ class WorkerSide:
             self._step = 0
 
     def step_failed(self, reason: str = "the forward pass failed") -> None:
-        """The forward pass raised: what this step announced was not computed. Its flags do not come, but those of a later step would
-        be taken for them, should the engine go on: the leases end."""
+        """The forward pass raised: what this step announced was not computed. Its flags do not
+        come, but those of a later step would be taken for them, should the engine go on: the leases
+        end."""
         if self._step:
             for lease in self._announced:
                 self._client.cancel(lease, reason)
@@ -333,10 +378,16 @@ class WorkerSide:
     # ---- what ended
 
     def collect(self) -> Results:
-        if self._idle and self._load_leases and self._load_wait_s > 0 and not self._results.received:
+        if (
+            self._idle
+            and self._load_leases
+            and self._load_wait_s > 0
+            and not self._results.received
+        ):
             self._client.wait(self._load_wait_s)
         self._drain()
-        # vLLM frees the blocks of what is reported here, and accepts only requests that it has reported as finished.
+        # vLLM frees the blocks of what is reported here, and accepts only requests that it has
+        # reported as finished.
         for req in list(self._released):
             source = self._sources.get(req)
             if source is None or source.lease is None:
@@ -357,14 +408,18 @@ class WorkerSide:
                 self._load_leases.pop(req, None)
                 self._loaded(req, end)
             else:
-                self._stats.ended(False, shim.status_name(end.status), end.bytes, end.us, end.transport, 0)
+                self._stats.ended(
+                    False, shim.status_name(end.status), end.bytes, end.us, end.transport, 0
+                )
                 source = self._sources.get(req)
-                if source is not None and source.lease == end.lease:  # else the engine has used the request's name again
+                # Else the engine has used the request's name again.
+                if source is not None and source.lease == end.lease:
                     source.lease = None
                 if end.status != shim.OK:
                     adapter = source.adapter if source is not None else None
                     self._log.info(
-                        "kvspray: request %s was not delivered: %s (%s)%s", req, shim.status_name(end.status), end.reason,
+                        "kvspray: request %s was not delivered: %s (%s)%s", req,
+                        shim.status_name(end.status), end.reason,
                         f"; its LoRA adapter is {adapter[1]} here" if adapter else "",
                     )  # fmt: skip
 
@@ -382,13 +437,20 @@ class WorkerSide:
         if load.expect.pages:
             self._loaded_pages(req, load, end)
             return
-        if end.status == shim.OK and not (load.outdated or load.cancelled) and load.expect.adapter is not None:
+        if (
+            end.status == shim.OK
+            and not (load.outdated or load.cancelled)
+            and load.expect.adapter is not None
+        ):
             self._keep(load.expect)
         recomputed = 0
-        # One that was complete before the weights changed, and is seen only now, is no better than one that ends now.
+        # One that was complete before the weights changed, and is seen only now, is no better than
+        # one that ends now.
         if (end.status != shim.OK or load.outdated) and not load.cancelled:
             recomputed = self._failed(req, load, end)
-        self._stats.ended(True, shim.status_name(end.status), end.bytes, end.us, end.transport, recomputed)
+        self._stats.ended(
+            True, shim.status_name(end.status), end.bytes, end.us, end.transport, recomputed
+        )
 
     def _loaded_pages(self, req: str, load: _Load, end: shim.Ended) -> None:
         """A load from the store. Pages behind the first one that is not there are of no use."""
@@ -397,8 +459,15 @@ class WorkerSide:
         hits = shim.leading_hits(end.pages) if outcomes else 0
         if hits < len(pages):
             self._landed.lacked.add(req)
-            reason = end.reason or (f"page {hits} of {len(pages)}: {outcomes[hits]}" if outcomes else "")
-            end = replace(end, status=end.status or shim.FAILED, reason=reason, lacks=load.expect.skip + hits * self._resume_block)
+            reason = end.reason or (
+                f"page {hits} of {len(pages)}: {outcomes[hits]}" if outcomes else ""
+            )
+            end = replace(
+                end,
+                status=end.status or shim.FAILED,
+                reason=reason,
+                lacks=load.expect.skip + hits * self._resume_block,
+            )
         if (hits < len(pages) or load.outdated) and not load.cancelled:
             self._stats.recomputed(self._failed(req, load, end))
 
@@ -413,12 +482,17 @@ class WorkerSide:
         else:
             self._results.failed.add(req)
         self._log.warning(
-            "kvspray: request %s is recomputed from token %d of %d: %s", req, first, expect.tokens, load.why(end)
+            "kvspray: request %s is recomputed from token %d of %d: %s",
+            req,
+            first,
+            expect.tokens,
+            load.why(end),
         )
         return expect.tokens - first
 
     def outdate(self) -> None:
-        """The engine's weights change: what has come of the loads under way was computed with others."""
+        """The engine's weights change: what has come of the loads under way was computed with
+        others."""
         for load in self._loads.values():
             load.outdated = load.outdated or "the weights have changed"
         self._outdated = True

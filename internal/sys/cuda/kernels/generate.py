@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Compiles kernels.cu with a pinned NVRTC to the images beside it, and the shim's flag.cu to a C header. Needs no
-GPU and no CUDA installation.
+"""Compiles kernels.cu with a pinned NVRTC to the images beside it, and the shim's flag.cu to a C
+header. Needs no GPU and no CUDA installation.
 
 usage: generate.py [--check]      --check compiles and compares, and writes nothing
 
-The toolchain is the wheel nvidia-cuda-nvrtc-cu12 of the version below, fetched once into .build/nvrtc. CUDA 12.4 is old enough for
-the drivers that are in service and new enough for sm_90; later GPUs take the PTX.
+The toolchain is the wheel nvidia-cuda-nvrtc-cu12 of the version below, fetched once into
+.build/nvrtc. CUDA 12.4 is old enough for the drivers that are in service and new enough for sm_90;
+later GPUs take the PTX.
 """
 
 import ctypes
@@ -32,8 +33,20 @@ def toolchain() -> ctypes.CDLL:
         os.makedirs(CACHE, exist_ok=True)
         print(f"fetching {WHEEL}", file=sys.stderr)
         subprocess.run(
-            [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--platform", "manylinux2014_x86_64",
-             "-d", CACHE, WHEEL],
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "-q",
+                "--no-deps",
+                "--only-binary=:all:",
+                "--platform",
+                "manylinux2014_x86_64",
+                "-d",
+                CACHE,
+                WHEEL,
+            ],
             check=True,
         )
         for wheel in glob.glob(os.path.join(CACHE, "*.whl")):
@@ -45,7 +58,10 @@ def toolchain() -> ctypes.CDLL:
 
 def header(ptx: bytes, name: str, source: str) -> bytes:
     lines = ptx.decode("ascii").rstrip("\n").split("\n")
-    body = "\n".join('\t"' + line.replace("\\", "\\\\").replace('"', '\\"').replace("\t", "\\t") + '\\n"' for line in lines)
+    body = "\n".join(
+        '\t"' + line.replace("\\", "\\\\").replace('"', '\\"').replace("\t", "\\t") + '\\n"'
+        for line in lines
+    )
     text = "/* Made from " + source + " by internal/sys/cuda/kernels/generate.py. DO NOT EDIT. */\n"
     return (text + f"static const char {name}[] =\n{body};\n").encode()
 
@@ -61,7 +77,10 @@ def compile_image(nvrtc: ctypes.CDLL, source: bytes, arch: str, kind: str) -> by
             nvrtc.nvrtcGetProgramLog(program, log)
             raise SystemExit(f"{what}: nvrtc error {result}\n{log.value.decode()}")
 
-    checked(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None), "create")
+    checked(
+        nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None),
+        "create",
+    )
     options = (ctypes.c_char_p * 2)(f"--gpu-architecture={arch}".encode(), b"--std=c++17")
     checked(nvrtc.nvrtcCompileProgram(program, len(options), options), "compile")
     checked(getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size)), "size")
@@ -77,8 +96,16 @@ def main() -> int:
     with open(os.path.join(SHIM, "flag.cu"), "rb") as f:
         flag = f.read()
     stale = []
-    images = [(os.path.join(HERE, name), compile_image(nvrtc, source, arch, kind)) for name, arch, kind in IMAGES]
-    images.append((os.path.join(SHIM, "flag_ptx.h"), header(compile_image(nvrtc, flag, "compute_75", "PTX"), "flag_ptx", "flag.cu")))
+    images = [
+        (os.path.join(HERE, name), compile_image(nvrtc, source, arch, kind))
+        for name, arch, kind in IMAGES
+    ]
+    images.append(
+        (
+            os.path.join(SHIM, "flag_ptx.h"),
+            header(compile_image(nvrtc, flag, "compute_75", "PTX"), "flag_ptx", "flag.cu"),
+        )
+    )
     for path, image in images:
         if "--check" in sys.argv:
             if not os.path.exists(path) or open(path, "rb").read() != image:
@@ -87,7 +114,9 @@ def main() -> int:
             with open(path, "wb") as f:
                 f.write(image)
     if stale:
-        print(f"stale: {', '.join(stale)}; run internal/sys/cuda/kernels/generate.py", file=sys.stderr)
+        print(
+            f"stale: {', '.join(stale)}; run internal/sys/cuda/kernels/generate.py", file=sys.stderr
+        )
     return 1 if stale else 0
 
 

@@ -15,9 +15,9 @@ move. So engines of different tensor parallelism can be compared. It is computed
 the stream of the engine's steps, so that it has its place in their order, and the engine does not
 wait for it.
 
-A request whose id contains canaryfill empties the prefix cache and has every block that no request has
-filled with CANARY; one whose id contains canarycheck has those compared that no request had since, and
-writes REQ.canary.json.
+A request whose id contains canaryfill empties the prefix cache and has every block that no request
+has filled with CANARY; one whose id contains canarycheck has those compared that no request had
+since, and writes REQ.canary.json.
 """
 
 from __future__ import annotations

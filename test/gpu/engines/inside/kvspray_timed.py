@@ -71,9 +71,7 @@ class TimedConnector(KVSprayConnector):
         super().__init__(*args, **kwargs)
         path = pathlib.Path(os.environ["KVSPRAY_RIG_PAGES"]) / f"hooks-{os.getpid()}.json"
         if not any(t.name == "kvspray-timed" for t in threading.enumerate()):
-            threading.Thread(
-                target=_write, args=(path,), name="kvspray-timed", daemon=True
-            ).start()
+            threading.Thread(target=_write, args=(path,), name="kvspray-timed", daemon=True).start()
 
 
 for _name in TIMED:

@@ -1,4 +1,5 @@
-"""A worker extension that reports whether an engine's weights are what they were, for tests only."""
+"""A worker extension that reports whether an engine's weights are what they were, for tests
+only."""
 
 from __future__ import annotations
 
@@ -29,6 +30,8 @@ def _sum(tensor: torch.Tensor) -> int:
         if piece.numel() % WORD:
             piece = torch.nn.functional.pad(piece, (0, WORD - piece.numel() % WORD))
         words = piece.view(torch.int64)
-        places = torch.arange(words.numel(), device=words.device, dtype=torch.int64) * MIX + (2 * at + 1)
+        places = torch.arange(words.numel(), device=words.device, dtype=torch.int64) * MIX + (
+            2 * at + 1
+        )
         out += int((words * places).sum().item())
     return out
