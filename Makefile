@@ -381,8 +381,10 @@ site: $(SITEENV)/.stamp ## Build the site of the documents into .build/site, and
 	@echo "site: $$(find $(B)/site -name '*.html' | wc -l) pages, begin with $(B)/site/index.html"
 
 .PHONY: lint-py
+PYTHON := pybind integration test lab deploy tools internal
 lint-py: $(LINTENV)/.stamp
-	$(LINTENV)/bin/ruff check --config tools/ruff.toml pybind integration test lab deploy
+	$(LINTENV)/bin/ruff check --config tools/ruff.toml $(PYTHON)
+	$(LINTENV)/bin/ruff format --check --quiet --config tools/ruff.toml $(PYTHON)
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini pybind/python/kvspray
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini integration/vllm/src/kvspray_vllm
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini integration/sglang/src/kvspray_sglang
