@@ -233,11 +233,11 @@ func same(pre, dec []*backend) []int {
 // hostPort checks an address for dialing.
 func hostPort(addr string) error {
 	host, port, err := net.SplitHostPort(addr)
-	if err != nil {
-		return err
+	if err != nil { // it has the address, perhaps with a password
+		return errors.New("no host:port")
 	}
 	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
-		return fmt.Errorf("port %q is not a number of 1 to 65535", port)
+		return errors.New("the port is not a number of 1 to 65535")
 	}
 	if host == "" {
 		return errors.New("the host is missing")

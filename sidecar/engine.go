@@ -33,7 +33,9 @@ func (e *engineEvents) Handle(batch []engines.Event) {
 			rest = append(rest, batch[i])
 		}
 	}
-	e.driver.Handle(rest)
+	if len(rest) > 0 || len(batch) == 0 {
+		e.driver.Handle(rest)
+	}
 }
 
 // prepare does this package's part of an event. It reports whether the driver takes the event.
@@ -52,6 +54,10 @@ func (e *engineEvents) prepare(ev *engines.Event) bool {
 				// a large host: the goroutine that performs the executor's actions would delay every lane.
 				e.proc.Run(func(context.Context) { fenced() })
 			})
+		}
+		if w.Layout == nil { // the executor has no lease of it
+			ev.Fenced()
+			return false
 		}
 	case engines.Canceled:
 		return !e.local.Cancel(w, ev.Lease, ev.Reason)

@@ -327,7 +327,7 @@ func (s *Store) openLocked(id page.ID, n uint16, pageBytes int, shares Shares) (
 		return nil, fmt.Errorf("store: namespace %s: %w", id, err)
 	}
 	sp.shares = shares
-	if s.object != nil {
+	if isNew && s.object != nil {
 		sp.object = s.object.owners[n].Load()
 	}
 	s.uses++

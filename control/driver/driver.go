@@ -92,11 +92,21 @@ func (d *Driver) Do(event func(ex *exec.Exec, now exec.Instant)) {
 	d.leave()
 }
 
-// Handle brings events of engines to the executor, and performs what follows.
+// eventsAtOnce bounds how long a batch of events has the executor's lock, which lanes wait for.
+const eventsAtOnce = 64
+
+// Handle brings events of engines to the executor, and performs what follows. An empty batch proves
+// that the executor is free.
 func (d *Driver) Handle(events []engines.Event) {
-	now := d.enter()
-	d.ex.Handle(now, events)
-	d.leave()
+	for {
+		n := min(len(events), eventsAtOnce)
+		now := d.enter()
+		d.ex.Handle(now, events[:n])
+		d.leave()
+		if events = events[n:]; len(events) == 0 {
+			return
+		}
+	}
 }
 
 // View reads the executor's state. It brings no event.

@@ -42,7 +42,7 @@ func (e *Error) Error() string {
 		}
 		b.WriteString(": ")
 	}
-	b.WriteString(e.Key)
+	b.WriteString(redact.URLs(e.Key))
 	if e.Value != "" {
 		fmt.Fprintf(&b, ": %s", strconv.Quote(shorten(redact.URLs(e.Value))))
 	}

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package config
 
 import (
@@ -7,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"net"
+	"net/url"
 	"reflect"
 	"slices"
 	"strings"
@@ -112,6 +111,14 @@ func (r *Router) add(text string) error {
 	return w.err()
 }
 
+// nameOf is a URL without what can differ in two URLs of the same server.
+func nameOf(text string) string {
+	if u, err := url.Parse(text); err == nil && u.Host != "" {
+		text = strings.ToLower(u.Scheme+"://"+u.Host) + u.Path
+	}
+	return strings.TrimRight(text, "/")
+}
+
 func (r *Router) validate() error {
 	v := checker{origin: &r.origin}
 	decodes := func(e RouterEngine) bool { return e.Role == RoleDecode || e.Role == RoleBoth }
@@ -127,11 +134,11 @@ func (r *Router) validate() error {
 			"a peer of an engine that only decodes", "remove it, or set role to prefill or both")
 		v.check(e.Events != "" || e.Replay == "", key+"replay", e.Replay, "a replay without events",
 			"set events, too, or remove replay")
-		url := strings.TrimRight(e.URL, "/")
-		at, twice := first[url]
-		v.check(!twice || url == "", key+"url", e.URL, fmt.Sprintf("also the url of engines[%d]", at),
+		name := nameOf(e.URL)
+		at, twice := first[name]
+		v.check(!twice || name == "", key+"url", e.URL, fmt.Sprintf("also the url of engines[%d]", at),
 			"name each engine once; role both is for one that prefills and decodes")
-		first[url] = i
+		first[name] = i
 	}
 	_, _, err := net.SplitHostPort(r.Listen)
 	v.check(err == nil, "listen", r.Listen, "not an address", "write host:port, for instance "+

@@ -1,5 +1,3 @@
-// SPDX-License-Identifier: Apache-2.0
-
 package config
 
 import (
@@ -73,6 +71,10 @@ func TestLoadRouterRefuses(t *testing.T) {
 		{"twice in a flag", "", nil, []string{decode + ",role=both"}, `"both": written twice; keep one`},
 		{"url twice", "engines:\n- {url: http://d:1/, role: prefill}", nil, []string{decode},
 			`engines[1].url: "http://d:1": also the url of engines[0]; name each engine once`},
+		{"url twice, spelled otherwise", "engines:\n- {url: 'HTTP://u:p@D:1/', role: prefill}", nil,
+			[]string{decode}, `engines[1].url: "http://d:1": also the url of engines[0]`},
+		{"url without its key", "", nil, []string{"http://u:secret@d:1?a=b,role=decode"},
+			`engines[0].http://...@d:1?a: `},
 		{"peer of decode", "", nil, []string{decode + ",peer=d:1"}, "set role to prefill or both"},
 		{"replay alone", "", nil, []string{decode + ",replay=tcp://d:1"}, "set events, too"},
 		{"listen", "", []string{"listen=here"}, nil, `listen: "here": not an address; write host:port`},

@@ -77,8 +77,9 @@ func Text(b []byte) []byte {
 var userOf = regexp.MustCompile(`://[^\s"]*@`)
 
 // secretIn is a parameter of a query whose name announces a secret, or hides what it announces.
-var secretIn = regexp.MustCompile(`(?i)([?&;][^\s"&;=#]*` +
-	`(?:secret|token|pass|pwd|auth|cred|key|sig|%)[^\s"&;=#]*=)[^\s"&;#]*[^\s"&;#:]`)
+var secretIn = regexp.MustCompile(`(?i)([?&;#][^\s"&;=#]*` +
+	`(?:secret|token|pass|pwd|auth|cred|key|sig|code|jwt|bearer|session|%)[^\s"&;=#]*=)` +
+	`[^\s"&#]*[^\s"&#:]`)
 
 // URLs is a text without the users, passwords and secret parameters of URLs in it. If a URL has
 // another @, the text before that is removed, too.

@@ -173,18 +173,21 @@ func (s *Service) leaveLocked(ns *namespace) {
 	}
 }
 
-// Start serves a lease. The connector bounds how many a worker has. The goroutine that ends the
-// batch completes the lease, or one of its own if the lease ends first.
+// Start serves a lease. The connector bounds how many a worker has. A goroutine completes the lease
+// once it has ended: the engine's rings and the trace file may be slow, and the store's workers serve
+// all engines.
 func (s *Service) Start(w *engines.Worker, r connector.Pages) {
 	began := time.Now()
 	ctx, end := s.o.Leases.Open(w, r.Lease.ID, r.Deadline)
 	complete := func(c engines.Completion) {
 		c.Lease, c.Received, c.Took = r.Lease, true, time.Since(began)
-		if err := s.o.Complete(w, c); err != nil {
-			s.o.Log.Debug("completion not delivered", "lease", c.Lease.String(), "err", err)
-		}
-		s.ended(w, &r, &c)
-		end()
+		go func() {
+			if err := s.o.Complete(w, c); err != nil {
+				s.o.Log.Debug("completion not delivered", "lease", c.Lease.String(), "err", err)
+			}
+			s.ended(w, &r, &c)
+			end()
+		}()
 	}
 	batch, err := s.begin(w, &r)
 	if err != nil {

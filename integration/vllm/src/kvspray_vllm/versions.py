@@ -28,10 +28,10 @@ class Capabilities:
 def _find() -> Capabilities:
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
-    except ImportError:
-        peer = store = None
-    else:
+
         peer, store = CacheHitSource.P2P, CacheHitSource.EXTERNAL_UNSPECIFIED
+    except (ImportError, AttributeError):
+        peer = store = None
     tags = getattr(vllm.device_allocator, "DEFERRABLE_TAGS", ("weights", "kv_cache"))
     return Capabilities(peer, store, tags)
 
