@@ -74,10 +74,17 @@ void awaits_ask(kvs_client *c, int64_t now)
 
 void awaits_ask_again(kvs_client *c)
 {
-	for (int i = 0; i < BUCKETS; i++)
-		for (struct await *a = c->await_buckets[i]; a; a = a->hash_next)
+	for (int i = 0; i < BUCKETS; i++) {
+		for (struct await **at = &c->await_buckets[i], *a; (a = *at);) {
+			if (a->answer.state == KVS_ADMISSION_PENDING && !a->askers) {
+				await_drop(c, at);
+				continue;
+			}
 			if (a->answer.state == KVS_ADMISSION_PENDING)
 				a->msg = 0, c->await_unsent = true;
+			at = &a->hash_next;
+		}
+	}
 }
 
 bool awaits_answer(kvs_client *c, const struct admitted *m)
@@ -216,6 +223,19 @@ int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32],
 	return 0;
 }
 
+int kvs_expected(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32])
+{
+	CHECK(c);
+	if (!xfer || !hash)
+		return KVS_E_ARG;
+	pthread_mutex_lock(&c->mu);
+	struct await **at = await_slot(c, xfer, hash);
+	if (*at && (*at)->askers && --(*at)->askers == 0 && !session_usable(c))
+		await_drop(c, at);
+	pthread_mutex_unlock(&c->mu);
+	return 0;
+}
+
 int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason)
 {
 	CHECK(c);
@@ -231,7 +251,9 @@ int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], c
 	int rc = 0;
 	pthread_mutex_lock(&c->mu);
 	struct await **at = await_slot(c, xfer, hash);
-	if (*at && --(*at)->askers == 0)
+	if (*at && (*at)->askers > 1)
+		(*at)->askers--;
+	else if (*at)
 		await_drop(c, at);
 	d->end_ms = kvs_now_ms() + c->info.match_timeout_ms;
 	if (c->decline_count >= KVS_MAX_DECLINES) {

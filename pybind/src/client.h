@@ -105,7 +105,7 @@ struct await {
 	uint8_t key[48]; /* xfer, hash */
 	char peer[256];
 	uint32_t tokens;
-	uint32_t askers; /* requests that asked and have not withdrawn: samples of one prompt */
+	uint32_t askers; /* requests that asked, and neither load nor have withdrawn: samples of one prompt */
 	uint64_t msg; /* id of the message that asked; 0: to be asked */
 	int64_t end_ms;
 	struct kvs_admission answer;

@@ -567,6 +567,39 @@ def test_scheduler(sidecar: Make, socket_path: pathlib.Path) -> None:
     assert not c.connected
 
 
+def test_a_query_ends_with_the_sidecar_that_has_its_load(
+    sidecar: Make, socket_path: pathlib.Path
+) -> None:
+    loads, shared, later, last = (bytes([i]) * 32 for i in range(4))
+    with kvspray.SchedulerClient(socket_path, engine=ENGINE) as c:
+        s: Sidecar = sidecar()
+        until(lambda: c.connected, "a session")
+        for hash in (loads, shared, shared):
+            assert c.await_admission(XFER, hash, "127.0.0.1:9", 40, 30)
+        for hash in (loads, shared):
+            c.expected(XFER, hash)
+        for hash in (loads, shared):
+            s.expect("await", hash=hash.hex())
+        s.kill()
+        s = sidecar()
+        until(lambda: c.admission(XFER, loads) is None, "the end of the session")
+        assert c.await_admission(XFER, later, "127.0.0.1:9", 40, 30)
+        s.expect("await", hash=later.hex())
+        assert c.await_admission(XFER, last, "127.0.0.1:9", 40, 30)
+        s.expect("await", hash=last.hex())
+        asked = {e["hash"] for e in s.seen if e["ev"] == "await"}
+        assert asked == {h.hex() for h in (shared, later, last)}
+        s.kill()
+        until(lambda: not c.connected, "the end of the other session")
+        c.expected(XFER, later)
+        assert c.admission(XFER, later) is None, "its load has no sidecar"
+        c.expected(XFER, shared)
+        c.expected(XFER, shared)  # one more than asked
+        assert c.await_admission(XFER, shared, "127.0.0.1:9", 40, 30)
+        assert c.decline(XFER, shared, "127.0.0.1:9", "aborted")
+        assert c.admission(XFER, shared) is None
+
+
 def test_declines(sidecar: Make, socket_path: pathlib.Path) -> None:
     with kvspray.SchedulerClient(
         socket_path, engine=ENGINE, ranks=kvspray.Ranks(pp=(0, 2), tp=(0, 4))

@@ -191,6 +191,7 @@ def test_no_call_holds_the_interpreters_lock(
             "wait": lambda: w.wait(0.01),
             "endpoint": lambda: asks.endpoint,
             "await_admission": lambda: asks.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30),
+            "expected": lambda: asks.expected(XFER, HASH),
             "decline": lambda: asks.decline(XFER, HASH, "127.0.0.1:9", "not wanted"),
             "admission": lambda: asks.admission(XFER, HASH),
             "store request": lambda: _lib.lib.kvs_request(w._h, 13, b"\x80", 1),

@@ -114,6 +114,10 @@ class FakeScheduler:
     asked: list[tuple[bytes, str]] = field(default_factory=list)
     full: bool = False
     declined: list[tuple[bytes, bytes, str, str]] = field(default_factory=list)
+    loads: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    def expected(self, xfer: bytes, hash: bytes) -> None:
+        self.loads.append((xfer, hash))
 
     def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str) -> None:
         self.declined.append((xfer, hash, peer, reason))

@@ -49,7 +49,7 @@ def test_a_prompt_of_which_the_engine_takes_nothing(e: Engine, computed: int) ->
     e.scheduler.matched(r, computed)
     e.scheduler.allocated(r, table(e, "r"), 0)
     assert declined(e) == [(X, hash_of(40), "p:1")]
-    assert not e.meta().expects
+    assert not e.meta().expects and e.scheduler_shim.loads == []
     e.finish("r")
     assert len(e.scheduler_shim.declined) == 1
 
@@ -64,7 +64,9 @@ def test_a_prompt_that_the_engine_has_is_no_refusal(e: Engine) -> None:
 def test_a_load_is_not_declined_but_cancelled(e: Engine) -> None:
     r = e.add("r", 40, prefill_first())
     e.scheduler.matched(r, 0)
+    assert e.scheduler_shim.loads == []
     e.scheduler.allocated(r, table(e, "r"), 40)
+    assert e.scheduler_shim.loads == [(X, hash_of(40))], "its query ends with its sidecar"
     e.step()
     assert e.finish("r", "FINISHED_ABORTED") == (False, None) and e.scheduler.pending_push_work()
     e.step()

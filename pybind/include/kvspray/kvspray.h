@@ -298,6 +298,9 @@ struct kvs_admission {
 int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, uint32_t tokens,
               uint32_t ttl_ms);
 int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], struct kvs_admission *out);
+/* The ranks of this engine expect that prompt's KV from now on: one asker needs no further answer. A query without askers is not sent again after a
+ * reconnection: an EXPECT ends with its sidecar, and for the query the source's engine would keep the blocks until the hold timeout. */
+int kvs_expected(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32]);
 
 /* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. Withdraws one asker of its query, which is dropped with the last. The background thread
  * sends it, if necessary after a reconnection. If it cannot be sent within the match timeout, it is dropped, and the source waits for that time.

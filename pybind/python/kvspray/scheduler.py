@@ -89,6 +89,13 @@ class SchedulerClient(_Client):
             return None
         return Admission(AdmissionState(out.state), out.tokens, _text(out.message))
 
+    def expected(self, xfer: bytes, hash: bytes) -> None:
+        """The ranks of this engine expect that prompt's KV from now on: one asker needs no further
+        answer. A query without askers is not sent to another sidecar."""
+        h = self._handle()
+        if h is not None:
+            lib.kvs_expected(h, _bin("xfer", xfer, 16), _bin("hash", hash, 32))
+
     def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str = "") -> bool:
         """No rank of this engine will expect that prompt's KV: the prefill's engine at ``peer``
         need not keep it any longer. Withdraws one asker, too.

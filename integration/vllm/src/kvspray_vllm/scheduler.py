@@ -549,6 +549,10 @@ class SchedulerSide:
                 f"{dest.tokens} that are sent"
             )
             self._decline(dest, refused)
+        else:
+            # The load ends with the sidecar that has it. A query that outlived it would hold the
+            # prefill's blocks for a request that is computed here.
+            self._client.expected(dest.xfer, dest.hash)
         adapter = self._adapter.get(request.request_id)
         self._meta.expects.append(
             Expect(request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed,
