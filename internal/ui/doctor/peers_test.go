@@ -92,7 +92,7 @@ func TestPeers(t *testing.T) {
 		t.Error("the first peer has lanes")
 	}
 	if r.Peers = nil; !r.Reached() {
-		t.Error("without peers, none is missing")
+		t.Error("no peer is missing, and Reached is false")
 	}
 }
 
