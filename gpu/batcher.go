@@ -238,7 +238,7 @@ func (w *batcher) runList(p *pair, c choice) (err error) {
 }
 
 // buffer returns a lent buffer, or pageable memory while none is free.
-func (u *GPU) buffer() (buf []byte, giveBack func()) {
+func (u *GPU) buffer() (buf []byte, release func()) {
 	if b := u.Lend(); b != nil {
 		return b, func() { u.Return(b) }
 	}
@@ -251,8 +251,8 @@ func (w *batcher) flushHost() error {
 		return nil
 	}
 	u := w.gpu
-	buf, giveBack := u.buffer()
-	defer giveBack()
+	buf, release := u.buffer()
+	defer release()
 	buf = buf[:w.bytes]
 	if w.dir == device.HostToDevice {
 		if err := mem.Gather(buf, w.near); err != nil {

@@ -222,15 +222,15 @@ func (cal *calibration) packBlocks(u *GPU) (n int, err error) {
 	}
 	var counts []int
 	var took []time.Duration
-	for most := s.PackBlocks(); most > 0; most /= 2 {
-		s.SetPackBlocks(most)
+	for blocks := s.PackBlocks(); blocks > 0; blocks /= 2 {
+		s.SetPackBlocks(blocks)
 		d, err := cal.median(func(int) error {
 			return errors.Join(k.launch(true), k.launch(false), k.wait())
 		})
 		if err != nil {
 			return 0, err
 		}
-		counts, took = append(counts, most), append(took, d)
+		counts, took = append(counts, blocks), append(took, d)
 	}
 	return fewest(counts, took), nil
 }

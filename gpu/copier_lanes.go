@@ -10,9 +10,9 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// Lanes use a Copier, too, but a lane must not wait for the driver: it would look like a lane
-// without progress. A lane asks first (Reaches). What is missing is prepared in the background for
-// later lists, and until then lists go through staging buffers.
+// Lanes use a Copier, too, but a lane that waited for the driver would look like one without
+// progress. So a lane first calls Reaches, which starts missing preparations in the background.
+// Until these have ended, lists go through staging buffers.
 const (
 	maxPreparations = 1024 // in the queue
 	maxRefused      = 4096 // regions and GPUs whose preparation has failed
@@ -49,8 +49,8 @@ func (w *preparation) about() any {
 }
 
 // Reaches reports whether Carry can move these lists now: all pieces are between mapped host memory
-// and one GPU and large or aligned enough, paths exist and memory is pinned. What is missing is
-// prepared for later calls. Reaches does not wait.
+// and one GPU and large or aligned enough, paths exist and memory is pinned. It prepares missing
+// paths and pins for later calls, and does not wait for them.
 func (c *Copier) Reaches(dst, src []mem.Block) bool {
 	buf := hostPieceLists.Get().(*[]hostPiece)
 	defer hostPieceLists.Put(buf)

@@ -161,7 +161,7 @@ func TestLanesDoNotWait(t *testing.T) {
 	to2, from2 := whole(r.gpu[0], r.host, 2<<20, 1<<20)
 	until(t, "the driver is at the second window", func() bool {
 		if r.c.Reaches(to2, from2) {
-			t.Fatal("it is pinned, says Reaches")
+			t.Fatal("Reaches returned true before the memory was pinned")
 		}
 		r.c.mu.Lock()
 		defer r.c.mu.Unlock()

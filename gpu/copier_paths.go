@@ -201,7 +201,7 @@ func (c *Copier) replace(p *paths, u *GPU, relays []*GPU, level slog.Level) (int
 	return len(relays), nil
 }
 
-// releaseRelays gives back what relays have reserved for one path set.
+// releaseRelays releases the memory that relays have reserved for one path set.
 func (c *Copier) releaseRelays(relays []*GPU) {
 	for _, r := range relays {
 		r.budget.release(forRelays, c.shape.relayBytes())
@@ -284,8 +284,8 @@ func (c *Copier) measure(m *multipath.Multipath, u *GPU) (err error) {
 // takeMeasurement reserves memory for a measurement: an eighth of what is wanted shows the
 // difference, too.
 func (c *Copier) takeMeasurement(u *GPU) (n uint64, err error) {
-	least := max(c.shape.calibrateFrom/8, c.shape.calibrateTo)
-	for n = c.shape.calibrateFrom; n >= least; n /= 2 {
+	enough := max(c.shape.calibrateFrom/8, c.shape.calibrateTo)
+	for n = c.shape.calibrateFrom; n >= enough; n /= 2 {
 		if err = u.budget.take(forMeasurement, n); err == nil {
 			return n, nil
 		}

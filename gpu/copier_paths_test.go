@@ -87,7 +87,7 @@ func relaysOf(t *testing.T, c *Copier, u *GPU) (m *multipath.Multipath, all []in
 
 // TestRelaysOfNewPathsCountOnce: where each GPU has room for the relay buffers of all others, all
 // of them relay also when one comes later and is the first to copy. Buffers that replace others
-// take their room and leave none meanwhile. What is allocated never exceeds the limit.
+// take their room and leave none meanwhile. The allocated memory never exceeds the limit.
 func TestRelaysOfNewPathsCountOnce(t *testing.T) {
 	const gpus = 4
 	cfg := small()

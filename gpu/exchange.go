@@ -52,8 +52,8 @@ func (w *batcher) throughHost() error {
 	var wg sync.WaitGroup
 	for range min(hostWorkers, 1+w.total/LendBytes) {
 		wg.Go(func() {
-			buf, giveBack := w.from.buffer()
-			defer giveBack()
+			buf, release := w.from.buffer()
+			defer release()
 			scratch := moves.Get().(*[]peercopy.Move)
 			defer moves.Put(scratch)
 			for {

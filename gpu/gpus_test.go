@@ -42,7 +42,7 @@ func TestGPUsMove(t *testing.T) {
 					b[:size]})
 			}
 			if pci := places[2].r.Device().(*GPU).PCI(); pci != "0000:1c:00.0" {
-				t.Errorf("memory of GPU 1 is said to be at %s", pci)
+				t.Errorf("memory of GPU 1 is at %s, want 0000:1c:00.0", pci)
 			}
 			host := gputest.Must(mem.NewAnonymous("test", size))(t)
 			hb, _ := host.Bytes()
@@ -183,7 +183,7 @@ func TestGPUsRefuse(t *testing.T) {
 			r.Release()
 		}
 		if err == nil || !strings.Contains(err.Error(), c.want) {
-			t.Errorf("%s: %v, want it to say %q", c.name, err, c.want)
+			t.Errorf("%s: %v, want an error with %q", c.name, err, c.want)
 		}
 	}
 	if p.Mapped != 0 {

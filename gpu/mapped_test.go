@@ -141,7 +141,7 @@ func TestMappedObeys(t *testing.T) {
 				t.Errorf("ways %+v, want one from pages", r.c.Routes())
 			}
 			if got := r.c.Reaches(to, from); got != c.want[PathPacked] {
-				t.Errorf("lanes are told %v", got)
+				t.Errorf("Reaches: %v", got)
 			}
 		})
 	}
@@ -225,10 +225,10 @@ func TestMappedFails(t *testing.T) {
 		r := newCopyRig(t, 1)
 		u := r.gpu[0].Device().(*GPU)
 		parts, _, _ := long(r.p.Machine, 3*mappedPieces)
-		parts[mappedPieces+7].Dev = 1 // nobody's
+		parts[mappedPieces+7].Dev = 1 // not allocated
 		if err := u.copyMapped(policy.NewIdleProbe(how, nil, nil), device.HostToDevice,
 			parts); err == nil {
-			t.Errorf("%s: what is nobody's memory was copied", how)
+			t.Errorf("%s: a copy of unallocated memory succeeded", how)
 		}
 		if n := len(u.slots); n != cap(u.slots) {
 			t.Errorf("%d of %d slots are there", n, cap(u.slots))

@@ -81,6 +81,6 @@ func TestNICWrites(t *testing.T) {
 		}
 	}
 	if _, err := (&GPU{card: &nicCard{err: errors.New("no")}}).NICWrites(); err == nil {
-		t.Error("a driver that does not say counts as one that orders")
+		t.Error("a driver that does not report its ordering counts as one that orders")
 	}
 }

@@ -86,13 +86,13 @@ func (p *pair) run(moves []peercopy.Move) error {
 	if len(p.pipelines) == 0 {
 		return net.ErrClosed
 	}
-	least := p.pipelines[0]
+	best := p.pipelines[0]
 	for _, q := range p.pipelines[1:] {
-		if q.IdleRuns() > least.IdleRuns() {
-			least = q
+		if q.IdleRuns() > best.IdleRuns() {
+			best = q
 		}
 	}
-	return least.Run(moves)
+	return best.Run(moves)
 }
 
 // pair returns the pipelines of one direction, which it makes at the first use.
@@ -191,6 +191,6 @@ func (g *GPUs) newPipelineLocked(from, to *GPU) (_ *peercopy.Pipeline, err error
 	if err != nil {
 		return nil, errors.Join(err, src.Close())
 	}
-	least := min(peercopy.MinStage, max(g.cfg.PeerStage/2, 1))
-	return peercopy.NewSized(least, g.cfg.PeerStage, src, dst)
+	minStage := min(peercopy.MinStage, max(g.cfg.PeerStage/2, 1))
+	return peercopy.NewSized(minStage, g.cfg.PeerStage, src, dst)
 }

@@ -49,8 +49,8 @@ func TestTriedWithLittle(t *testing.T) {
 			t.Fatal("content differs")
 		}
 		got := crossed() - before // lists of blocks too
-		if most := uint64(n*block) * 21 / 20; all && got < n*block || !all &&
-			(got > most-policy.TrialBytes || got < n*block-policy.TrialBytes-block) {
+		if limit := uint64(n*block) * 21 / 20; all && got < n*block || !all &&
+			(got > limit-policy.TrialBytes || got < n*block-policy.TrialBytes-block) {
 			t.Errorf("%d bytes crossed the link of %d; all: %v", got, n*block, all)
 		}
 		p.policy = policy.Decided(map[policy.CopyMethod]float64{policy.Pack: 1, policy.Copy: 2})

@@ -230,7 +230,7 @@ func (u *GPU) packHere(h *slot, dir device.Direction, host cuda.Ptr, bytes uint6
 	return errors.Join(launch(u.dev.Pack, u.dev.PackUniform), h.queue.Copy(host, h.dense, bytes))
 }
 
-// wait waits for the end of a copy of so many bytes.
+// wait waits for the end of a copy.
 func (h *slot) wait(bytes uint64) error {
 	done := h.done
 	if bytes <= promptBytes {
@@ -250,11 +250,11 @@ func (u *GPU) list(h *slot) func(runs func(device.Queue, cuda.Ptr, cuda.Ptr, int
 	for i := range h.pieces {
 		same = same && h.pieces[i].Len == h.pieces[0].Len
 	}
-	most := n
+	limit := n
 	if same {
-		most = n / device.Strided
+		limit = n / device.Strided
 	}
-	if runs := h.runs(most); runs > 0 {
+	if runs := h.runs(limit); runs > 0 {
 		return func(launch func(device.Queue, cuda.Ptr, cuda.Ptr, int) error, _ func(device.Queue,
 			cuda.Ptr, int, cuda.Ptr, uint64) error) error {
 			return launch(h.queue, h.listPtr, h.listPtr+slotFirstAt, runs)
@@ -269,13 +269,13 @@ func (u *GPU) list(h *slot) func(runs func(device.Queue, cuda.Ptr, cuda.Ptr, int
 	}
 }
 
-// runs lists the blocks as at most so many strided runs, and returns their number; 0 where more are
+// runs lists the blocks as strided runs, and returns their number; 0 where more than limit are
 // needed.
-func (h *slot) runs(most int) int {
+func (h *slot) runs(limit int) int {
 	dense := uint64(h.dense)
 	n, pieces := 0, uint64(0)
 	for rest := h.pieces; len(rest) > 0; n++ {
-		if n == most {
+		if n == limit {
 			return 0
 		}
 		r := mem.Leading(rest)

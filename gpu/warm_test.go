@@ -8,7 +8,7 @@ import (
 	"github.com/kvspray/kvspray/gpu/gputest"
 )
 
-// awaitSlots waits until so many slots are free.
+// awaitSlots waits until the wanted number of slots is free.
 func awaitSlots(t *testing.T, u *GPU, want int) {
 	t.Helper()
 	for end := time.Now().Add(patience); len(u.slots) != want; runtime.Gosched() {

@@ -211,7 +211,7 @@ func TestWholeIndexAfterARestart(t *testing.T) {
 	}
 }
 
-// Without events, or without tokens, a policy works as before, and the log says so once.
+// Without events, or without tokens, a policy works as before, and the log has one line about it.
 func TestEventsThatDoNotCome(t *testing.T) {
 	a, b := newReporting(t), newReporting(t)
 	gone := b.reported()
@@ -243,8 +243,8 @@ func TestEventsThatDoNotCome(t *testing.T) {
 	}
 }
 
-// An engine without answers is skipped for a while, and costs the others nothing. A prompt that has
-// no tokens says nothing about its engine.
+// An engine without answers is skipped for a while, and costs the others nothing. A prompt without
+// tokens does not count against its engine.
 func TestTokenizePausesOneEngine(t *testing.T) {
 	a, b := newReporting(t), newReporting(t)
 	a.mute.Store(true)
@@ -257,9 +257,9 @@ func TestTokenizePausesOneEngine(t *testing.T) {
 		post(t, url, "/v1/completions", completion("base", fmt.Sprint("prompt ", i)))
 		post(t, url, "/v1/completions", completion("base", ""))
 	}
-	most := 1 + int64(time.Since(began)/tokenizePause)
+	limit := 1 + int64(time.Since(began)/tokenizePause)
 	got := values(t, reg)
-	if n := a.asked.Load(); n > most || got["tokenize_total asked"] < float64(8-most) {
+	if n := a.asked.Load(); n > limit || got["tokenize_total asked"] < float64(8-limit) {
 		t.Errorf("%d questions to an engine that does not answer, %v", n, got)
 	}
 	p.lost(p.decode.all[0])
@@ -316,7 +316,7 @@ func TestSlowListOfModels(t *testing.T) {
 	}
 }
 
-// Events of an engine with another model say nothing about a request's. The log names it once.
+// Events of an engine with another model do not count for a request. The log names the engine once.
 func TestEventsOfAnotherModel(t *testing.T) {
 	a, b := newReporting(t), newReporting(t)
 	b.model.Store("other")
@@ -353,7 +353,7 @@ func TestEventsOfLittleUse(t *testing.T) {
 		return strings.Contains(log.String(), "caches of several kinds")
 	})
 	if p.reporters.about("base") != nil {
-		t.Error("tokens are asked for in vain")
+		t.Error("tokens are asked for although no event can use them")
 	}
 }
 
@@ -444,16 +444,16 @@ func checkQuestion(t *testing.T, k kind, body, want string) {
 // A long prompt of token ids is read at once.
 func TestTokenIDsAllocateOnce(t *testing.T) {
 	raw := []byte("[1" + strings.Repeat(", 12345", 32<<10) + "]")
-	least := math.Inf(1) // other goroutines of this process allocate, too
+	fewest := math.Inf(1) // other goroutines of this process allocate, too
 	for range 20 {
-		least = min(least, testing.AllocsPerRun(10, func() {
+		fewest = min(fewest, testing.AllocsPerRun(10, func() {
 			if tokens, _ := onePrompt(raw, true); len(tokens) != 32<<10+1 || countPrompts(raw) != 1 {
 				t.Error(len(tokens))
 			}
 		}))
 	}
-	if least > 1 {
-		t.Errorf("%v allocations, want 1", least)
+	if fewest > 1 {
+		t.Errorf("%v allocations, want 1", fewest)
 	}
 }
 

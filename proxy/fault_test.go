@@ -542,8 +542,8 @@ func serveOn(t *testing.T, px *Proxy) (url string, stop func()) {
 	}
 }
 
-// The bodies of all requests have one bound, which counts each as often as it is held, and give
-// back what they took.
+// The bodies of all requests share one bound, which counts each as often as it is held. A request
+// that ends releases its part.
 func TestBodiesAreBounded(t *testing.T) {
 	release := make(chan struct{})
 	d := newEngine(t, func(w http.ResponseWriter, r *http.Request, s seen) {

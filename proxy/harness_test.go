@@ -45,7 +45,7 @@ type seen struct {
 func newEngine(t *testing.T, answer func(w http.ResponseWriter, r *http.Request, s seen)) *engine {
 	e := &engine{t: t, answer: answer, gone: make(chan struct{})}
 	e.Server = httptest.NewUnstartedServer(http.HandlerFunc(e.serve))
-	// once it is closed nobody else answers there
+	// an address of this test only: no other server answers there after it is closed
 	l, err := net.Listen("tcp", net.JoinHostPort(kvtest.Loopback(), "0"))
 	if err != nil {
 		t.Fatal(err)

@@ -212,18 +212,18 @@ func TestSidecarThatCannotBeAskedCostsNoTransfer(t *testing.T) {
 }
 
 // The router's own refusals for want of an engine have the API's form, too.
-func TestNoEngineIsTold(t *testing.T) {
-	const nobody = "http://127.0.0.1:1"
+func TestRefusalWithoutAnEngine(t *testing.T) {
+	const down = "http://127.0.0.1:1"
 	for _, path := range []string{"/v1/completions", "/tokenize"} {
 		// no health checks: what requests find is all that is known
-		p, err := New(Config{Decode: decoders(nobody)})
+		p, err := New(Config{Decode: decoders(down)})
 		if err != nil {
 			t.Fatal(err)
 		}
 		srv := httptest.NewServer(p.Handler())
 		// An engine that was tried has failed; one that is known to be down is not tried.
 		status, answer, h := post(t, srv.URL, path, `{"prompt":"a"}`)
-		refusal(t, path, status, h, answer, http.StatusBadGateway, codeEngineFailed, nobody)
+		refusal(t, path, status, h, answer, http.StatusBadGateway, codeEngineFailed, down)
 		status, answer, h = post(t, srv.URL, path, `{"prompt":"a"}`)
 		refusal(t, path, status, h, answer, http.StatusServiceUnavailable, codeNoEngine,
 			"no decode engine is up")
@@ -324,7 +324,7 @@ func TestDecodeSidecarThatCannotBeAsked(t *testing.T) {
 	}
 	defer px.client.CloseIdleConnections()
 	b := px.decode.all[0]
-	// Before the engine is up nobody expects an answer of its sidecar.
+	// Before the engine is up, a sidecar that does not answer is no fault.
 	px.askSidecar(t.Context(), b)
 	if log.String() != "" {
 		t.Errorf("logged: %s", log.String())
@@ -413,7 +413,8 @@ func TestLeavingEnds(t *testing.T) {
 	}
 }
 
-// Neither a slow sidecar nor an engine that fails its health checks delays what the other one says.
+// A slow sidecar does not delay health checks, and an engine that fails them does not delay its
+// sidecar's answers.
 func TestHealthAndSidecarDoNotWaitForEachOther(t *testing.T) {
 	var checks, asks, during atomic.Int64
 	var slow, unwell atomic.Bool

@@ -15,7 +15,7 @@ import (
 )
 
 // DefaultPolicy chooses engines by their requests in flight.
-const DefaultPolicy = string(place.LeastLoaded)
+const DefaultPolicy = string(place.ByLoad)
 
 // placing is a router's policy with its metrics; nil: the least loaded engines.
 type placing struct {

@@ -7,9 +7,9 @@
 // fails, is slow or silent before the client has a byte is replaced by a better one.
 //
 // Invariants: a client's kv_transfer_params never reach an engine. Bodies, answers of P, requests
-// in flight, connections and retries are bounded. No byte of D's answer is sent twice, and one that
-// breaks is never complete for the client. When the client disconnects, both engines' requests are
-// canceled. What P keeps for a D that fails is released.
+// in flight, connections and retries are bounded. The client gets each byte of D's answer once, and
+// an answer that breaks never looks complete. When the client disconnects, the router cancels the
+// requests of both engines. What P keeps for a D that fails is released.
 //
 // Goroutines: Watch owns one clock, one health checker per back end, one asker of each sidecar, one
 // feed of KV events per engine that has them, and the senders of releases to each prefill engine,

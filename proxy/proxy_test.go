@@ -143,7 +143,7 @@ func TestPrefillFails(t *testing.T) {
 			}
 			decode := func(w http.ResponseWriter, r *http.Request, s seen) {
 				if params(s) != nil {
-					d.hang(r) // waits for a partner
+					d.hang(r) // waits for its peer
 					return
 				}
 				answerDecode(w, r, s)
@@ -196,7 +196,7 @@ func TestDecodeUnreachable(t *testing.T) {
 		http.StatusBadGateway || !strings.Contains(body, `"error"`) {
 		t.Error(code, body)
 	}
-	// What was lost with the connection is refused next; then nobody is there.
+	// The request whose connection broke has failed; the engine is out, and later ones are refused.
 	until(t, "an engine that is gone is still asked", func() bool {
 		code, _, _ := post(t, srv.URL, "/v1/completions", `{"prompt":"a"}`)
 		return code == http.StatusServiceUnavailable
@@ -254,7 +254,7 @@ func TestAlone(t *testing.T) {
 	}
 }
 
-// A prefill would compute for nobody, and hold blocks until it has waited long enough.
+// Without a decode engine a prefill would be wasted, and hold its blocks until the match timeout.
 func TestNoPrefillWithoutADecodeEngine(t *testing.T) {
 	for _, mode := range []Mode{Concurrent, PrefillFirst} {
 		t.Run(string(mode), func(t *testing.T) {

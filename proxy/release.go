@@ -18,7 +18,7 @@ const (
 	maxRelease     = 64 << 10        // bytes of one
 )
 
-// heldWithout is how long a prefill's sidecar keeps what nobody releases.
+// heldWithout is how long a prefill's sidecar keeps a cache without a release.
 const heldWithout = "transfer.match_timeout, or transfer.hold while the decode engine lives"
 
 // hold is a prompt's cache that a prefill engine keeps for a decode engine.

@@ -88,7 +88,7 @@ func TestHotPrefixIsFetchedOnce(t *testing.T) {
 	}
 	_, metrics, _ := getMetrics(t, url)
 	if !strings.Contains(metrics, "kvspray_proxy_placement_replicas_total 1\n") {
-		t.Error("the metric does not say that there was one copy")
+		t.Error("the metric does not count one copy")
 	}
 	if text := log.String(); strings.Count(text, "a hot prefix goes to another engine") != 1 ||
 		strings.Count(text, "replica=true") != 1 {

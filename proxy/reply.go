@@ -30,9 +30,10 @@ type reply struct {
 	end    streamEnd // of events
 }
 
-// begin reads so much of an answer that the client can get it: the first bytes of a stream, and
-// otherwise all of a small answer, so that one that breaks can be replaced. asked: the client wants
-// a stream. whole: all of another answer, because its end cannot be shown to the client otherwise.
+// begin reads the part of an answer that must be there before the client gets any: the first bytes
+// of a stream, otherwise all of a small answer, so that one that breaks can be replaced. asked: the
+// client wants a stream. whole: all of another answer, because its end cannot be shown to the
+// client otherwise.
 func begin(b *backend, k kind, resp *http.Response, asked, whole bool) (*reply, error) {
 	a := &reply{b: b, resp: resp}
 	media, _, _ := mime.ParseMediaType(resp.Header.Get("Content-Type"))

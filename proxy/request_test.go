@@ -79,7 +79,8 @@ func TestBadBodies(t *testing.T) {
 	}
 }
 
-// What is no route is refused in the API's form, with what there is instead, and reaches no engine.
+// A path that is no route is refused in the API's form, with the routes that exist, and reaches no
+// engine.
 func TestNoRoute(t *testing.T) {
 	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
 	_, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "a:1"}}, Decode: decoders(d.URL)})

@@ -91,8 +91,8 @@ func signOfStatus(status int, h http.Header) (s sign, after time.Duration) {
 	return signAlive, 0
 }
 
-// statusError is an answer of an engine that is no result. Everybody can read its text, so that has
-// no message of the engine, which may have parts of a prompt.
+// statusError is an answer of an engine that is no result. All clients can get its text, so it has
+// no message of the engine, which may contain parts of a prompt.
 type statusError struct {
 	status int
 	sign   sign

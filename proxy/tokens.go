@@ -54,8 +54,8 @@ type tokenizer struct {
 
 // mute is an engine that did not answer, with times in nanoseconds.
 type mute struct {
-	until atomic.Int64 // it gets no question
-	said  atomic.Int64 // its last line in the log
+	until  atomic.Int64 // it gets no question
+	logged atomic.Int64 // its last line in the log
 }
 
 func (m *mute) paused(now time.Time) bool { return now.UnixNano() < m.until.Load() }
@@ -63,9 +63,9 @@ func (m *mute) paused(now time.Time) bool { return now.UnixNano() < m.until.Load
 // fail begins a pause, and reports whether a line is due.
 func (m *mute) fail(now time.Time) bool {
 	m.until.Store(now.Add(tokenizePause).UnixNano())
-	last := m.said.Load()
+	last := m.logged.Load()
 	return (last == 0 || now.UnixNano()-last >= int64(tokenizeLog)) &&
-		m.said.CompareAndSwap(last, now.UnixNano())
+		m.logged.CompareAndSwap(last, now.UnixNano())
 }
 
 // answer is the tokens of a question.

@@ -18,8 +18,8 @@ func (s *Store) eraseSoon() {
 // eraseRemoved overwrites what removed pages have left on the disk, until Close. Overwriting a
 // segment moves the pages of others, so a tenant that removes its pages all the time must not have
 // it done each time. For a third of the time that it has, it waits for more removals; then it
-// overwrites the segments that these have left, in another third. What is removed meanwhile comes
-// next, and is overwritten in time, too.
+// overwrites the segments that these have left, in another third. Pages that are removed meanwhile
+// come next, and are overwritten in time, too.
 func (s *Store) eraseRemoved() {
 	part := s.eraseWithin / 3
 	for wait := time.Duration(0); ; wait = part { // what earlier starts have left waits no more

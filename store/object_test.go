@@ -70,7 +70,7 @@ func TestObjectsHoldWhatOtherTiersGiveUp(t *testing.T) {
 	}
 }
 
-// What was put and flushed is there after a restart of the node, and what was removed is not.
+// After a restart of the node, pages that were put and flushed are there, and removed ones are not.
 func TestObjectsSurviveTheNode(t *testing.T) {
 	objects := objecttest.New()
 	s := overObjects(t, objects, true)

@@ -167,7 +167,7 @@ func (s *Store) afterPeers(b *Batch, pages []int) int {
 	return len(fetch)
 }
 
-// run fetches the pages, and returns those that did not come, whose slots it gives back.
+// run fetches the pages. It returns those that did not come, and releases their slots.
 func (in *incoming) run() (missing []int) {
 	n := len(in.pages)
 	if n == 0 {

@@ -387,8 +387,8 @@ func TestWriteBack(t *testing.T) {
 	}
 }
 
-// What is left of a prompt is its first pages, although several workers store pieces of it, and
-// although prompts take turns as in chunked prefill.
+// The store keeps the first pages of a prompt longest, although several workers store pieces of it,
+// and although prompts take turns as in chunked prefill.
 func TestWhatIsLeftIsTheHead(t *testing.T) {
 	s := onDisk(t, disktest.New(simBytes, 1), false)
 	defer shut(t, s)

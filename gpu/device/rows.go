@@ -53,7 +53,7 @@ func (r *RowCopier) CopyIn(q Queue, dst, src []cuda.Ptr, n []uint64) error {
 func pairs(rows []cuda.Rows, alone []int, dst, src []cuda.Ptr, n []uint64) ([]cuda.Rows, []int) {
 	for i := range n {
 		k := len(alone) - 1
-		for least := max(len(alone)-pairLook, 0); k >= least; k-- {
+		for first := max(len(alone)-pairLook, 0); k >= first; k-- {
 			if j := alone[k]; n[j] == n[i] && n[i] < pairBelow && apartBy(dst[j], dst[i], n[i]) &&
 				apartBy(src[j], src[i], n[i]) {
 				rows = append(rows, cuda.Rows{Dst: uint64(dst[j]), Src: uint64(src[j]),

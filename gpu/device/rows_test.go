@@ -16,7 +16,7 @@ func TestPairs(t *testing.T) {
 		n     int
 		size  uint64
 		space uint64 // of the GPU, over which the pieces lie
-		most  int    // alone
+		alone int    // maximum of pieces outside of rows
 	}{{"one", 1, 16 << 10, 1 << 30, 1}, {"two", 2, 16 << 10, 1 << 30, 2}, {"a slice", 64, 16 << 10,
 		1 << 30, 24}, {"a slot of small pieces", 4096, 2 << 10, 1 << 30, 256},
 		{"a large cache", 4096, 2 << 10, 8 << 30, 256}, {"large ones", 32, pairBelow, 1 << 30, 32}} {
@@ -47,8 +47,8 @@ func TestPairs(t *testing.T) {
 					t.Fatalf("piece %d is moved %d times", i, got[[2]uint64{uint64(dst[i]), uint64(src[i])}])
 				}
 			}
-			if len(got) != c.n || len(alone) > c.most {
-				t.Errorf("%d of %d moved, %d of them alone (at most %d)", len(got), c.n, len(alone), c.most)
+			if len(got) != c.n || len(alone) > c.alone {
+				t.Errorf("%d of %d moved, %d of them alone (at most %d)", len(got), c.n, len(alone), c.alone)
 			}
 			t.Logf("%d alone of %d", len(alone), c.n)
 		})

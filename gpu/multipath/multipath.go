@@ -57,8 +57,8 @@ const (
 const (
 	// directLanes is the number of copies below the threshold that run at once; others wait.
 	directLanes = 4
-	// spinBytes is the most that the direct path spins for: the driver's spinning wait takes a core.
-	// The pauses between polls are short beside larger copies, which take 150 us and more.
+	// spinBytes is the largest copy that the direct path spins for: the driver's spinning wait takes
+	// a core. The pauses between polls are short beside larger copies, which take 150 us and more.
 	spinBytes = 8 << 20
 )
 

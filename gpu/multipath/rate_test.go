@@ -66,7 +66,7 @@ func TestLeaves(t *testing.T) {
 			return !l.yields &&
 				!l.leavesLocked(n, now)
 		}) {
-			t.Fatal("nobody takes the chunk")
+			t.Fatal("no link takes the chunk")
 		}
 	}
 }

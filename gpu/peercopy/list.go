@@ -58,12 +58,12 @@ func (b *stageBuffer) fillUniform(moves []Move, cur *cursor, size uint64) (n int
 	if !packable(&m[0]) || regular(m) {
 		return 0, 0
 	}
-	at, most := *cur, int(min(size/length, MaxRuns))
+	at, limit := *cur, int(min(size/length, MaxRuns))
 	// This loop bounds the rate of small blocks: the link takes 32,768 of 2 KiB in 170 us.
-	from, to := b.runs[0][:most*8], b.runs[1][:most*8]
+	from, to := b.runs[0][:limit*8], b.runs[1][:limit*8]
 	for i := range m {
 		v := &m[i]
-		if n == most || v.Len != length || (v.Src|v.Dst)%device.Align != 0 {
+		if n == limit || v.Len != length || (v.Src|v.Dst)%device.Align != 0 {
 			break
 		}
 		if v.Count == 1 {
@@ -76,7 +76,7 @@ func (b *stageBuffer) fillUniform(moves []Move, cur *cursor, size uint64) (n int
 		if !packable(v) || v.Count == 0 || v.Count > MaxPieces {
 			break
 		}
-		k := int(min(v.Count-at.piece, uint64(most-n)))
+		k := int(min(v.Count-at.piece, uint64(limit-n)))
 		for range k {
 			binary.LittleEndian.PutUint64(from[n*8:n*8+8], uint64(v.Src)+at.piece*v.SrcStride)
 			binary.LittleEndian.PutUint64(to[n*8:n*8+8], uint64(v.Dst)+at.piece*v.DstStride)
@@ -88,7 +88,7 @@ func (b *stageBuffer) fillUniform(moves []Move, cur *cursor, size uint64) (n int
 		}
 		at.move, at.piece = at.move+1, 0
 	}
-	if n < min(minUniform, most) && at.move < len(moves) {
+	if n < min(minUniform, limit) && at.move < len(moves) {
 		return 0, 0
 	}
 	*cur = at

@@ -191,11 +191,11 @@ func (p *Pipeline) drain() error {
 // stages enqueues moves. direct: some of them are copies on the link alone.
 func (p *Pipeline) stages(moves []Move) (direct bool, err error) {
 	var cur cursor
-	least := p.min
+	smallest := p.min
 	if p.runs > 1 {
-		least = p.max
+		smallest = p.max
 	}
-	size := least
+	size := smallest
 	for cur.move < len(moves) {
 		m := &moves[cur.move]
 		if m.Len == 0 || m.Count == 0 || m.Len > maxPiece || m.Count > MaxPieces {
@@ -222,7 +222,7 @@ func (p *Pipeline) stages(moves []Move) (direct bool, err error) {
 			m := &moves[cur.move]
 			left = uint64(len(moves)-cur.move) * min(m.Len, maxPiece) * min(m.Count, MaxPieces)
 		}
-		size = min(size*2, p.max, max(left/2, least))
+		size = min(size*2, p.max, max(left/2, smallest))
 	}
 	return direct, nil
 }

@@ -45,7 +45,7 @@ func TestPeerContent(t *testing.T) {
 					kind = 3
 				}
 				switch kind {
-				case 3: // blocks of one size, as most caches are
+				case 3: // blocks of one size, as in usual caches
 					mv.Len, mv.Count = 4096, 1
 					if rng.IntN(4) == 0 { // some of which happen to lie evenly, in either direction
 						mv.Count, mv.SrcStride, mv.DstStride = 3+rng.Uint64N(4), 4096, 4112

@@ -24,8 +24,8 @@ func TestPolicyTogether(t *testing.T) {
 			t.Errorf("%s: eight calls that take %s together take %s each", fixed, each, time.Duration(per))
 		}
 	}
-	// In favor is what costs less, whoever is tried: a little less is not enough for kernels, and a
-	// little more is for copies.
+	// The cheaper method wins, whichever is on trial. Kernels need a clear advantage; copies win
+	// also at a slightly higher cost.
 	for _, x := range []struct {
 		best, other CopyMethod
 		rate        float64 // of the other one beside the one in favor

@@ -67,9 +67,9 @@ func (t *Table) Check() error {
 		return fmt.Errorf("version: %d, want %d", t.Version, TableVersion)
 	}
 	for model, l := range t.GPUs {
-		within := func(field string, v, least, most uint64) error {
-			if v != 0 && (v < least || v > most) {
-				return fmt.Errorf("gpus[%q].%s: %d, want 0 or %d to %d", model, field, v, least, most)
+		within := func(field string, v, low, high uint64) error {
+			if v != 0 && (v < low || v > high) {
+				return fmt.Errorf("gpus[%q].%s: %d, want 0 or %d to %d", model, field, v, low, high)
 			}
 			return nil
 		}

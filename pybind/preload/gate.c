@@ -607,14 +607,14 @@ bool gate_active(int device)
 static bool set_up(struct context *x)
 {
 	static bool registered;
-	int device = 0, memops = 0, least = 0, greatest = 0;
+	int device = 0, memops = 0, low_priority = 0, high_priority = 0;
 	if (cu.CtxGetDevice(&device) != CUDA_OK || cu.DeviceGetAttribute(&memops, ATTRIBUTE_64_BIT_STREAM_MEM_OPS, device) != CUDA_OK || !memops)
 		return false;
 	if (!registered && cu.MemHostRegister(slots, SLOTS * sizeof *slots, HOST_PORTABLE | HOST_DEVICEMAP) != CUDA_OK)
 		return false;
 	registered = true;
 	/* Of the highest priority: with few hardware queues a stream may stand behind one that waits for it. */
-	if (cu.CtxGetStreamPriorityRange(&least, &greatest) != CUDA_OK || cu.StreamCreateWithPriority(&x->own, STREAM_NON_BLOCKING, greatest) != CUDA_OK)
+	if (cu.CtxGetStreamPriorityRange(&low_priority, &high_priority) != CUDA_OK || cu.StreamCreateWithPriority(&x->own, STREAM_NON_BLOCKING, high_priority) != CUDA_OK)
 		return false;
 	return cu.MemHostGetDevicePointer(&x->flags, slots, 0) == CUDA_OK;
 }

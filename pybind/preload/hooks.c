@@ -50,7 +50,7 @@ static _Atomic bool forked;
 /* What is wrong with a variable; empty: nothing. */
 static char wrong[256];
 
-static uint64_t number(const char *name, uint64_t otherwise, uint64_t most)
+static uint64_t number(const char *name, uint64_t otherwise, uint64_t max)
 {
 	const char *v = getenv(name);
 	if (!v || !*v)
@@ -58,8 +58,8 @@ static uint64_t number(const char *name, uint64_t otherwise, uint64_t most)
 	char *end;
 	errno = 0;
 	uint64_t n = strtoull(v, &end, 10);
-	if (*v < '0' || *v > '9' || *end || errno || !n || n > most)
-		snprintf(wrong, sizeof wrong, "%s is %.100s: set it to a whole number from 1 to %" PRIu64, name, v, most);
+	if (*v < '0' || *v > '9' || *end || errno || !n || n > max)
+		snprintf(wrong, sizeof wrong, "%s is %.100s: set it to a whole number from 1 to %" PRIu64, name, v, max);
 	return n;
 }
 

@@ -48,7 +48,7 @@
 #define LOG_LINE_BYTES 256
 #define MAX_PACKET_REGIONS 256 /* fits KVS_PACKET_MAX_BYTES */
 #define MAX_REGION_NUMBER (1u << 30)
-#define BOARD_FDS 4 /* flags, rings, doorbell, bell: the first of a REGISTER packet */
+#define BOARD_FDS 4 /* flags, rings, SQ eventfd, CQ eventfd: the first of a REGISTER packet */
 
 /* Of packets on the socket: docs/protocol.md section 1. */
 enum message { MSG_HELLO = 1, MSG_WELCOME, MSG_REGISTER, MSG_REGISTERED, MSG_ERROR, MSG_AWAIT, MSG_ADMITTED, MSG_BYE, MSG_DECLINE = 10,

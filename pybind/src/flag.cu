@@ -11,7 +11,7 @@ extern "C" __global__ void kvs_flag(const volatile u64 *step, volatile u64 *flag
 }
 
 // kvs_step: before a graph is launched, clears the replay flags of all layers and records which step those that the graph sets belong
-// to (board.h). Whoever sees the step sees the zeros: each thread's fence, and the barrier, order them before it.
+// to (board.h). A reader that sees the step also sees the zeros: each thread's fence, and the barrier, order them before it.
 extern "C" __global__ void kvs_step(u64 step, u64 *word, volatile u64 *replay, unsigned layers)
 {
 	const unsigned stride = 8; // words from one flag to the next

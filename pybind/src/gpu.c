@@ -64,7 +64,7 @@ static int check(struct kvs_gpu *g, int rc, const char *call)
 static int set_up(struct kvs_gpu *g, kvs_client *c)
 {
 	uint64_t bytes = 0;
-	int device, memops = 0, least, greatest;
+	int device, memops = 0, low_priority, high_priority;
 	TRY(g, CtxGetCurrent, &g->context);
 	if (!g->context) {
 		snprintf(g->error, sizeof g->error, "no CUDA context is current in this thread: call this after the engine has chosen its GPU");
@@ -94,8 +94,8 @@ static int set_up(struct kvs_gpu *g, kvs_client *c)
 	TRY(g, ModuleLoadData, &g->module, flag_ptx);
 	TRY(g, ModuleGetFunction, &g->flag_kernel, g->module, "kvs_flag");
 	TRY(g, ModuleGetFunction, &g->step_kernel, g->module, "kvs_step");
-	TRY(g, CtxGetStreamPriorityRange, &least, &greatest);
-	TRY(g, StreamCreateWithPriority, &g->side, STREAM_NON_BLOCKING, greatest);
+	TRY(g, CtxGetStreamPriorityRange, &low_priority, &high_priority);
+	TRY(g, StreamCreateWithPriority, &g->side, STREAM_NON_BLOCKING, high_priority);
 	TRY(g, EventCreate, &g->fork, EVENT_DISABLE_TIMING);
 	TRY(g, EventCreate, &g->join, EVENT_DISABLE_TIMING);
 	return 0;

@@ -281,10 +281,10 @@ static int64_t cpu_ns(void)
 	return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Waits for a lease that does not end, where the last wait was long or not, some times: the time on the processor, the least or the most. */
+/* Waits 5 times for a lease that does not end. Returns CPU time: the minimum where each last wait was long, else the maximum. */
 static int64_t look(bool last_was_long)
 {
-	int64_t least = INT64_MAX, most = 0;
+	int64_t shortest = INT64_MAX, longest = 0;
 	for (int i = 0; i < 5; i++) {
 		pthread_mutex_lock(&client->mu);
 		client->wait_was_long = last_was_long;
@@ -293,11 +293,11 @@ static int64_t look(bool last_was_long)
 		REQUIRE(kvs_wait(client, 20) == 0);
 		REQUIRE(kvs_now_ms() - slept >= 20);
 		int64_t took = cpu_ns() - began;
-		least = took < least ? took : least;
-		most = took > most ? took : most;
+		shortest = took < shortest ? took : shortest;
+		longest = took > longest ? took : longest;
 		REQUIRE(client->wait_was_long); /* whether it looked or not */
 	}
-	return last_was_long ? least : most;
+	return last_was_long ? shortest : longest;
 }
 
 /* A wait looks for a while before it sleeps, for an open lease only, and not after a wait that was long. */

@@ -49,7 +49,7 @@ static int failing(const char *call)
 
 #define PATIENCE_S 5
 
-/* Until a call of fake_block(0); in vain after PATIENCE_S. */
+/* Waits for a call of fake_block(0), and gives up after PATIENCE_S. */
 static int stuck(void)
 {
 	struct timespec end;

@@ -1,6 +1,6 @@
-/* A gate before each call in which the library could wait or take its time, linked in by --wrap. A thread that is armed reports at the gate that
- * it is there and goes on when somebody lets it. In a test that is another Python thread: an armed call that holds the interpreter's lock is
- * stuck, however fast or busy the machine is.
+/* A gate before each call in which the library could wait or take its time, linked in by --wrap. A thread that is armed reports its arrival at
+ * the gate and goes on when another Python thread of the test opens the gate: an armed call that holds the interpreter's lock is stuck, however
+ * fast or busy the machine is.
  */
 #include <errno.h>
 #include <fcntl.h>

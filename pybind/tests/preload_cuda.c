@@ -716,7 +716,7 @@ int cuPointerGetAttribute(void *out, int what, devptr p)
 	return rc;
 }
 
-/* ---- contexts, and what nobody calls here ---- */
+/* ---- contexts, and functions that are not called here ---- */
 
 void fake_break(void)
 {
@@ -736,7 +736,7 @@ int cuCtxPopCurrent_v2(handle *c) { *c = context; return OK; }
 int cuCtxGetDevice(int *d) { *d = 0; return OK; }
 int cuCtxGetStreamPriorityRange(int *a, int *b) { *a = 0; *b = -5; return OK; }
 int cuCtxDestroy_v2(handle c) { (void)c; await_all(); return OK; }
-static int retained = 2; /* by the runtime, and by somebody else */
+static int retained = 2; /* by the runtime, and by another library */
 int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; retained--; return OK; }
 int cuDevicePrimaryCtxGetState(int d, unsigned *flags, int *active) { (void)d; *flags = 0; *active = retained > 0; return OK; }
 int cuDevicePrimaryCtxReset_v2(int d) { (void)d; return OK; }

@@ -160,7 +160,7 @@ def test_version_refusal_heals_without_restart(sidecar: Make, worker: Make) -> N
 
 
 def test_the_log_speaks_while_the_engine_is_idle(sidecar: Make, worker: Make) -> None:
-    """A sidecar comes and goes; nobody calls the client, and nobody else's thread is needed."""
+    """A sidecar comes and goes. The client's own thread logs that, without a call of the client."""
     s: Sidecar = sidecar()
     lines: list[tuple[int, str]] = []
     worker(log=lambda level, text: lines.append((level, text)))
@@ -429,7 +429,7 @@ def test_storm(sidecar: Make, worker: Make, seed: int) -> None:
             elif what == "close":
                 current.command("close")
             elif what == "replace":
-                current = sidecar(**options)  # beside a living one that nobody talks to
+                current = sidecar(**options)  # beside a living one without a session
                 current.command("close")
             else:
                 current.command("garbage")

@@ -74,7 +74,7 @@ def test_copy(sidecar: Make, two: Make) -> None:
 
 
 def test_a_copy_ends_with_its_sidecar(sidecar: Make, two: Make) -> None:
-    """Its blocks are the engine's again once nobody can write them, and not before."""
+    """The engine gets its blocks back when no process can write them any more, and not before."""
     s: Sidecar = sidecar()
     w, cache, host = two()
     lease = w.copy(cache, host, [(0, 0, 8)])

@@ -34,7 +34,7 @@ AT_ONCE = {
 
 
 class Gate:
-    """The other Python thread. It counts, and lets go on whoever has come to a gate."""
+    """The other Python thread. It counts the threads that come to a gate, and lets them go on."""
 
     def __init__(self, library: pathlib.Path) -> None:
         self._dll = ctypes.CDLL(str(library))

@@ -144,7 +144,7 @@ assert other.step(13, MAIN) and [o[0] for o in ops()] == ["write"]
 
 
 def test_a_capture_may_end_behind_any_layer(driver: pathlib.Path) -> None:
-    """Nobody announces the last layer of a graph: nothing may have to be joined."""
+    """No call announces the last layer of a graph: nothing may have to be joined."""
     run(
         driver,
         """
@@ -265,7 +265,7 @@ def blocked(call, *args):
     other.start()
     out = call(*args)
     fake.fake_block(0)
-    assert not fake.fake_gave_up(), f"{call}: nobody else could run"
+    assert not fake.fake_gave_up(), f"{call}: no other thread could run"
     other.join()
     return out
 

@@ -137,10 +137,10 @@ def test_random_damage_is_refused_or_harmless() -> None:
 def test_pieces_have_each_byte_once(tmp_path: pathlib.Path) -> None:
     rng = random.Random(6)
     m = Directory(checkpoint(tmp_path / "m", rng, tensors=40)).manifest
-    for most in (1, 3, 7, 64, 1000, 1 << 20):
+    for size in (1, 3, 7, 64, 1000, 1 << 20):
         seen: dict[int, int] = {i: 0 for i in range(len(m.entries))}
-        for p in m.pieces(most):
-            assert 1 <= p.nbytes <= most and p.start + p.nbytes <= m.files[p.file].size
+        for p in m.pieces(size):
+            assert 1 <= p.nbytes <= size and p.start + p.nbytes <= m.files[p.file].size
             for part in p.parts:
                 e = m.entries[part.entry]
                 assert (
@@ -321,22 +321,22 @@ def test_a_host_without_memory_fails_the_load(monkeypatch: pytest.MonkeyPatch) -
 def test_the_first_piece_does_not_wait_for_memory_of_others(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dir, most = tmp_path / "m", 4 << 20
+    dir, size = tmp_path / "m", 4 << 20
     dir.mkdir()
     header = {
-        f"t{i}": {"dtype": "U8", "shape": [most], "data_offsets": [i * most, (i + 1) * most]}
+        f"t{i}": {"dtype": "U8", "shape": [size], "data_offsets": [i * size, (i + 1) * size]}
         for i in range(12)
     }
-    (dir / "model.safetensors").write_bytes(raw(header, bytes(12 * most)))
+    (dir / "model.safetensors").write_bytes(raw(header, bytes(12 * size)))
     had: list[int] = []
     start = Files.start
 
     def noted(self: Files, block: Block) -> None:
-        had.append(os.fstat(self.arena.region.fd).st_blocks * 512 // most)
+        had.append(os.fstat(self.arena.region.fd).st_blocks * 512 // size)
         start(self, block)
 
     monkeypatch.setattr(Files, "start", noted)
-    stream = Stream(Files(str(dir), PIECES * (most + (1 << 20))), most)
+    stream = Stream(Files(str(dir), PIECES * (size + (1 << 20))), size)
     for block in stream:
         block.give_back()
     stream.close()

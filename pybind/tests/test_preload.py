@@ -381,7 +381,7 @@ def answer(s: Sidecar, status: CompletionStatus, reason: str) -> None:
 def test_refusals(
     build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path, side: str
 ) -> None:
-    """The driver makes each copy, and after three of one memory nobody is asked."""
+    """The driver makes each copy. After three refusals of one memory the sidecar is not asked."""
     s = sidecar()
     p = build.start("two", 5, socket=socket_path)
     for _ in range(3):

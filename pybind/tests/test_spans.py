@@ -21,7 +21,7 @@ GIVEN = f"00-{TRACE}-b7ad6b7169203331-01"
 
 @contextlib.contextmanager
 def collector() -> Iterator[tuple[str, list[bytes]]]:
-    """Keeps the bodies that come. What is in them is tested in Go, with the protocol's types."""
+    """Keeps the bodies that come. Tests in Go check their content, with the protocol's types."""
     came: list[bytes] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):

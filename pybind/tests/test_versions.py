@@ -1,7 +1,7 @@
 """The C client receives from sidecars of an invented older and a newer version: the very bytes of
 the shared vectors.
 
-What is missing has its default, what is new is passed over, and the session works.
+Missing fields have their defaults, new ones are passed over, and the session works.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ const (
 	ownPins = 64
 )
 
-// Errors that callers tell apart.
+// Errors that callers distinguish.
 var (
 	ErrExists = errors.New("the page is here")
 	ErrBusy   = errors.New("the page is being stored or removed")
@@ -41,7 +41,7 @@ type Catalog struct {
 	*index.Table
 	*evict.Policy
 	links   *offheap.Array[evict.Link]
-	ghosts  *offheap.Array[uint32]
+	history *offheap.Array[uint32]
 	release func(owner uint16, loc uint32)
 	began   time.Time
 	evicted uint64
@@ -66,13 +66,13 @@ func New(pages int, release func(owner uint16, loc uint32)) (*Catalog, error) {
 		return nil, err
 	}
 	if c.links, err = offheap.New[evict.Link](pages + 1); err == nil {
-		c.ghosts, err = offheap.New[uint32](evict.GhostsFor(pages))
+		c.history, err = offheap.New[uint32](evict.HistoryEntries(pages))
 	}
 	if err != nil {
 		c.Close()
 		return nil, err
 	}
-	c.Policy = evict.New(c.links.Elems(), c.ghosts.Elems())
+	c.Policy = evict.New(c.links.Elems(), c.history.Elems())
 	return c, nil
 }
 
@@ -80,11 +80,11 @@ func New(pages int, release func(owner uint16, loc uint32)) (*Catalog, error) {
 func (c *Catalog) Close() {
 	c.Table.Close()
 	c.links.Free()
-	c.ghosts.Free()
+	c.history.Free()
 }
 
 // Bytes is the memory that a full catalog takes.
-func (c *Catalog) Bytes() int { return c.Table.Bytes() + c.links.Bytes() + c.ghosts.Bytes() }
+func (c *Catalog) Bytes() int { return c.Table.Bytes() + c.links.Bytes() + c.history.Bytes() }
 
 // Evicted counts the pages that were given up.
 func (c *Catalog) Evicted() uint64 { return c.evicted }

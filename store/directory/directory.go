@@ -2,7 +2,7 @@
 // pages. Packages embedded and redis implement it.
 //
 // A directory has hints only. A hint that is lost costs a miss; one that is stale, or that a
-// hostile member made, costs a question to a node that has no such page. Whoever gets a page
+// hostile member made, costs a question to a node that has no such page. The node that gets a page
 // compares its checksum. So no directory needs to be consistent, or durable.
 //
 // The boot of a hint ends with its process, so no pointer to an earlier life of a node is followed.

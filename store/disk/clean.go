@@ -100,8 +100,8 @@ func (l *log) evacuate(seg uint32, seq uint64, nowhere bool) error {
 	return errNoSegment
 }
 
-// searchIndex lists a segment's pages where its footer cannot be read. What comes before each of
-// them is not known then.
+// searchIndex lists a segment's pages where its footer cannot be read. The entries then lack the
+// pages before them in their prompts.
 func (l *log) searchIndex(seg uint32, _ uint64) (entries []entry) {
 	t := l.t
 	t.mu.Lock()

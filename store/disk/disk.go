@@ -7,8 +7,8 @@
 // anyway, a footer costs one write per segment and one read at the start, and there is one thing
 // less that can be damaged.
 //
-// Space comes back by cleaning. What is given up is the policy's choice among all pages; so that
-// this leaves segments with little in them, a seventh of the space is kept spare. The segment with
+// Space comes back by cleaning. The policy chooses the pages to give up among all pages; a seventh
+// of the space is kept spare, so that this leaves segments with little in them. The segment with
 // the fewest bytes is cleaned: its pages are appended again, and once that is durable it is reused.
 //
 // Invariants. What Write has acknowledged is found after a crash, unless it was given up or removed
@@ -71,7 +71,7 @@ type Config struct {
 	MaxPages     int // 0: one for every 64 KiB
 }
 
-// Errors that callers tell apart.
+// Errors that callers distinguish.
 var (
 	ErrMissing = errors.New("store.disk: the page is not here")
 	ErrDamaged = errors.New("store.disk: the page is damaged")

@@ -45,7 +45,7 @@ func TestWriteAndRead(t *testing.T) {
 	_ = tier.Close()
 }
 
-// What is no longer what its checksum was computed of is not written.
+// A page that has changed since its checksum was computed is not written.
 func TestRefusesWhatChangedInMemory(t *testing.T) {
 	tier := start(t, sims(1, simBytes, 1))
 	defer tier.Close()
@@ -225,9 +225,9 @@ func TestWriteKeepsItsOwnSegment(t *testing.T) {
 	if l.at != 2 || l.segments[l.at].live > 0 {
 		t.Fatalf("segment %d has %d bytes of pages", l.at, l.segments[l.at].live)
 	}
-	most := tier.GroupPages(simPages[0])
-	stored, err := load(tier, 0, 100, 100+most)
-	if len(stored) != most {
+	group := tier.GroupPages(simPages[0])
+	stored, err := load(tier, 0, 100, 100+group)
+	if len(stored) != group {
 		t.Fatal(err)
 	}
 	_ = tier.Close()

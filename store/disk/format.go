@@ -261,8 +261,8 @@ const (
 	unknownLife = 1 // the header cannot be read: the segment may hold pages of any earlier life
 )
 
-// parseSegment returns the number of a segment's life. What is on the device before the store is,
-// or another store's header, is neverUsed.
+// parseSegment returns the number of a segment's life. It is neverUsed for zeros, and for another
+// store's header.
 func parseSegment(b []byte, store storeID) uint64 {
 	switch {
 	case !sealed(b[:block], magicSegment):

@@ -42,12 +42,12 @@ func damage(t *rapid.T, f *disktest.Sim, copy int) flipped {
 }
 
 // Whatever describes the segments is damaged, and some of it is whole again later: a removed page
-// never comes back. Between two starts, one copy of the ledger is damaged at most.
+// never comes back. Between two starts, at most one copy of the ledger is damaged.
 func TestRemovalWinsOverDamage(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		files := sims(1, simBytes, rapid.Uint64().Draw(t, "seed"))
 		tier := start(t, files)
-		const most = 400
+		const maxPages = 400
 		var may [2]map[int]bool
 		for i := range may {
 			may[i] = map[int]bool{}
@@ -61,7 +61,7 @@ func TestRemovalWinsOverDamage(t *testing.T) {
 			tier = start(t, files)
 			copy = rapid.IntRange(0, 1).Draw(t, "copy")
 			for o := range uint16(2) {
-				for i, list := 0, listed(tier, o, most); i < most; i++ {
+				for i, list := 0, listed(tier, o, maxPages); i < maxPages; i++ {
 					if list.Get(i) && !may[o][i] {
 						t.Fatalf("owner %d: page %d came back", o, i)
 					}
@@ -71,7 +71,7 @@ func TestRemovalWinsOverDamage(t *testing.T) {
 		t.Repeat(map[string]func(*rapid.T){
 			"write": func(t *rapid.T) {
 				o, n := owner.Draw(t, "owner"), rapid.IntRange(1, 12).Draw(t, "pages")
-				if next+n > most {
+				if next+n > maxPages {
 					return
 				}
 				_, _ = load(tier, o, next, next+n)

@@ -58,8 +58,8 @@ type log struct {
 	syncing sync.Mutex // see durably; taken last
 }
 
-// durably writes and syncs. The kernel reports an error of a write once, to whoever syncs next: so
-// what one call has written is not synced by another.
+// durably writes and syncs. The kernel reports an error of a write once, to the next sync: so no
+// call syncs what another has written.
 func (l *log) durably(bufs [][]byte, off int64) error {
 	l.syncing.Lock()
 	defer l.syncing.Unlock()

@@ -140,7 +140,7 @@ func (t *Tier) recover() error {
 		}
 	}
 	for _, l := range t.logs {
-		// What was written before a kill may not be durable yet, and counts as stored from now on.
+		// Pages written before a kill may not be durable yet, and count as stored from now on.
 		if err := l.file.Sync(); err != nil {
 			return fmt.Errorf("store.disk path %s: %w", l.path, err)
 		}

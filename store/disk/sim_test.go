@@ -93,10 +93,10 @@ func record(owner uint16, i int, after *page.Key) Record {
 // load writes pages [from, to) of an owner as one prompt and returns which are durable.
 func load(t *Tier, owner uint16, from, to int) (durable []int, last error) {
 	var after *page.Key
-	most := t.GroupPages(simPages[owner])
+	group := t.GroupPages(simPages[owner])
 	for from < to {
 		var records []Record
-		for i := from; i < min(from+most, to); i++ {
+		for i := from; i < min(from+group, to); i++ {
 			records = append(records, record(owner, i, after))
 			after = &records[len(records)-1].Key
 		}

@@ -4,8 +4,8 @@
 // The policy is LRU with two queues (2Q) of weighted age. A page that was stored and never asked
 // for stands in the queue Once, any other in Again; both are in the order of the last use. The page
 // that goes is the oldest of Once or the oldest of Again, where a page of Again counts as half as
-// old: a conversation that went on once is more likely to go on. Pages that were given up are
-// remembered for a while as ghosts, and stand in Again when they come back.
+// old: a conversation that went on once is more likely to go on. The policy remembers pages that it
+// gave up for a while, in its history; they stand in Again when they come back.
 //
 // S3-FIFO (Yang et al., SOSP 2023) was measured first and is far worse than LRU here: a
 // conversation comes back after two minutes, and by then the queue Once has given its pages up.
@@ -80,21 +80,21 @@ func (o *owner) used() uint64 { return o.lists[Once].used + o.lists[Again].used 
 
 // Policy is 2Q over trees of pages. Its owner locks.
 type Policy struct {
-	links  []Link
-	ghosts ghosts
-	owners [MaxOwners]owner
-	top    uint16 // owners from here on were never used
-	pages  int
+	links   []Link
+	history history
+	owners  [MaxOwners]owner
+	top     uint16 // owners from here on were never used
+	pages   int
 }
 
 // New makes a policy over nodes 1 to len(links)-1. The memory of both slices is zero, and the
-// policy's from now on. A ghost takes 4 bytes; GhostsFor is their number.
-func New(links []Link, ghostMemory []uint32) *Policy {
-	return &Policy{links: links, ghosts: newGhosts(ghostMemory)}
+// policy's from now on. past has HistoryEntries entries.
+func New(links []Link, past []uint32) *Policy {
+	return &Policy{links: links, history: newHistory(past)}
 }
 
-// GhostsFor is how many ghosts suit a number of pages.
-func GhostsFor(pages int) int { return max(ways, pages/10*9/ways*ways) }
+// HistoryEntries is how many entries of the history suit a number of pages.
+func HistoryEntries(pages int) int { return max(ways, pages/10*9/ways*ways) }
 
 // SetOwner makes or changes an owner. Its page size and class stay while it has pages.
 func (p *Policy) SetOwner(id uint16, o Owner) {
@@ -161,7 +161,7 @@ func (p *Policy) Over(id uint16) bool {
 func (p *Policy) Insert(n, parent uint32, hash uint64, id uint16, now uint32) {
 	l := &p.links[n]
 	queue := Once
-	returned := p.ghosts.take(hash, p.pages)
+	returned := p.history.take(hash, p.pages)
 	switch {
 	case l.queue == Hole:
 		queue = Again // what follows it is still wanted
@@ -311,9 +311,9 @@ func (p *Policy) settle(n uint32, free func(uint32)) {
 	}
 }
 
-// Evict is Remove of a page that Victim named. It leaves a ghost.
+// Evict is Remove of a page that Victim named, and adds the page to the history.
 func (p *Policy) Evict(n uint32, hash uint64, free func(uint32)) {
-	p.ghosts.add(hash)
+	p.history.add(hash)
 	p.Remove(n, free)
 }
 

@@ -77,7 +77,7 @@ func (p *Policy) check(t *rapid.T, pins map[uint32]uint32) {
 func TestPolicy(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const nodes, owners = 24, 3
-		p := New(make([]Link, nodes+1), make([]uint32, GhostsFor(nodes)))
+		p := New(make([]Link, nodes+1), make([]uint32, HistoryEntries(nodes)))
 		for id := range uint16(owners) {
 			p.SetOwner(id, Owner{PageBytes: uint64(id) + 1, Class: uint8(id / 2),
 				Max: rapid.SampledFrom([]uint64{0, 8}).Draw(t, "max"),
@@ -172,7 +172,7 @@ func TestPolicy(t *testing.T) {
 // pages.
 func TestQuotas(t *testing.T) {
 	const room = 100
-	p := New(make([]Link, room+1), make([]uint32, GhostsFor(room)))
+	p := New(make([]Link, room+1), make([]uint32, HistoryEntries(room)))
 	p.SetOwner(1, Owner{PageBytes: 1, Min: 30})
 	p.SetOwner(2, Owner{PageBytes: 1})
 	p.SetOwner(3, Owner{PageBytes: 1, Max: 20})
@@ -214,26 +214,26 @@ func TestQuotas(t *testing.T) {
 	}
 }
 
-func TestGhosts(t *testing.T) {
+func TestHistory(t *testing.T) {
 	const room = 8192
-	g := newGhosts(make([]uint32, room))
+	h := newHistory(make([]uint32, room))
 	hash := func(i int) uint64 { return uint64(i+1) * 0x9e3779b97f4a7c15 }
 	for i := range 20 * room {
-		g.add(hash(i))
+		h.add(hash(i))
 	}
 	recent, old := 0, 0
 	for i := range room / 4 {
-		if g.take(hash(20*room-1-i), room/4+room/quanta) {
+		if h.take(hash(20*room-1-i), room/4+room/quanta) {
 			recent++
 		}
-		if g.take(hash(i), room) {
+		if h.take(hash(i), room) {
 			old++
 		}
 	}
 	if recent < room/4*98/100 || old > room/100 {
 		t.Errorf("%d of %d recent ones are remembered, and %d old ones", recent, room/4, old)
 	}
-	if g.take(hash(20*room-1), room) {
-		t.Error("a ghost is taken twice")
+	if h.take(hash(20*room-1), room) {
+		t.Error("an entry is taken twice")
 	}
 }

@@ -43,17 +43,17 @@ func (c *lru) prompt(pages []uint64) int {
 }
 
 // s3fifo is S3-FIFO as in its paper, without trees: a small queue of a tenth, two bits of
-// frequency, ghosts.
+// frequency, a history of evicted pages.
 type s3fifo struct {
 	room        int
 	small, main []uint64
 	freq        map[uint64]int // of resident pages
-	ghosts      map[uint64]int // when they were given up
+	history     map[uint64]int // when they were given up
 	given       int
 }
 
 func newS3FIFO(room int) *s3fifo {
-	return &s3fifo{room: room, freq: map[uint64]int{}, ghosts: map[uint64]int{}}
+	return &s3fifo{room: room, freq: map[uint64]int{}, history: map[uint64]int{}}
 }
 
 func (c *s3fifo) prompt(pages []uint64) int {
@@ -71,12 +71,12 @@ func (c *s3fifo) prompt(pages []uint64) int {
 			c.evict()
 		}
 		c.freq[name] = 0
-		if at, ok := c.ghosts[name]; ok && c.given-at <= c.room*9/10 {
+		if at, ok := c.history[name]; ok && c.given-at <= c.room*9/10 {
 			c.main = append(c.main, name)
 		} else {
 			c.small = append(c.small, name)
 		}
-		delete(c.ghosts, name)
+		delete(c.history, name)
 	}
 	return hits
 }
@@ -92,7 +92,7 @@ func (c *s3fifo) evict() {
 		}
 		delete(c.freq, name)
 		c.given++
-		c.ghosts[name] = c.given
+		c.history[name] = c.given
 		return
 	}
 	name := c.main[0]
@@ -115,7 +115,7 @@ type ours struct {
 }
 
 func newOurs(room int) *ours {
-	c := &ours{Policy: New(make([]Link, room+1), make([]uint32, GhostsFor(room))),
+	c := &ours{Policy: New(make([]Link, room+1), make([]uint32, HistoryEntries(room))),
 		at: map[uint64]uint32{}, names: make([]uint64, room+1)}
 	c.SetOwner(0, Owner{PageBytes: 1})
 	for n := room; n > 0; n-- {

@@ -1,7 +1,7 @@
 // Package index is the table of the pages that one tier holds: key to node, off Go's heap.
 //
 // Invariants: a key has at most one node; a node's number is reused only after Delete; node 0 is
-// none. The table takes 52 bytes per page, and with the links and ghosts of store/evict at most 80,
+// none. The table takes 52 bytes per page, and with links and history of store/evict at most 80,
 // so 10 million pages take 800 MB that the garbage collector does not walk. It does not lock: the
 // tier that owns it does. No I/O but for the memory, no goroutines.
 package index

@@ -37,7 +37,7 @@ type Condition struct {
 	Tag    string // the object's content has this tag
 }
 
-// Errors that callers tell apart.
+// Errors that callers distinguish.
 var (
 	ErrNotFound = errors.New("store.object: no such object")
 	ErrShort    = errors.New("store.object: the object is shorter than it was")

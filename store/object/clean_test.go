@@ -121,8 +121,8 @@ func TestMergeThatFails(t *testing.T) {
 	all(t, n.read(n.o, 0, 160), nil)
 }
 
-// The process is killed at any request, or requests fail. What was flushed is there after the next
-// start, and what was removed is not.
+// The process is killed at any request, or requests fail. After the next start, flushed pages are
+// there and removed pages are not.
 func TestKillAtEveryRequest(t *testing.T) {
 	rounds := 60
 	if testing.Short() {

@@ -80,7 +80,7 @@ func TestAnObjectStoreThatGoesAway(t *testing.T) {
 	})
 }
 
-// What is in buffers is there while the object store does not answer, and reading it does not end
+// Pages in buffers can be read while the object store does not answer, and reads of them do not end
 // the pause.
 func TestBuffersWhileAway(t *testing.T) {
 	s := objecttest.New()

@@ -118,7 +118,7 @@ func (h *header) encode(b []byte, store storeID) {
 	seal(b)
 }
 
-// headerLength is how long the header is that begins with b; 0: b is too short to tell, or damaged.
+// headerLength is how long the header is that begins with b; 0: b is too short, or damaged.
 func headerLength(b []byte) int {
 	if len(b) < headBytes || string(b[:8]) != magicObject {
 		return 0

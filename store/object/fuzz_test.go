@@ -21,7 +21,7 @@ func sampleHeader() (b []byte, h header, store storeID) {
 	return b, h, store
 }
 
-// What is parsed is what was encoded, and any bit that differs is found.
+// A parsed header equals the encoded one, and any bit that differs is found.
 func TestHeaders(t *testing.T) {
 	b, h, store := sampleHeader()
 	got, err := parse(b, store, 7, int64(h.bytes))

@@ -181,7 +181,7 @@ func (t *Tier) stateNow() state {
 	return t.state
 }
 
-// stop ends all writing. What is here can still be read.
+// stop ends all writing. Pages of this tier can still be read.
 func (t *Tier) stop(err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

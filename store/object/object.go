@@ -11,9 +11,9 @@
 // ones, the pages that are left are merged into a new object; an object without pages is deleted.
 //
 // Invariants. Read passes on the bytes that were added, or an error: their checksum is compared on
-// each way, into the tier and out of it. What was removed is not found again by any start, whatever
-// is damaged: a removal ends the era of the namespace in the ledger, and each object has its era in
-// its header. All pages of an owner are of one era, but those that are doomed and those of an owner
+// each way, into the tier and out of it. No start finds a removed page again, whatever is damaged:
+// a removal ends the era of the namespace in the ledger, and each object has its era in its header.
+// All pages of an owner are of one era, but those that are doomed and those of an owner
 // that is being emptied. No two objects have one name. An object is deleted only when all it had is
 // durable elsewhere, removed or given up. Objects of another store or format are not read, and
 // nothing but this store's objects is ever deleted or replaced. Two processes with one prefix do

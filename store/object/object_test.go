@@ -364,8 +364,8 @@ func TestConfigIsChecked(t *testing.T) {
 	}
 }
 
-// Two processes with one prefix: no page is wrong, the older one cannot remove any more, and says
-// why.
+// Two processes with one prefix: no page is wrong, and the older one refuses removals with the
+// reason.
 func TestTwoProcesses(t *testing.T) {
 	s := objecttest.New()
 	first := start(t, s)

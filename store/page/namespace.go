@@ -83,7 +83,7 @@ func (e *FieldError) Error() string {
 // ErrHashes marks an engine whose hashes cannot agree with those of another process.
 var ErrHashes = errors.New("page hashes differ in every process")
 
-// Unwrap lets callers tell hashes that can never agree from other mistakes.
+// Unwrap lets callers distinguish hashes that can never agree from other mistakes.
 func (e *FieldError) Unwrap() error {
 	if e.Field == "algorithm" || e.Field == "seed" {
 		return ErrHashes

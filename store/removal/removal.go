@@ -1,13 +1,13 @@
 // Package removal keeps a node's list of removals of namespaces in the whole cluster.
 //
 // A removal has a stamp, and of two removals of one namespace the one with the higher stamp is the
-// later one. A node knows a removal, then removes its pages of the namespace, and then has applied
-// it. What it stores afterwards is later than the removal, and is not removed by it again. So the
-// applied stamp is the namespace's generation at this node: all its pages are of that generation or
-// a later one.
+// later one. A node learns of a removal, removes its pages of the namespace, and has then applied
+// the removal. Pages that it stores afterwards are later, and this removal does not remove them.
+// So the applied stamp is the namespace's generation at this node: all its pages are of that
+// generation or a later one.
 //
-// A stamp is the remover's time in nanoseconds, raised above all that it knows of the namespace.
-// Times decide what is forgotten, and in which order; nothing else depends on clocks.
+// A stamp is the remover's time in nanoseconds, raised above all stamps that the remover has of the
+// namespace. Times decide what is forgotten, and in which order; nothing else depends on clocks.
 //
 // Invariants: applied <= known, and neither falls while the entry lives. A List has at most Max
 // entries, and one goes only when it is applied. It does not lock, does no I/O and starts no
@@ -46,7 +46,7 @@ type Removal struct {
 
 type entry struct{ known, applied uint64 }
 
-// List is what one node knows.
+// List is one node's list of removals.
 type List struct{ entries map[page.ID]entry }
 
 // NewList returns a list without removals.
@@ -99,7 +99,7 @@ func (l *List) Full(now time.Time) bool {
 	return len(l.entries) == Max
 }
 
-// Next is a stamp for a removal now, later than all that the node knows of the namespace.
+// Next is a stamp for a removal now, later than all that the node has of the namespace.
 func (l *List) Next(id page.ID, now time.Time) uint64 {
 	before := l.entries[id].known
 	if at := stampAt(now); at > before {

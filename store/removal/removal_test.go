@@ -67,7 +67,7 @@ func TestStampsOutOfTime(t *testing.T) {
 	if !learn(t, l, 1, ahead) {
 		t.Error("a clock that is a little ahead")
 	}
-	// A later removal wins over it, whatever the clock says. Others that know it take that one.
+	// A later removal wins over it, whatever the clock's time. Nodes that have the first take it.
 	next := l.Next(id(1), now)
 	if next <= ahead || next > ahead+1+spread {
 		t.Errorf("%d after %d", next, ahead)

@@ -40,7 +40,7 @@ __all__ = ["engine", "sidecar"]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LEAST_BYTES", "LEAST_PIECE", "PAUSE_S", "MAX_PAUSE_S"):
+    for name in ("MIN_BYTES", "MIN_PIECE", "PAUSE_S", "MAX_PAUSE_S"):
         monkeypatch.setattr(loads, name, 0)
 
 
@@ -117,7 +117,7 @@ def test_the_sidecar_loads(sidecar: rig.Sidecar, kind: str, layout: str) -> None
 
 
 def test_a_small_load_is_sglangs(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loads, "LEAST_BYTES", 1 << 40)
+    monkeypatch.setattr(loads, "MIN_BYTES", 1 << 40)
     assert loading.right(*loading.load())
     assert loading.loads.copied == 0
 

@@ -31,7 +31,7 @@ def namespace(weights: str = "w0") -> shim.Namespace:
 
 
 class Pool:
-    """Counts references as vLLM's does. A block that nobody refers to keeps its content, and can be
+    """Counts references as vLLM's does. A block without references keeps its content, and can be
     hit, until it is taken for another."""
 
     def __init__(self, n: int) -> None:

@@ -391,7 +391,7 @@ def test_a_window_that_moves_on_takes_the_lease_with_it() -> None:
     assert [c[0] for c in e.worker_shim.take()] == ["intent", "step", "layer", "layer", "end"]
     meta = e.meta({"r": 1})
     assert [req for req, _ in meta.lost] == ["r"]
-    # Before anything of this step is computed: the block may be somebody else's in it.
+    # Before anything of this step is computed: the block may be another request's in it.
     e.worker.preempts(meta)
     assert e.worker_shim.take() == [("cancel", 1)]
     e.worker.begin(meta)

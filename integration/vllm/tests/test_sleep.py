@@ -69,7 +69,7 @@ class Client:
         self.leases = itertools.count(1)
         self.regions: set[Any] = set()
         self.open: dict[int, tuple[Any, Any, list[tuple[int, int, int]]]] = {}
-        self.most = 0
+        self.max_regions = 0
 
     connected = property(lambda self: self.takes)
 
@@ -78,7 +78,7 @@ class Client:
 
     def add_regions(self, regions: list[Any], wait_s: float = 0) -> None:
         self.regions |= {id(r) for r in regions}
-        self.most = max(self.most, len(self.regions))
+        self.max_regions = max(self.max_regions, len(self.regions))
 
     def drop_regions(self, regions: list[Any], timeout_s: float) -> bool:
         assert not self.open or all(
@@ -291,7 +291,7 @@ def test_batches(rig: Rig, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.allocator.sleep(KEPT)
     rig.allocator.wake_up()
     rig.check(*KEPT)
-    assert rig.client.most <= 1 + 2 * batch and rig.memory.native == 0
+    assert rig.client.max_regions <= 1 + 2 * batch and rig.memory.native == 0
 
 
 def without(rig: Rig) -> None:

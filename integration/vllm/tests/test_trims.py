@@ -1,6 +1,6 @@
 """vLLM may take fewer tokens from a connector than it was offered: none, without the end of the
 prompt, down to a block's boundary. Whatever it takes, what it believes loaded holds the prompt's KV
-afterwards, or is reported as lacking, and no block of anybody else was written.
+afterwards, or is reported as lacking, and no other request's block was written.
 
 Memory is a list of tokens per block here; a token's KV is its position in the prompt.
 """

@@ -1,5 +1,5 @@
-"""Which name an engine's weights have: of its checkpoint, of a setting, of nobody else once they
-were replaced."""
+"""The name of an engine's weights: of its checkpoint, of a setting, or a new one, which no other
+engine has, once they were replaced."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def made_up(name: str) -> bool:
 
 
 def test_a_reload_has_a_name_of_its_own(w: Watched) -> None:
-    torch.nn.Linear(2, 2)  # a module of somebody else's is no reload
+    torch.nn.Linear(2, 2)  # a module of other code is no reload
     assert w.take() == [] and str(w.g) == "step-1"
     reload(MODEL)
     reload(MODEL)  # nothing was computed between the two

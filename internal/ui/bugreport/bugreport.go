@@ -113,17 +113,17 @@ func Write(ctx context.Context, o Options, w io.Writer) error {
 	return errors.Join(append(all, archive.Close(), zip.Close())...)
 }
 
-// end reads at most the last most bytes of a file.
-func end(path string, most int64) ([]byte, error) {
+// end reads at most the last limit bytes of a file.
+func end(path string, limit int64) ([]byte, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0) // a pipe must not block
 	if err != nil {
 		return nil, err
 	}
 	defer func() { _ = f.Close() }() // read only
-	if st, err := f.Stat(); err == nil && st.Mode().IsRegular() && st.Size() > most {
-		if _, err := f.Seek(-most, io.SeekEnd); err != nil {
+	if st, err := f.Stat(); err == nil && st.Mode().IsRegular() && st.Size() > limit {
+		if _, err := f.Seek(-limit, io.SeekEnd); err != nil {
 			return nil, err
 		}
 	}
-	return io.ReadAll(io.LimitReader(f, most))
+	return io.ReadAll(io.LimitReader(f, limit))
 }

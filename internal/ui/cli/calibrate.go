@@ -26,7 +26,7 @@ engines on these GPUs are slower.`,
 			if err != nil {
 				return err
 			}
-			if err := inFolder("out", out); err != nil {
+			if err := checkParent("out", out); err != nil {
 				return err
 			}
 			log := slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), nil))

@@ -138,9 +138,9 @@ func adminSocket(socket string) (string, error) {
 	return config.AdminSocket(socket), nil
 }
 
-// inFolder checks at start that the directory exists for a file that the command writes at its end;
-// empty: no file.
-func inFolder(flag, path string) error {
+// checkParent checks at start that the directory exists of a file that the command writes at its
+// end; empty: no file.
+func checkParent(flag, path string) error {
 	if path == "" {
 		return nil
 	}
@@ -159,10 +159,10 @@ func inFolder(flag, path string) error {
 	return nil
 }
 
-// readyFile is inFolder for the file of writeReady, and checks that it can be written: otherwise a
-// script would wait for the file for ever.
+// readyFile is checkParent for the file of writeReady, and checks that it can be written:
+// otherwise a script would wait for the file for ever.
 func readyFile(path string) error {
-	if err := inFolder("ready-file", path); err != nil || path == "" {
+	if err := checkParent("ready-file", path); err != nil || path == "" {
 		return err
 	}
 	tmp, err := os.CreateTemp(filepath.Dir(path), readyTemp)
@@ -189,7 +189,7 @@ func checkFiles(c *config.Config) error {
 }
 
 // openLog makes the logger of a process that serves others. A destination that stalls, such as a
-// pipe that nobody reads, does not hold the process up. A later line has the number of lines that
+// pipe without a reader, does not hold the process up. A later line has the number of lines that
 // are missing. flush ends the logger.
 func openLog(w io.Writer, level slog.Level, format string) (log *slog.Logger, flush func()) {
 	out := lines.New(w, func(n int) {

@@ -183,7 +183,7 @@ func TestPrintedConfigLoads(t *testing.T) {
 	}
 }
 
-// Every command and flag says what it does.
+// Every command and flag has a help text.
 func TestEverythingHasHelp(t *testing.T) {
 	var walk func(*cobra.Command)
 	walk = func(c *cobra.Command) {
@@ -331,7 +331,7 @@ func TestKeygen(t *testing.T) {
 	}
 	if code, _, _ := run("keygen", "ca", "--cert", filepath.Join(at("none"), "ca.crt"), "--key",
 		at("ca.key")); code != command.ExitFailure {
-		t.Errorf("a certificate without a folder: %d", code)
+		t.Errorf("a certificate in a missing directory: %d", code)
 	}
 	must("keygen", "cluster", "--out", at("k")) // and what has failed is not in the way
 	must("config", "check", "--set", "peer.cluster_key_file="+at("k"), "--listen", "10.0.0.1:7650")
@@ -356,7 +356,7 @@ func TestKeygen(t *testing.T) {
 	}
 }
 
-// An address that cannot be listened on is an error that says what can.
+// An address that cannot be listened on is an error that names those that can.
 func TestServeElsewhere(t *testing.T) {
 	dir, err := os.MkdirTemp("", "kvs") // a socket's path is short
 	if err != nil {
@@ -481,7 +481,8 @@ func TestServe(t *testing.T) {
 		}
 	}
 
-	// Another one on what is taken says what and what to do, and nobody's log has a warning of it.
+	// A second sidecar on an address or socket in use names it and a remedy, and neither sidecar
+	// logs a warning.
 	own := func(taken, value string) []string {
 		args := []string{"serve", "--set", "peer.gossip.listen=off"}
 		for flag, v := range map[string]string{"--socket": filepath.Join(dir, "b.sock"),
@@ -495,7 +496,7 @@ func TestServe(t *testing.T) {
 		never := filepath.Join(t.TempDir(), "ready")
 		code, _, errs := run(append(own(flag, value), "--ready-file", never)...)
 		if _, err := os.Stat(never); err == nil {
-			t.Errorf("a second one with %s %s says that it is ready", flag, value)
+			t.Errorf("a second one with %s %s wrote its ready file", flag, value)
 		}
 		if code != command.ExitFailure || !strings.Contains(errs, value) || !strings.Contains(errs,
 			"another") || !strings.Contains(errs, flag) || strings.Contains(errs, "WARN") {

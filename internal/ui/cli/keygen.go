@@ -52,7 +52,7 @@ func keygenCluster() *cobra.Command {
 			if err := keys.WriteCluster(out, c); err != nil {
 				return err
 			}
-			return say(cmd, "%s made; copy it to every sidecar, mode 0600, as peer.cluster_key_file", out)
+			return done(cmd, "%s made; copy it to every sidecar, mode 0600, as peer.cluster_key_file", out)
 		},
 	}
 	cmd.Flags().StringVar(&out, "out", "cluster.key", "file to write")
@@ -74,7 +74,7 @@ func keygenCA() *cobra.Command {
 			if err := keys.WriteAuthority(cert, key, time.Now(), valid); err != nil {
 				return err
 			}
-			return say(cmd, "%s made, for every sidecar as peer.tls.ca; keep %s off the nodes", cert, key)
+			return done(cmd, "%s made, for every sidecar as peer.tls.ca; keep %s off the nodes", cert, key)
 		},
 	}
 	cmd.Flags().StringVar(&cert, "cert", "ca.crt", "file for the certificate")
@@ -118,7 +118,7 @@ func keygenNode() *cobra.Command {
 				Cert: cert, Key: key}, name, hosts, time.Now(), valid); err != nil {
 				return err
 			}
-			return say(cmd, "%s and %s made, for peer.tls.cert and peer.tls.key of %s", cert, key, name)
+			return done(cmd, "%s and %s made, for peer.tls.cert and peer.tls.key of %s", cert, key, name)
 		},
 	}
 	f := cmd.Flags()
@@ -140,7 +140,7 @@ func lifetime(valid time.Duration) error {
 	return nil
 }
 
-func say(cmd *cobra.Command, format string, args ...any) error {
+func done(cmd *cobra.Command, format string, args ...any) error {
 	_, err := fmt.Fprintf(cmd.OutOrStdout(), format+"\n", args...)
 	return err
 }

@@ -131,7 +131,7 @@ names get equal replacements. Read the archive before you send it.`,
 			if out == "" {
 				out = "kvspray-bugreport-" + now.UTC().Format("20060102-150405") + ".tar.gz"
 			}
-			if err := inFolder("out", out); err != nil {
+			if err := checkParent("out", out); err != nil {
 				return err
 			}
 			f, err := os.OpenFile(out, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)

@@ -24,7 +24,7 @@ func placeCommand() *cobra.Command {
 
 func placeExplainCommand() *cobra.Command {
 	var state, calibration string
-	var tokens, most int
+	var tokens, limit int
 	var asJSON bool
 	cmd := &cobra.Command{
 		Use:   "explain",
@@ -37,8 +37,8 @@ docs/placement.md describes it.`,
   kvspray place explain --state state.json --tokens 8000 --calibration calibration.json --json`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if most < 0 {
-				return usage.Errorf("--most %d: want at least 0", most)
+			if limit < 0 {
+				return usage.Errorf("--most %d: want at least 0", limit)
 			}
 			cal, err := readCalibration(calibration)
 			if err != nil {
@@ -52,7 +52,7 @@ docs/placement.md describes it.`,
 			if err != nil {
 				return usage.Errorf("--state %s: %w", state, err)
 			}
-			return place.Explain(cmd.OutOrStdout(), c, most, asJSON)
+			return place.Explain(cmd.OutOrStdout(), c, limit, asJSON)
 		},
 	}
 	f := cmd.Flags()
@@ -60,7 +60,7 @@ docs/placement.md describes it.`,
 	f.StringVar(&calibration, "calibration", "", "file that 'kvspray place calibrate' wrote, if the "+
 		"state file names lines of it")
 	f.IntVar(&tokens, "tokens", 8192, "tokens of the prompt")
-	f.IntVar(&most, "most", 20, "choices to print, 0 for all")
+	f.IntVar(&limit, "most", 20, "choices to print, 0 for all")
 	command.OutputFlag(cmd, &asJSON)
 	return cmd
 }
@@ -76,7 +76,7 @@ and tokens for a prefill. docs/placement.md describes how to measure.`,
 		Example: "  kvspray place calibrate --samples samples.txt --out calibration.json",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
-			if err := inFolder("out", out); err != nil {
+			if err := checkParent("out", out); err != nil {
 				return err
 			}
 			b, err := readBounded("samples", samples)

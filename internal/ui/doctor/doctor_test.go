@@ -206,7 +206,7 @@ func TestGDRRails(t *testing.T) {
 		ib + "gids/2":            "0000:0000:0000:0000:0000:ffff:0a01:0203",
 		ib + "gid_attrs/types/2": "RoCE v2",
 		ib + "gid_attrs/ndevs/2": "eth7"}
-	say := func(h *Host) Result {
+	check := func(h *Host) Result {
 		t.Helper()
 		r := gdrRails(context.Background(), h)
 		if len(r) != 1 || r[0].Name != "gdr rail mlx5_0" {
@@ -214,7 +214,7 @@ func TestGDRRails(t *testing.T) {
 		}
 		return r[0]
 	}
-	r := say(root(t, files))
+	r := check(root(t, files))
 	for _, part := range []string{"400 Gbit/s", "GID 2: RoCEv2, 10.1.2.3 of eth7",
 		"0 RoCEv2 fe80::1 eth7", "1 RoCEv1 10.1.2.3 eth7"} {
 		if r.State != OK || !strings.Contains(r.Detail, part) {
@@ -223,11 +223,11 @@ func TestGDRRails(t *testing.T) {
 	}
 	h := root(t, files)
 	h.Config.Transports.GDR.Rails = []string{"mlx5_0@1"}
-	if r := say(h); r.State != OK || !strings.Contains(r.Detail, "index 1 is configured") {
+	if r := check(h); r.State != OK || !strings.Contains(r.Detail, "index 1 is configured") {
 		t.Errorf("%+v", r)
 	}
 	delete(files, ib+"gids/2")
-	if r := say(root(t, files)); r.State != Warn || !strings.Contains(r.Remedy, "mlx5_0@INDEX") {
+	if r := check(root(t, files)); r.State != Warn || !strings.Contains(r.Remedy, "mlx5_0@INDEX") {
 		t.Errorf("%+v", r)
 	}
 	if r := gdrRails(context.Background(), root(t, nil)); len(r) != 0 {

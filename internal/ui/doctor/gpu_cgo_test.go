@@ -33,6 +33,6 @@ func TestSharingOfGPUMemory(t *testing.T) {
 	}
 	delete(h200, cuda.DMABufSupported)
 	if r := sharing(ask(h200)); r.State != Skip {
-		t.Errorf("an attribute that the driver does not know: %+v", r)
+		t.Errorf("an attribute that the driver does not have: %+v", r)
 	}
 }

@@ -62,7 +62,7 @@ peer that connected to this sidecar, and announced no endpoint (boot dd)
   no transport in common
 `
 
-// TestPeers: what a sidecar says, as a matrix for each transport, and unchanged as JSON.
+// TestPeers: a sidecar's answer, as a matrix for each transport, and unchanged as JSON.
 func TestPeers(t *testing.T) {
 	r, err := reachOf(t, http.StatusOK, reachBody)
 	if err != nil {
@@ -92,22 +92,22 @@ func TestPeers(t *testing.T) {
 		t.Error("the first peer has lanes")
 	}
 	if r.Peers = nil; !r.Reached() {
-		t.Error("nobody is missing")
+		t.Error("no peer is missing, and Reached is false")
 	}
 }
 
-// TestPeersBadAnswers: each says what is wrong and what to do.
+// TestPeersBadAnswers: each error has its cause and a remedy.
 func TestPeersBadAnswers(t *testing.T) {
 	for name, c := range map[string]struct {
 		code int
 		body string
-		says string
+		want string
 	}{
 		"not found": {http.StatusNotFound, "", "another version"},
 		"no JSON":   {http.StatusOK, "hello", "another version"},
 		"too long":  {http.StatusOK, strings.Repeat(" ", ask.MaxAnswer+1), "16 MiB"},
 	} {
-		if _, err := reachOf(t, c.code, c.body); err == nil || !strings.Contains(err.Error(), c.says) {
+		if _, err := reachOf(t, c.code, c.body); err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

@@ -57,13 +57,13 @@ type Options struct {
 func Run(ctx context.Context, o Options) error {
 	begun := time.Now()
 	if o.Undo {
-		_, err := tell(ctx, http.MethodDelete, o.Admin, patience)
+		_, err := mark(ctx, http.MethodDelete, o.Admin, patience)
 		return err
 	}
 	for idle := 0; ; {
 		left := o.Timeout - time.Since(begun)
 		within := min(patience, max(left, poll))
-		sources, told := tell(ctx, http.MethodPost, o.Admin, within)
+		sources, markErr := mark(ctx, http.MethodPost, o.Admin, within)
 		noticed := time.Since(begun) >= o.Notice
 		var looked error
 		if o.Engine != "" && noticed {
@@ -75,11 +75,11 @@ func Run(ctx context.Context, o Options) error {
 		}
 		switch left = o.Timeout - time.Since(begun); {
 		case ctx.Err() != nil:
-			return interrupted(ctx, begun) // the two were, too, and say nothing
+			return interrupted(ctx, begun) // both calls were interrupted, too: their errors add nothing
 		case noticed && (o.Engine == "" || idle >= quiet || left <= 0 && idle > 0):
-			return told
+			return markErr
 		case noticed && left <= 0:
-			return errors.Join(fmt.Errorf("drain: %w after %v; raise --timeout", looked, o.Timeout), told)
+			return errors.Join(fmt.Errorf("drain: %w after %v; raise --timeout", looked, o.Timeout), markErr)
 		}
 		pause := max(min(poll, left), time.Millisecond)
 		if !noticed {
@@ -87,7 +87,7 @@ func Run(ctx context.Context, o Options) error {
 		}
 		sleep(ctx, pause)
 		if ctx.Err() != nil {
-			return errors.Join(interrupted(ctx, begun), looked, told)
+			return errors.Join(interrupted(ctx, begun), looked, markErr)
 		}
 	}
 }
@@ -106,9 +106,9 @@ func sleep(ctx context.Context, d time.Duration) {
 	}
 }
 
-// tell marks the sidecar, or ends the mark, and returns how many source leases its engines have:
+// mark marks the sidecar, or ends the mark, and returns how many source leases its engines have:
 // blocks that wait to be fetched.
-func tell(ctx context.Context, method, socket string, within time.Duration) (sources int,
+func mark(ctx context.Context, method, socket string, within time.Duration) (sources int,
 	err error) {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()

@@ -20,7 +20,7 @@ type host struct {
 	sidecar, engine *httptest.Server
 	left            atomic.Int64 // requests of the engine
 	calls           atomic.Value // the last one of the sidecar
-	told            atomic.Int64 // calls of the sidecar
+	marks           atomic.Int64 // calls of the sidecar
 	refused         atomic.Int64 // calls of the sidecar that are still to fail
 	sources         atomic.Int64 // source leases, one of which ends with each call
 	failing         atomic.Int64 // looks that are still to fail
@@ -33,7 +33,7 @@ func newHost(t *testing.T, requests int64) *host {
 	h.metrics.Store("")
 	h.sidecar = testutil.HTTPSocket(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		h.calls.Store(r.Method + " " + r.URL.Path)
-		h.told.Add(1)
+		h.marks.Add(1)
 		if h.refused.Add(-1) >= 0 {
 			http.Error(w, "not now", http.StatusServiceUnavailable)
 			return
@@ -97,12 +97,12 @@ func TestWaitsUntilTheEngineIsIdle(t *testing.T) {
 	if got := h.calls.Load(); got != "POST /v1/leave" {
 		t.Errorf("the sidecar was asked for %v", got)
 	}
-	if n := h.told.Load(); n != 2+quiet {
+	if n := h.marks.Load(); n != 2+quiet {
 		t.Errorf("the mark was set %d times: it has to be renewed at each look", n)
 	}
 }
 
-// Blocks that nobody has fetched would go with the engine.
+// Blocks that no peer has fetched would be lost with the engine.
 func TestWaitsForSourceLeases(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, 0)
@@ -110,7 +110,7 @@ func TestWaitsForSourceLeases(t *testing.T) {
 	if err := Run(t.Context(), h.options(long)); err != nil {
 		t.Fatal(err)
 	}
-	if n := h.told.Load(); n != 2+quiet {
+	if n := h.marks.Load(); n != 2+quiet {
 		t.Errorf("it ended after %d looks", n)
 	}
 	h.sources.Store(1 << 40)
@@ -149,7 +149,7 @@ func TestNoticeIsTheTimeout(t *testing.T) {
 	if took := time.Since(begun); took < o.Notice {
 		t.Errorf("it ended after %v", took)
 	}
-	if n := h.told.Load(); n < 3 {
+	if n := h.marks.Load(); n < 3 {
 		t.Errorf("the mark was set %d times: it has to be renewed during the notice", n)
 	}
 	h.left.Store(5)
@@ -225,7 +225,7 @@ func TestSidecarThatRestarts(t *testing.T) {
 	wantError(t, Run(t.Context(), h.options(time.Second)), "requests", "503", "not now")
 }
 
-// A look that fails says nothing of the engine: a loaded one may answer late.
+// A look that fails is no evidence about the engine: a loaded one may answer late.
 func TestLooksThatFail(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, 2)
@@ -238,7 +238,7 @@ func TestLooksThatFail(t *testing.T) {
 	}
 }
 
-// What is not known to be idle gets all of its time.
+// An engine that may still have requests gets the whole timeout.
 func TestNeverIdle(t *testing.T) {
 	t.Parallel()
 	for metrics, text := range map[string]string{

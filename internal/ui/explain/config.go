@@ -164,8 +164,7 @@ const deepseekV4 = "deepseek_v4"
 
 func number(n int) *int { return &n }
 
-// ParseConfig reads a model's config.json. It refuses configs whose layers it does not know, rather
-// than guess.
+// ParseConfig reads a model's config.json. It refuses unknown kinds of layers, rather than guess.
 func ParseConfig(name string, b []byte) (*Model, error) {
 	if len(b) > MaxConfigBytes {
 		return nil, fmt.Errorf("%s: %d bytes, a config.json has at most %d", name, len(b), MaxConfigBytes)

@@ -13,7 +13,7 @@ import (
 )
 
 // TestPublishedConfigs: what is read from a model's config.json is what its cache takes, computed
-// by hand from what the fields mean, and what the preset of that name says.
+// by hand from what the fields mean, and equals the preset of that name.
 func TestPublishedConfigs(t *testing.T) {
 	seen := map[string]bool{}
 	for _, c := range published {
@@ -232,7 +232,7 @@ func FuzzParseConfig(f *testing.F) {
 			`{"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 4, "layer_types": ["linear_attention"], "linear_num_key_heads": 2, "linear_key_head_dim": 4,`+
 				`"linear_num_value_heads": 4, "linear_value_head_dim": 4, "linear_conv_kernel_dim": 4}`),
 		uint8(16), uint8(1), uint8(2))
-	// The most layers and ranks, and the most numbers for their bytes.
+	// As many layers and ranks as allowed, and as many numbers as fit the bytes.
 	f.Add([]byte(`{"num_hidden_layers": 1024, "num_attention_heads": 15, "head_dim": 1048576}`),
 		uint8(1), uint8(15), uint8(15))
 	f.Add([]byte(`{"num_hidden_layers": 1, "compress_ratios": [`+strings.Repeat("4,", 1<<15)+`4]}`),
@@ -246,7 +246,7 @@ func FuzzParseConfig(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte, block, tp, to uint8) {
 		var m *Model
 		var err error
-		testutil.AllocatesAtMost(t, uint64(mostReading+mostPerByte*len(b)),
+		testutil.AllocatesAtMost(t, uint64(maxReading+maxPerByte*len(b)),
 			fmt.Sprintf("reading %d bytes", len(b)), func() { m, err = ParseConfig("fuzz", b) })
 		if err != nil {
 			return
@@ -255,7 +255,7 @@ func FuzzParseConfig(f *testing.F) {
 		for _, c := range m.Caches {
 			layers += c.Layers
 		}
-		testutil.AllocatesAtMost(t, uint64(mostExplaining+mostPerLayer*layers*max(1,
+		testutil.AllocatesAtMost(t, uint64(maxExplaining+maxPerLayer*layers*max(1,
 			int(tp%16)*int(to%16))), fmt.Sprintf("explaining %d layers", layers), func() {
 			r, err := Explain(m, side(int(block), int(tp%16), parseblock.PackedNHD, m.DType()),
 				side(int(block), int(to%16), parseblock.PackedHND, m.DType()), 33)
@@ -293,7 +293,7 @@ func FuzzParseEngine(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var e *Engine
 		var err error
-		testutil.AllocatesAtMost(t, uint64(mostReading+mostPerByte*len(b)),
+		testutil.AllocatesAtMost(t, uint64(maxReading+maxPerByte*len(b)),
 			fmt.Sprintf("reading %d bytes", len(b)), func() {
 				e, err = ParseEngine("fuzz", "", bytes.NewReader(b))
 			})
@@ -304,7 +304,7 @@ func FuzzParseEngine(f *testing.F) {
 		for _, l := range e.Layouts {
 			layers += l.NumLayers()
 		}
-		testutil.AllocatesAtMost(t, uint64(mostExplaining+mostPerLayer*layers*len(e.Layouts)),
+		testutil.AllocatesAtMost(t, uint64(maxExplaining+maxPerLayer*layers*len(e.Layouts)),
 			fmt.Sprintf("explaining %d layers of %d workers", layers, len(e.Layouts)), func() {
 				if r, err := ExplainEngines(e, e, 64); err == nil && r.TotalBytes == 0 && r.BytesPerToken >= 1 {
 					t.Fatalf("%v bytes a token, and nothing moves: %+v", r.BytesPerToken, r)

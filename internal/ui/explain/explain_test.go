@@ -67,8 +67,8 @@ func TestPresets(t *testing.T) {
 	}
 }
 
-// TestPlan: what every receiver gets together is what its cache holds of the prompt, whoever gives
-// it, and the size of writes is what orders and ranks say.
+// TestPlan: the sources together give every receiver what its cache holds of the prompt, and the
+// size of writes follows from orders and ranks.
 func TestPlan(t *testing.T) {
 	for _, c := range []struct {
 		model           string
@@ -76,7 +76,8 @@ func TestPlan(t *testing.T) {
 		tokens          int
 		total           uint64 // bytes
 		writes          uint64
-		least, most     uint64
+		shortest        uint64
+		longest         uint64
 		flows           int
 	}{
 		// The case that peers make two million writes of.
@@ -108,10 +109,10 @@ func TestPlan(t *testing.T) {
 		}
 		f := r.Flows[0]
 		if r.TotalBytes != c.total || r.TotalWrites != c.writes || len(r.Flows) != c.flows ||
-			f.Least != c.least || f.Most != c.most {
+			f.Shortest != c.shortest || f.Longest != c.longest {
 			t.Errorf("%s: %d bytes in %d writes of %d to %d, %d flows; want %d in %d of %d to %d, %d",
-				c.model, r.TotalBytes, r.TotalWrites, f.Least, f.Most, len(r.Flows),
-				c.total, c.writes, c.least, c.most, c.flows)
+				c.model, r.TotalBytes, r.TotalWrites, f.Shortest, f.Longest, len(r.Flows),
+				c.total, c.writes, c.shortest, c.longest, c.flows)
 		}
 	}
 }
@@ -124,14 +125,14 @@ func perToken(m *Model) (sum uint64) {
 	return sum
 }
 
-// TestAnyRanks: any number of ranks is planned, so it is explained, and what no engine does is
-// said. Every rank gets each head that it has, whatever the other side is.
+// TestAnyRanks: any number of ranks is planned, so it is explained, with a note where no engine
+// has that number. Every rank gets each head that it has, whatever the other side is.
 func TestAnyRanks(t *testing.T) {
 	const tokens = 33
 	for _, c := range []struct {
 		model   string
 		kvHeads uint64 // of all layers; 0: not only those, and the bytes are not counted here
-		unusual string // what is said of three ranks
+		unusual string // in the note about three ranks
 	}{
 		{"llama-3.1-8b", 8, "8 KV heads over 3 ranks"},
 		{"deepseek-v3.2", 0, ""},
@@ -169,8 +170,8 @@ func TestAnyRanks(t *testing.T) {
 					t.Errorf("%s, %d to %d: %d bytes, want %d", c.model, from, to, r.TotalBytes,
 						all*tokens/c.kvHeads*max(c.kvHeads, uint64(to)))
 				}
-				if said := strings.Contains(r.Note, "prefill: no engine known to us spreads "+c.unusual) &&
-					c.unusual != ""; said != (from == 3 && c.unusual != "") {
+				if noted := strings.Contains(r.Note, "prefill: no engine known to us spreads "+c.unusual) &&
+					c.unusual != ""; noted != (from == 3 && c.unusual != "") {
 					t.Errorf("%s, %d to %d: the note is %q, want %q: %v", c.model, from, to, r.Note,
 						c.unusual, from == 3)
 				}
@@ -283,7 +284,7 @@ func TestRanksOfEngines(t *testing.T) {
 	}
 }
 
-// published is what config.json of these models says, as far as it counts; DeepSeek-V4's list is
+// published has the fields of these models' config.json that matter here; DeepSeek-V4's list is
 // written out by the test.
 var published = []struct {
 	model, json string
@@ -325,7 +326,7 @@ var published = []struct {
 		"sliding_window": 128}`, 12 * 2 * 8 * 64 * 2, 12 * 128 * 2 * 8 * 64 * 2},
 	{"gemma-3-27b", `{"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
 		"head_dim": 128, "hidden_size": 5376, "sliding_window": 1024}}`, 10 * 2 * 16 * 128 * 2, 52 * 1024 * 2 * 16 * 128 * 2},
-	// Models without a preset. Gemma's of 4 billion parameters says no heads, GLM-5 has indexers in
+	// Models without a preset. Gemma's of 4 billion parameters names no heads, GLM-5 has indexers in
 	// some layers only.
 	{"", `{"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560, "sliding_window": 1024}}`,
 		5 * 2 * 4 * 256 * 2, 29 * 1024 * 2 * 4 * 256 * 2},
@@ -380,10 +381,10 @@ func TestSlabPages(t *testing.T) {
 // times the bytes that are read (a number of a list of two characters is an int, a group of a
 // layout is a struct), explaining what the layers of that many ranks take.
 const (
-	mostReading    = 192 << 10 // what encoding/json keeps of a type is made when it is first read
-	mostPerByte    = 128
-	mostExplaining = 32 << 20
-	mostPerLayer   = 8 << 10 // of each pair of ranks
+	maxReading    = 192 << 10 // what encoding/json keeps of a type is made when it is first read
+	maxPerByte    = 128
+	maxExplaining = 32 << 20
+	maxPerLayer   = 8 << 10 // of each pair of ranks
 )
 
 func TestCheck(t *testing.T) {

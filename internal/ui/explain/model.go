@@ -149,12 +149,12 @@ func (m *Model) check() error {
 			}
 			kinds++
 			for i, v := range f.sizes {
-				least := 1
+				lowest := 1
 				if i == convField {
-					v, least = v+1, 2 // the kept history is one less than the kernel's width
+					v, lowest = v+1, 2 // the kept history is one less than the kernel's width
 				}
-				if v < least || v > maxSize {
-					return fmt.Errorf("%s = %d, or is missing: want %d to %d", f.fields[i], v, least, maxSize)
+				if v < lowest || v > maxSize {
+					return fmt.Errorf("%s = %d, or is missing: want %d to %d", f.fields[i], v, lowest, maxSize)
 				}
 			}
 		}

@@ -55,13 +55,13 @@ type Plane struct {
 
 // Flow is the transfer from one prefill rank to one decode rank.
 type Flow struct {
-	From   int    `json:"from"`
-	To     int    `json:"to"`
-	Bytes  uint64 `json:"bytes"`
-	Runs   uint64 `json:"runs"`   // entries of the strided list
-	Writes uint64 `json:"writes"` // contiguous pieces
-	Least  uint64 `json:"least"`  // bytes of the shortest and the longest piece
-	Most   uint64 `json:"most"`
+	From     int    `json:"from"`
+	To       int    `json:"to"`
+	Bytes    uint64 `json:"bytes"`
+	Runs     uint64 `json:"runs"`   // entries of the strided list
+	Writes   uint64 `json:"writes"` // contiguous pieces
+	Shortest uint64 `json:"least"`  // bytes of the shortest and the longest piece
+	Longest  uint64 `json:"most"`
 }
 
 // Explain plans a prompt of the given tokens. Block tables are scattered, as in an engine that has
@@ -230,7 +230,7 @@ func (r *Report) pages(reg *parseblock.Registry, side string, l *layout.Layout) 
 
 func flow(reg *parseblock.Registry, src, dst *layout.Layout, share *parseblock.Share,
 	tokens int) (Flow, error) {
-	f := Flow{Least: 1<<64 - 1}
+	f := Flow{Shortest: 1<<64 - 1}
 	match, err := parseblock.NewMatch(reg, src, dst, share)
 	if err != nil {
 		return f, err
@@ -257,7 +257,7 @@ func flow(reg *parseblock.Registry, src, dst *layout.Layout, share *parseblock.S
 			for i := range runs {
 				f.Bytes += runs[i].Bytes()
 				f.Writes += runs[i].Pieces()
-				f.Least, f.Most = min(f.Least, runs[i].Len), max(f.Most, runs[i].Len)
+				f.Shortest, f.Longest = min(f.Shortest, runs[i].Len), max(f.Longest, runs[i].Len)
 			}
 		}
 	}

@@ -56,9 +56,9 @@ func (r *Report) WriteText(w io.Writer) error {
 	p("  from\tto\tbytes\twrites\tof bytes\truns\n")
 	for i := range r.Flows[:min(maxFlows, len(r.Flows))] {
 		f := &r.Flows[i]
-		of := comma(f.Least)
-		if f.Most != f.Least {
-			of += " to " + comma(f.Most)
+		of := comma(f.Shortest)
+		if f.Longest != f.Shortest {
+			of += " to " + comma(f.Longest)
 		}
 		p("  P%d\tD%d\t%s\t%s\t%s\t%s\n", f.From, f.To, comma(f.Bytes), comma(f.Writes), of,
 			comma(f.Runs))
@@ -120,12 +120,12 @@ func axisWords(name string, n uint32, stride uint64) string {
 	return fmt.Sprintf("%s %ss every %s B", comma(uint64(n)), name, comma(stride))
 }
 
-// bar draws a window to scale: the letter of the part with most of each column, a star if others
+// bar draws a window to scale: the letter of the part with largest of each column, a star if others
 // have nearly as much, a dot for another layer's bytes.
 func (w *window) bar(parts []part, width int) string {
 	const star = 0.75 // of a column, for a part's letter
 	out := []rune(strings.Repeat(".", width))
-	all, most := make([]float64, width), make([]float64, width)
+	all, largest := make([]float64, width), make([]float64, width)
 	column := float64(w.bytes()) / float64(width)
 	before := 0.0 // bytes of earlier places
 	for _, place := range w.places {
@@ -138,15 +138,15 @@ func (w *window) bar(parts []part, width int) string {
 				}
 			})
 			for c := range out {
-				if all[c] += share[c]; share[c] > most[c] {
-					most[c], out[c] = share[c], letter(k)
+				if all[c] += share[c]; share[c] > largest[c] {
+					largest[c], out[c] = share[c], letter(k)
 				}
 			}
 		}
 		before += float64(place.hi - place.lo)
 	}
 	for c := range out {
-		if all[c] > 0 && most[c] < star*all[c] {
+		if all[c] > 0 && largest[c] < star*all[c] {
 			out[c] = '*'
 		}
 	}

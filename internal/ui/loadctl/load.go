@@ -43,7 +43,7 @@ type Loader struct {
 	Log    io.Writer // progress
 }
 
-// answer is what a rank says, of any of the plug-in's methods.
+// answer is a rank's answer to any of the plug-in's methods.
 type answer struct {
 	Error   string  `json:"error"`
 	Token   string  `json:"token"`
@@ -82,7 +82,7 @@ type lost struct{ error }
 
 func (e lost) Unwrap() error { return e.error }
 
-// Run returns when the engine has the weights, or an error says in which state it is.
+// Run returns when the engine has the weights, or an error with the state that the engine is in.
 func (l *Loader) Run(ctx context.Context) error {
 	asked, err := json.Marshal(map[string]any{
 		"source": l.Source, "socket": l.Socket, "force": l.Force,
@@ -101,10 +101,10 @@ func (l *Loader) Run(ctx context.Context) error {
 		}
 	}
 	first := checked[0]
-	l.say("%s: %s in %d tensors, %d files, %d ranks", first.Digest, size(first.Bytes), first.Tensors,
+	l.logf("%s: %s in %d tensors, %d files, %d ranks", first.Digest, size(first.Bytes), first.Tensors,
 		first.Files, len(checked))
 	if !first.Checked {
-		l.say("the shape of the engine's checkpoint is not known, so shapes are compared as they are " +
+		l.logf("the shape of the engine's checkpoint is not known, so shapes are compared as they are " +
 			"loaded")
 	}
 	r := run{Loader: l, token: token(), digest: first.Digest, count: len(checked)}
@@ -137,7 +137,7 @@ func (l *Loader) Run(ctx context.Context) error {
 	return l.print(out)
 }
 
-// token names a load to whoever meets it.
+// token names a load, with its host and process, to other loads of the engine.
 func token() string {
 	var b [8]byte
 	_, _ = rand.Read(b[:]) // never fails
@@ -201,7 +201,7 @@ func (r *run) ours(ctx context.Context, method, state string, args ...string) ([
 
 // sleep leaves only the memory of the weights awake. The caches are emptied.
 func (r *run) sleep(ctx context.Context) error {
-	// Whoever stops the command waits for the end of this: half of a sleep is worse.
+	// A command that is stopped still finishes this call: half of a sleep is worse.
 	ctx = context.WithoutCancel(ctx)
 	q := url.Values{"level": {fmt.Sprint(r.Level)}}
 	if err := r.post(ctx, "/sleep", q, nil, nil); err != nil {
@@ -251,13 +251,13 @@ func (r *run) follow(ctx context.Context) error {
 		}
 		if time.Since(last) >= time.Second {
 			last = time.Now()
-			r.say("%s of %s, %s/s", size(slowest.Bytes), size(slowest.Total),
+			r.logf("%s of %s, %s/s", size(slowest.Bytes), size(slowest.Total),
 				size(uint64(float64(slowest.Bytes)/max(slowest.Seconds, 0.001))))
 		}
 	}
 }
 
-// cancel ends the load on all ranks, and says what the engine is then.
+// cancel ends the load on all ranks, and returns the engine's state after it.
 func (r *run) cancel(ctx context.Context, cause error) string {
 	why := strings.ToValidUTF8(cause.Error()[:min(len(cause.Error()), 500)], "")
 	if ctx.Err() != nil {
@@ -279,7 +279,7 @@ func (r *run) cancel(ctx context.Context, cause error) string {
 	return "The engine has the weights that it had"
 }
 
-func (l *Loader) say(format string, args ...any) {
+func (l *Loader) logf(format string, args ...any) {
 	if !l.JSON {
 		_, _ = fmt.Fprintf(l.Log, format+"\n", args...)
 	}

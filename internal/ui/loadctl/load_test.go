@@ -42,7 +42,7 @@ func (e *engine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 	e.calls = append(e.calls, name)
-	said := map[string]string{
+	answer := map[string]string{
 		"check":                 `{"digest":"d","bytes":10,"tensors":2,"files":1,"checked":true}`,
 		"arm":                   `{"token":"T","state":"armed"}`,
 		"begin":                 `{"token":"T","digest":"d"}`,
@@ -54,25 +54,25 @@ func (e *engine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		"wake_up?tags=kv_cache": `{"status":"awake"}`,
 	}[name]
 	if list := e.answers[name]; len(list) > 0 {
-		said = list[0]
+		answer = list[0]
 		if len(list) > 1 {
 			e.answers[name] = list[1:]
 		}
 	}
-	said = strings.ReplaceAll(said, `"T"`, `"`+e.token+`"`)
-	if status, text, ok := strings.Cut(said, " "); ok && len(status) == 3 {
+	answer = strings.ReplaceAll(answer, `"T"`, `"`+e.token+`"`)
+	if status, text, ok := strings.Cut(answer, " "); ok && len(status) == 3 {
 		var code int
 		_, _ = fmt.Sscan(status, &code)
 		http.Error(w, text, code)
 		return
 	}
-	if body.Method != "" && !strings.HasPrefix(said, "[") {
-		said = "[" + strings.Repeat(said+",", e.ranks-1) + said + "]"
+	if body.Method != "" && !strings.HasPrefix(answer, "[") {
+		answer = "[" + strings.Repeat(answer+",", e.ranks-1) + answer + "]"
 	}
 	if body.Method != "" {
-		said = `{"results":` + said + `}`
+		answer = `{"results":` + answer + `}`
 	}
-	_, _ = w.Write([]byte(said))
+	_, _ = w.Write([]byte(answer))
 }
 
 func load(t *testing.T, e *engine, change func(*Loader)) (string, error) {

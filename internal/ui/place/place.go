@@ -28,11 +28,11 @@ type row struct {
 	Price    float64 `json:"price"`
 }
 
-// Explain ranks the choices of a case and writes at most most of them; 0: all.
-func Explain(w io.Writer, c *placement.Case, most int, asJSON bool) error {
+// Explain ranks the choices of a case and writes at most limit of them; 0: all.
+func Explain(w io.Writer, c *placement.Case, limit int, asJSON bool) error {
 	list := placement.Rank(&c.State, &c.Ask, nil)
-	if most > 0 {
-		list = list[:min(most, len(list))]
+	if limit > 0 {
+		list = list[:min(limit, len(list))]
 	}
 	rows := make([]row, len(list))
 	for i, x := range list {

@@ -84,9 +84,9 @@ func (c *Client) List(ctx context.Context) error {
 }
 
 // Keys prints keys of a namespace's pages in a tier, from an entry on.
-func (c *Client) Keys(ctx context.Context, namespace, tier string, first uint32, most int) error {
+func (c *Client) Keys(ctx context.Context, namespace, tier string, first uint32, limit int) error {
 	q := url.Values{"namespace": {namespace}, "tier": {tier}, "first": {fmt.Sprint(first)},
-		"most": {fmt.Sprint(most)}}
+		"most": {fmt.Sprint(limit)}}
 	var a nodeapi.StoreKeys
 	b, err := c.ask(ctx, http.MethodGet, "/v1/store/keys", q, &a)
 	if err != nil || c.JSON {

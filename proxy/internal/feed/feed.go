@@ -32,8 +32,8 @@ import (
 
 // Bounds.
 const (
-	leastPause = 100 * time.Millisecond // before a new connection, with growth
-	mostPause  = 5 * time.Second
+	minPause   = 100 * time.Millisecond // before a new connection, with growth
+	maxPause   = 5 * time.Second
 	stableTime = 5 * time.Second // of a connection after which the pause is short again
 	logEvery   = time.Minute     // lines with one reason; metrics count all
 
@@ -96,7 +96,7 @@ type Feed struct {
 	down    bool                 // a line about the connection was logged
 	unasked bool                 // the same about replays
 	spoiled bool                 // the last batch was malformed
-	said    map[string]time.Time // the last line of a kind
+	logged  map[string]time.Time // the last line of a kind
 
 	batches, events, unknown, gaps, replays, failed atomic.Uint64
 	restarts, holes, garbage, foreign               atomic.Uint64
@@ -108,7 +108,7 @@ func New(cfg Config) *Feed {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	return &Feed{cfg: cfg, seed: maphash.MakeSeed(), next: -1, said: map[string]time.Time{}}
+	return &Feed{cfg: cfg, seed: maphash.MakeSeed(), next: -1, logged: map[string]time.Time{}}
 }
 
 // Stats returns the counters.
@@ -124,7 +124,7 @@ func (f *Feed) Live() bool { return f.live.Load() }
 
 // Run follows the engine until ctx ends.
 func (f *Feed) Run(ctx context.Context) {
-	pause := leastPause
+	pause := minPause
 	for ctx.Err() == nil {
 		start := time.Now()
 		err := f.session(ctx)
@@ -139,12 +139,12 @@ func (f *Feed) Run(ctx context.Context) {
 				"remedy", "start vLLM with --kv-events-config and this endpoint")
 		}
 		if time.Since(start) > stableTime {
-			pause = leastPause
+			pause = minPause
 		}
 		if !sleep(ctx, pause/2+rand.N(pause/2)) {
 			return
 		}
-		pause = min(2*pause, mostPause)
+		pause = min(2*pause, maxPause)
 	}
 }
 
@@ -161,10 +161,10 @@ func sleep(ctx context.Context, d time.Duration) bool {
 
 // mayLog reports whether the last line of a kind is long ago.
 func (f *Feed) mayLog(kind string) bool {
-	if last, ok := f.said[kind]; ok && time.Since(last) < logEvery {
+	if last, ok := f.logged[kind]; ok && time.Since(last) < logEvery {
 		return false
 	}
-	f.said[kind] = time.Now()
+	f.logged[kind] = time.Now()
 	return true
 }
 
@@ -339,7 +339,7 @@ func (f *Feed) catchUp(ctx context.Context) error {
 			tries = 0
 			continue
 		}
-		if tries++; !sleep(ctx, leastPause<<tries) {
+		if tries++; !sleep(ctx, minPause<<tries) {
 			break
 		}
 	}

@@ -292,7 +292,7 @@ func TestReplayOfAnotherEngine(t *testing.T) {
 	r := newRig(t)
 	r.Publisher.ReplayOf(other.Publisher)
 	r.follow(true)
-	r.want(100, 101, 102, 103, 104) // it cannot know better yet
+	r.want(100, 101, 102, 103, 104) // no event of the right engine has come yet
 	r.Subscribed(1)
 	r.Publish(block(1))
 	r.Publish(block(2))
@@ -303,7 +303,8 @@ func TestReplayOfAnotherEngine(t *testing.T) {
 	}
 }
 
-// Batches that the subscription and a replay bring come once; those that nobody can compare void.
+// A batch that both the subscription and a replay bring is taken once. One that cannot be compared,
+// as its hash is not kept, voids.
 func TestBatchesOfBothWays(t *testing.T) {
 	r := newRig(t)
 	f := New(Config{Engine: "e", Endpoint: r.Endpoint(), Replay: r.Replay(), Sink: r.sink})
@@ -388,7 +389,7 @@ func TestGarbageVoids(t *testing.T) {
 }
 
 // An engine without events is named once.
-func TestNobodyPublishes(t *testing.T) {
+func TestNoPublisher(t *testing.T) {
 	r := newRig(t)
 	endpoint := r.Endpoint()
 	r.Close()

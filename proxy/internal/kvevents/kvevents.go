@@ -127,21 +127,21 @@ func Decode(payload []byte) (*Batch, error) {
 }
 
 // length checks a number of items, of at least one byte each.
-func (d decoder) length(n int, err error, most int) (int, error) {
+func (d decoder) length(n int, err error, limit int) (int, error) {
 	switch {
 	case err != nil:
 		return 0, err
 	case n < 0: // nil
 		return 0, nil
-	case n > most || n > d.r.Len():
+	case n > limit || n > d.r.Len():
 		return 0, errLength
 	}
 	return n, nil
 }
 
-func (d decoder) array(most int) (int, error) {
+func (d decoder) array(limit int) (int, error) {
 	n, err := d.DecodeArrayLen()
-	return d.length(n, err, most)
+	return d.length(n, err, limit)
 }
 
 // batch reads a batch: a list of time, events and rank, or a map of these.

@@ -280,8 +280,8 @@ func (c *cache) keys(tokens []uint32, about []bool) []blockKeys {
 			b := blockKeys{size: size}
 			if size > 0 {
 				// An engine computes at least one token.
-				most := min(max(len(tokens)-1, 0)/size, maxChunks)
-				b.keys = c.prefix.Keys(tokens, size, most)
+				chunks := min(max(len(tokens)-1, 0)/size, maxChunks)
+				b.keys = c.prefix.Keys(tokens, size, chunks)
 			}
 			list = append(list, b)
 		}

@@ -32,35 +32,35 @@ type Policy string
 
 // The policies.
 const (
-	LeastLoaded Policy = "least-loaded" // the fewest requests in flight; no prediction
-	Auto        Policy = "auto"         // the lowest predicted time to the first token
-	Cache       Policy = "cache"        // the longest hit, then the prediction
-	Fetch       Policy = "fetch"        // as Auto, but always a prefill engine
-	Local       Policy = "local"        // as Auto, but never a prefill engine
+	ByLoad Policy = "least-loaded" // the fewest requests in flight; no prediction
+	Auto   Policy = "auto"         // the lowest predicted time to the first token
+	Cache  Policy = "cache"        // the longest hit, then the prediction
+	Fetch  Policy = "fetch"        // as Auto, but always a prefill engine
+	Local  Policy = "local"        // as Auto, but never a prefill engine
 )
 
 // Policies lists all.
-func Policies() []Policy { return []Policy{LeastLoaded, Auto, Cache, Fetch, Local} }
+func Policies() []Policy { return []Policy{ByLoad, Auto, Cache, Fetch, Local} }
 
 // Bounds and assumptions.
 const (
-	chunkBytes    = 512     // of a prompt's JSON
-	tokenText     = 4       // bytes of text per token
-	maxChunks     = 1 << 16 // of one prompt: 32 MiB
-	generation    = 1 << 20 // chunks of one generation of the index
-	maxEngines    = index.MaxHolders / 2
-	defaultRate   = 4000.0 // tokens per second
-	defaultFixed  = 0.010  // seconds
-	defaultLink   = 1e9    // bytes per second
-	defaultDelay  = 0.006  // seconds
-	defaultKV     = 131072 // bytes per token
-	leastObserved = 64     // computed tokens of a prefill that is an outcome
-	overlap       = 0.8    // of prefill and transfer, dispatched at once
+	chunkBytes   = 512     // of a prompt's JSON
+	tokenText    = 4       // bytes of text per token
+	maxChunks    = 1 << 16 // of one prompt: 32 MiB
+	generation   = 1 << 20 // chunks of one generation of the index
+	maxEngines   = index.MaxHolders / 2
+	defaultRate  = 4000.0 // tokens per second
+	defaultFixed = 0.010  // seconds
+	defaultLink  = 1e9    // bytes per second
+	defaultDelay = 0.006  // seconds
+	defaultKV    = 131072 // bytes per token
+	minObserved  = 64     // computed tokens of a prefill that is an outcome
+	overlap      = 0.8    // of prefill and transfer, dispatched at once
 
 	// DefaultReplicate is how many requests in flight at each engine that has a prefix make another
 	// engine get it.
 	DefaultReplicate = 16
-	leastHot         = 512 // tokens of a prefix that is worth another copy
+	minHot           = 512 // tokens of a prefix that is worth another copy
 )
 
 // Names of lines in the calibration file.
@@ -112,8 +112,8 @@ type Placer struct {
 	link placement.Path   // without a learned rate
 	seed maphash.Seed
 
-	start time.Time // of the times of rates
-	most  int       // chunks of one generation of the index
+	start  time.Time // of the times of rates
+	chunks int       // of one generation of the index
 
 	mu       sync.Mutex // guards all below
 	accounts []account
@@ -130,15 +130,15 @@ type Placer struct {
 	cache *cache // what engines report; nil: none does
 }
 
-// New checks the configuration; LeastLoaded has no Placer.
+// New checks the configuration; ByLoad has no Placer.
 func New(cfg Config) (*Placer, error) {
 	p := &Placer{cfg: cfg, seed: maphash.MakeSeed(), start: time.Now(),
-		most: generation,
-		kind: placement.Run | placement.Pair,
-		fit:  placement.Fabric{Fixed: defaultFixed, Rate: defaultRate},
-		link: placement.Path{Fixed: defaultDelay, Rate: defaultLink}}
+		chunks: generation,
+		kind:   placement.Run | placement.Pair,
+		fit:    placement.Fabric{Fixed: defaultFixed, Rate: defaultRate},
+		link:   placement.Path{Fixed: defaultDelay, Rate: defaultLink}}
 	switch cfg.Policy {
-	case "", LeastLoaded:
+	case "", ByLoad:
 		return nil, nil
 	case Auto, Cache:
 	case Fetch:
@@ -177,7 +177,7 @@ func New(cfg Config) (*Placer, error) {
 			p.paths.Set(from, to, p.link)
 		}
 	}
-	p.young, p.old = index.NewTable(p.most, n), index.NewTable(p.most, n)
+	p.young, p.old = index.NewTable(p.chunks, n), index.NewTable(p.chunks, n)
 	p.state = placement.State{Engines: make([]placement.Engine, n), Network: p.paths}
 	if cfg.Concurrent {
 		p.state.Overlap = overlap
@@ -416,13 +416,13 @@ func (p *Placer) lookup(keys []uint64, chunk float64, reported []hit) {
 
 // inFlight returns how many chunks of a prompt an engine has in flight.
 func (p *Placer) inFlight(keys []uint64, engine int) int {
-	most := 0
+	longest := 0
 	for _, d := range p.flying[engine] {
 		if !d.moves(engine) {
-			most = max(most, shared(keys, d))
+			longest = max(longest, shared(keys, d))
 		}
 	}
-	return most
+	return longest
 }
 
 // shared returns how many chunks of a prompt a request in flight has.
@@ -445,9 +445,9 @@ func (p *Placer) askers(keys []uint64, engine, chunks int) int {
 }
 
 // hot returns the longest prefix of a prompt, in chunks, that enough requests in flight at an
-// engine have; 0: none of at least some chunks.
-func (p *Placer) hot(keys []uint64, engine, least int) int {
-	if least > len(keys) || p.askers(keys, engine, least) < p.cfg.Replicate {
+// engine have; 0: none is that long.
+func (p *Placer) hot(keys []uint64, engine, shortest int) int {
+	if shortest > len(keys) || p.askers(keys, engine, shortest) < p.cfg.Replicate {
 		return 0
 	}
 	all := make([]int, 0, len(p.flying[engine]))
@@ -461,14 +461,14 @@ func (p *Placer) hot(keys []uint64, engine, least int) int {
 // replicate replaces a choice if enough requests in flight at its engine have a prefix of the
 // prompt. The request goes to an engine that has the prefix and fewer askers. If there is none,
 // another engine gets a copy with this request, and until the copy is there no other is made.
-// Nobody removes copies but the engines that evict them. The request waits at most as long as an
-// idle engine computes.
+// A copy ends when its engine evicts it. The request waits at most as long as an idle engine
+// computes.
 func (p *Placer) replicate(d *Decision, a *placement.Ask, c placement.Choice,
 	chunk float64) (placement.Choice, bool) {
 	if p.cfg.Replicate < 0 {
 		return c, false
 	}
-	chunks := p.hot(d.keys, c.Engine, max(1, int(math.Ceil(leastHot/chunk))))
+	chunks := p.hot(d.keys, c.Engine, max(1, int(math.Ceil(minHot/chunk))))
 	// Reported hits are whole blocks, and may end a little before the last shared chunk.
 	hot := int(float64(chunks) * chunk)
 	near := max(hot-int(2*chunk), hot/2)
@@ -533,9 +533,9 @@ func (d *Decision) moves(engine int) bool {
 // promise adds the prompt to the engines that will have it. One that gets it from another engine
 // has it once it answers: a request that came earlier would compute it.
 func (p *Placer) promise(d *Decision) {
-	if p.young.Blocks()+len(d.keys) > p.most {
+	if p.young.Blocks()+len(d.keys) > p.chunks {
 		p.forgot += uint64(p.old.Blocks())
-		p.old, p.young = p.young, index.NewTable(p.most, len(p.accounts))
+		p.old, p.young = p.young, index.NewTable(p.chunks, len(p.accounts))
 	}
 	for _, e := range d.engines() {
 		if !d.moves(e) {
@@ -580,7 +580,7 @@ func (p *Placer) computed(d *Decision, ok bool, now time.Time) {
 	}
 	acc.work, acc.queue = max(0, acc.work-d.work), slices.Delete(acc.queue, at, at+1)
 	p.accounts[d.Choice.Engine].running++
-	if ok && d.Choice.Computed >= leastObserved {
+	if ok && d.Choice.Computed >= minObserved {
 		acc.learned.Observe((d.Choice.Wait+d.Choice.Prefill)/d.factor, now.Sub(d.at).Seconds())
 	}
 }

@@ -112,7 +112,7 @@ func TestPolicies(t *testing.T) {
 			t.Errorf("request %d goes to %d, the cache is at %d", i, d.Decode, first.Decode)
 		}
 	}
-	if p, err := New(Config{Policy: LeastLoaded}); p != nil || err != nil {
+	if p, err := New(Config{Policy: ByLoad}); p != nil || err != nil {
 		t.Errorf("%v, %v", p, err)
 	}
 	for _, bad := range []Config{{Policy: "best"}, {Policy: Auto, TokenBytes: -1},
@@ -190,13 +190,13 @@ func TestLearnedPathsDecide(t *testing.T) {
 func TestIndexForgets(t *testing.T) {
 	p := newPlacer(t, Config{Policy: Auto, Decode: 1})
 	const chunks = 100
-	p.most = 8 * chunks
+	p.chunks = 8 * chunks
 	r := &Request{Text: make([]byte, chunks*chunkBytes)}
 	for i := range 25 {
 		r.Text[0] = byte(i)
 		d := decide(t, p, r, 0)
 		p.Ended(d, began)
-		if n := p.Stats().Blocks; n > 2*p.most {
+		if n := p.Stats().Blocks; n > 2*p.chunks {
 			t.Fatalf("%d blocks", n)
 		}
 	}

@@ -30,8 +30,8 @@ func begin(p *Placer, d *Decision, at time.Duration) {
 	p.Answered(d, true, true, began.Add(at))
 }
 
-// After so many askers of one holder another engine gets a copy, once; then a third one. The bound
-// holds for each policy that may choose a holder.
+// When enough requests ask one holder, another engine gets one copy; then a third engine does. The
+// bound holds for each policy that may choose a holder.
 func TestHotPrefixIsCopiedOnce(t *testing.T) {
 	for _, policy := range []Policy{Auto, Cache, Local} {
 		const after = 4
@@ -67,9 +67,9 @@ func TestHotPrefixIsCopiedOnce(t *testing.T) {
 				t.Errorf("%s: engine %d has %d of %d requests", policy, e, len(list), 3*after)
 			}
 		}
-		// All engines have it: nobody is left.
+		// All engines have it: none is left that needs a copy.
 		if d := decide(t, p, question('a', 99), now); d.Replica {
-			t.Errorf("%s: a copy for nobody: %+v", policy, d)
+			t.Errorf("%s: a copy although each engine has it: %+v", policy, d)
 		}
 	}
 }
@@ -98,7 +98,7 @@ func TestCopyThatFailed(t *testing.T) {
 	}
 }
 
-// All ask at once: the copy is on its way, and nobody else fetches it.
+// All ask at once: while the copy is on its way, no second one is made.
 func TestHotPrefixIsCopiedOnceByAskersAtOnce(t *testing.T) {
 	const after = 8
 	p := newPlacer(t, both(Cache, 4, after))

@@ -256,8 +256,8 @@ func (c *Conn) write(flags byte, body []byte) error {
 	return err
 }
 
-// frame reads a frame of at most some bytes.
-func (c *Conn) frame(most int) (flags byte, body []byte, err error) {
+// frame reads a frame of at most limit bytes.
+func (c *Conn) frame(limit int) (flags byte, body []byte, err error) {
 	var head [9]byte
 	if _, err := io.ReadFull(c.r, head[:2]); err != nil {
 		return 0, nil, err
@@ -273,8 +273,8 @@ func (c *Conn) frame(most int) (flags byte, body []byte, err error) {
 	if flags&^(flagMore|flagLong|flagCommand) != 0 {
 		return 0, nil, fmt.Errorf("a frame has unknown flags %#x", flags)
 	}
-	if size > uint64(most) {
-		return 0, nil, fmt.Errorf("a frame of %d bytes is longer than %d", size, most)
+	if size > uint64(limit) {
+		return 0, nil, fmt.Errorf("a frame of %d bytes is longer than %d", size, limit)
 	}
 	var b bytes.Buffer // grows with what arrives
 	if size <= readBuffer {

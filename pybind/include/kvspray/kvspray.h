@@ -96,12 +96,12 @@ struct kvs_region {
  * several threads where it is large. KVS_E_SYS, errno ENOMEM or ENOSPC: there is not that much memory. */
 int kvs_region_alloc(uint64_t bytes, struct kvs_region *out);
 
-/* As kvs_region_alloc, without any memory yet. Before anybody uses a range of it, the sidecar too, kvs_region_populate must have returned 0 for that
- * range: an access to what there is no memory for raises SIGBUS. */
+/* As kvs_region_alloc, without any memory yet. kvs_region_populate must have returned 0 for a range before this process or the sidecar uses it: an
+ * access without memory raises SIGBUS. */
 int kvs_region_reserve(uint64_t bytes, struct kvs_region *out);
 
-/* Allocates a range of a MEMFD region, whose offset is a multiple of the page size. Huge pages need one of 2 MiB. What is allocated already keeps
- * its bytes. KVS_E_SYS, errno ENOMEM or ENOSPC: there is not that much memory, and a part of the range may have some. */
+/* Allocates a range of a MEMFD region, whose offset is a multiple of the page size. Huge pages need one of 2 MiB. Memory that is allocated already
+ * keeps its bytes. KVS_E_SYS, errno ENOMEM or ENOSPC: there is not that much memory, and a part of the range may have some. */
 int kvs_region_populate(const struct kvs_region *region, uint64_t offset, uint64_t bytes);
 
 /* Any readable and writable range of this process. */

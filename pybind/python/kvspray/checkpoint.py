@@ -163,8 +163,8 @@ class Directory:
     happens to their names."""
 
     def __init__(self, root: str | os.PathLike[str], digest: str | None = None) -> None:
-        """digest: what it is to be, for whoever compares that with Samples of what was read. Else
-        samples of all tensors are read now."""
+        """digest: the expected one, which the caller compares with Samples of the bytes that it has
+        read. Without it, samples of all tensors are read now."""
         self.root = pathlib.Path(root)
         self._digest = digest
         self.fds: list[int] = []
@@ -272,7 +272,7 @@ class Directory:
 
 def _stamp(fd: int) -> tuple[int, ...]:
     s = os.fstat(fd)
-    # Nobody can set the last one.
+    # A program can set the time of modification, but not the last one, the time of change.
     return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
 
 
@@ -422,7 +422,7 @@ class Samples:
         return weights.places(self._entries[entry].nbytes, self._count, self._size)
 
     def take(self, entry: int, offset: int, data: memoryview | bytes) -> None:
-        """data: bytes of a tensor from offset on. What comes twice is taken once."""
+        """data: bytes of a tensor from offset on. The same bytes may come again."""
         got = self._got[entry]
         for at, n in self.places(entry):
             lo, hi = max(at, offset), min(at + n, offset + len(data))

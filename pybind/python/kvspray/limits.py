@@ -41,7 +41,7 @@ def explain(error: int) -> str:
 
 
 def refusal(pool: int, root: str = "") -> str:
-    """Why a pool of so many bytes has no room beside what its process needs for itself; empty: it
+    """Why a pool of ``pool`` bytes has no room beside what its process needs for itself; empty: it
     has, or the limits are not known."""
     try:
         free, where = free_memory(root)

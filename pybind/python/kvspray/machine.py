@@ -14,7 +14,7 @@ VERSION_TIMEOUT_S = 10.0
 
 def machine(kvspray: str | os.PathLike[str] | None) -> dict[str, Any]:
     """What a result carries. To be called before a run, which is load itself. ``kvspray`` is the
-    sidecar's binary; None: of somebody else, whose version is not known."""
+    sidecar's binary; None: the sidecar is another program, of unknown version."""
     return {
         "version": None if kvspray is None else _version(kvspray), "processor": _processor(),
         "cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version(),

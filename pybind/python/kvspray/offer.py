@@ -44,8 +44,8 @@ from .worker import WorkerClient
 ARENA_BYTES = 1 << 30
 MAX_BODY_BYTES = 4096
 MAX_WAITING = 1024  # pieces
-# For a piece that is read: whoever asked waits for it already, so this is a transfer. Then its
-# memory goes to the next.
+# For a piece that is read: its receiver waits for it already, so this is the time of a transfer.
+# Then its memory goes to the next.
 GIVE_S = 20.0
 MAX_CONNECTIONS = 256
 MAX_PER_ADDRESS = 64  # connections: each engine's rank has a few
@@ -61,7 +61,7 @@ class Offer:
         self._files = Files(root)
         self.manifest: Manifest = self._files.manifest
         self._arena = Arena(arena_bytes, PAGE_BYTES)
-        self._arena.fill(arena_bytes)  # before anybody waits for a piece
+        self._arena.fill(arena_bytes)  # before a receiver waits for a piece
         self._files.prepare(self._arena)
         self._lock = threading.Condition()
         self._waiting = 0

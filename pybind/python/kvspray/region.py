@@ -65,8 +65,8 @@ class Region:
 
     @classmethod
     def reserve(cls, nbytes: int) -> Region:
-        """As alloc(), without memory yet. Nobody, the sidecar neither, may access a range before
-        populate() of it: that would be SIGBUS."""
+        """As alloc(), without memory yet. An access to a range before populate() of it, by this
+        process or the sidecar, raises SIGBUS."""
         c = _lib.CRegion()
         _check("region reserve", _lib.lib.kvs_region_reserve(nbytes, ctypes.byref(c)), nbytes)
         return cls(c)

@@ -1,5 +1,5 @@
-"""A tenant's secret: whoever lacks it can name none of the tenant's pages. It is in a file or an
-environment variable, so that it is in no command line, configuration or log; nothing here shows
+"""A tenant's secret: an engine without it can name none of the tenant's pages. It is in a file or
+an environment variable, so that it is in no command line, configuration or log; nothing here shows
 it."""
 
 from __future__ import annotations

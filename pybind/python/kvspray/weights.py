@@ -249,7 +249,7 @@ def _tensors(file: pathlib.Path) -> list[Tensor]:
 
 
 def _pieces(size: int) -> Iterator[tuple[int, int, int]]:
-    """A file whose inside is not known, as so many tensors."""
+    """A file of unknown format, cut into pieces that stand for tensors."""
     n = min(max(size >> 20, 1), SAMPLES // SAMPLES_PER_TENSOR)
     for i in range(n):
         start, end = i * size // n, (i + 1) * size // n
@@ -350,7 +350,7 @@ def _hashes(fd: int, tensors: list[Tensor], count: int, size: int) -> list[bytes
 
 
 def sampling(tensors: int) -> tuple[int, int]:
-    """Samples of each of so many tensors, and bytes of one."""
+    """The number of samples of each tensor, and the bytes of one sample."""
     count = max(1, min(SAMPLES // max(tensors, 1), SAMPLES_PER_TENSOR))
     return count, max(256, min(SAMPLED_BYTES // max(count * tensors, 1), SAMPLE_BYTES))
 

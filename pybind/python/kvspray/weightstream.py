@@ -2,8 +2,8 @@
 sidecar can map.
 
 A source reads pieces ahead: from open files by threads, or from another node by EXPECT over all
-rails. Whoever takes a piece gives its memory back when nothing uses it any more. No piece is
-delivered unless all of its bytes have come.
+rails. The user of a piece returns its memory when nothing uses it any more. No piece is delivered
+unless all of its bytes have come.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Arena:
         return at
 
     def fill(self, nbytes: int) -> None:
-        """Memory for the first so many bytes, of all that will ever be taken there. Raises
+        """Allocates memory for the first ``nbytes`` bytes, in which all pieces will lie. Raises
         LoadError if the host has none."""
         end = min(-(-nbytes // HUGE) * HUGE, self.nbytes)
         with self._filling:

@@ -147,8 +147,8 @@ var remedies = []struct{ word, do string }{
 	{"CLUSTERDOWN", "repair the cluster"},
 }
 
-// explain is an error with its remedy. The service repeats the arguments of commands that it does
-// not know: those of AUTH have the password.
+// explain adds the remedy to an error, and hides the password: the service repeats the arguments of
+// commands that it does not support, such as those of AUTH.
 func (d *Directory) explain(err error) error {
 	if shown := d.secret.Hide(err.Error()); shown != err.Error() {
 		return &down{errors.New(shown), ""}

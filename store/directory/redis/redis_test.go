@@ -212,7 +212,7 @@ func TestServiceAway(t *testing.T) {
 	}
 }
 
-// A service repeats the arguments of a command that it does not know. No error has the password.
+// A service repeats the arguments of a command that it does not support. No error has the password.
 func TestErrorsHideThePassword(t *testing.T) {
 	const password = "hunter2"
 	ln, err := net.Listen("tcp", "127.0.0.1:0")

@@ -204,7 +204,7 @@ func (b *bucket) explain(err error, right, name string) error {
 		return mistake("bucket", b.c.Bucket, "does not exist at "+b.c.Endpoint,
 			"create it, or name another one; kvspray creates none")
 	case minio.AccessDenied, "AllAccessDisabled":
-		who := b.who()
+		who := b.accessKey()
 		if who == "" {
 			return mistake("credentials", "", "none were found", "set AWS_ACCESS_KEY_ID and "+
 				"AWS_SECRET_ACCESS_KEY, write ~/.aws/credentials, or give the host or service "+
@@ -215,7 +215,7 @@ func (b *bucket) explain(err error, right, name string) error {
 				"s3:DeleteObject on its objects")
 	case "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken",
 		"InvalidClientTokenId":
-		return mistake("credentials", b.who(), "are not valid at "+b.c.Endpoint, "renew them")
+		return mistake("credentials", b.accessKey(), "are not valid at "+b.c.Endpoint, "renew them")
 	case "RequestTimeTooSkewed", "RequestExpired":
 		return mistake("clock", time.Now().UTC().Format(time.RFC3339), "the time of this host is "+
 			"far from that of "+b.c.Endpoint, "set the clock of this host, for instance by NTP")
@@ -229,8 +229,8 @@ func (b *bucket) explain(err error, right, name string) error {
 	return fmt.Errorf("%s %s: %w", right, name, err)
 }
 
-// who is the access key that requests are signed with, which is no secret.
-func (b *bucket) who() string {
+// accessKey is the key id that requests are signed with, which is no secret.
+func (b *bucket) accessKey() string {
 	v, err := b.creds.GetWithContext(&credentials.CredContext{Client: &http.Client{
 		Timeout: b.c.Timeout, Transport: b.transport}})
 	if err != nil {

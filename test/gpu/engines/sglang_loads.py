@@ -132,7 +132,7 @@ class Run:
             self.hosts[layout] = host = self.host(layout)
             say(f"the host pool of layout {layout} is filled; {host.can_use_jit=}")
         self.link = Link(self.sidecar.socket, "0", kvspray.Ranks(), loads._log)
-        loads.LEAST_BYTES = 0
+        loads.MIN_BYTES = 0
         self.loads = loads.Loads(self.link, self.hosts["page_first_direct"])
         self.link.start()
         rig.wait_for("the device pool at the sidecar", lambda: self.loads.ready, 60)

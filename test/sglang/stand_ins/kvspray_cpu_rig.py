@@ -26,7 +26,7 @@ def install() -> None:
     if os.environ.get("KVSPRAY_RIG_LOADS"):  # of a model whose pages are small
         from kvspray_sglang import loads
 
-        loads.LEAST_BYTES = loads.LEAST_PIECE = loads.PAUSE_S = loads.MAX_PAUSE_S = 0
+        loads.MIN_BYTES = loads.MIN_PIECE = loads.PAUSE_S = loads.MAX_PAUSE_S = 0
 
 
 def _count_host_slots() -> None:

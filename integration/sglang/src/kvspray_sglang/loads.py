@@ -28,8 +28,8 @@ from kvspray_sglang.link import Link
 from kvspray_sglang.missing import ALL, Missing, Part
 from kvspray_sglang.pools import PoolError
 
-LEAST_BYTES = 128 << 20  # of a load; SGLang copies less in less time [measured, H200]
-LEAST_PIECE = 2 << 10  # bytes of a page of one part; smaller ones take the sidecar too long
+MIN_BYTES = 128 << 20  # of a load; SGLang copies less in less time [measured, H200]
+MIN_PIECE = 2 << 10  # bytes of a page of one part; smaller ones take the sidecar too long
 MAX_PIECES = 100_000  # pages of all parts of a load
 # A load is cancelled if none of its parts arrives for so long after the stream has reached it.
 STALL_S = 5.0
@@ -113,10 +113,10 @@ def _part(host: Any, device: Any, layout: str, layer: int, page: int) -> Part:
             f"{tuple(theirs.shape[1:])} {theirs.dtype} at the device"
         )
     part = Part(mine.flatten(1), theirs.flatten(1))
-    if part.length < LEAST_PIECE:
+    if part.length < MIN_PIECE:
         raise PoolError(
             f"a page has {part.length} bytes in a layer, and the sidecar copies at least "
-            f"{LEAST_PIECE}; raise --page-size"
+            f"{MIN_PIECE}; raise --page-size"
         )
     return part
 
@@ -199,7 +199,7 @@ class Loads:
         if host is None or device is None or len(host) != len(device):
             return None
         nbytes = len(host) * sum(p.length for p in self._parts)
-        if nbytes < LEAST_BYTES or len(host) > _messages.MAX_COPY_BLOCKS:
+        if nbytes < MIN_BYTES or len(host) > _messages.MAX_COPY_BLOCKS:
             return None
         if len(host) * len(self._parts) > MAX_PIECES:
             return None

@@ -29,8 +29,8 @@ class Prompt:
 
 
 def of(request: Any, prefix: int, pages: int, page: int) -> Prompt:
-    """``prefix``: tokens that decode has in its own cache. ``pages``: those to move, of so many
-    tokens each."""
+    """``prefix``: tokens that decode has in its own cache. ``pages``: those to move. ``page``: the
+    tokens of one."""
     if request is None:
         return Prompt(problem="this SGLang does not show a request's prompt; use 0.5.23")
     for name in _UNKNOWN:

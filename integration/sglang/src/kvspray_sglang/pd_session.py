@@ -28,7 +28,7 @@ class Session:
         self, socket: str | None, engine: kvspray.EngineInfo, ranks: kvspray.Ranks, cache: Cache,
         layout: dict[str, object], deadline_s: float, log: logging.Logger,
     ) -> None:  # fmt: skip
-        """``deadline_s``: of every lease, from the last word of the engine about it."""
+        """``deadline_s``: of every lease, from the engine's last call about it."""
         self._log = log
         self._deadline = deadline_s
         self._client = kvspray.WorkerClient(

@@ -364,7 +364,8 @@ def _read_present(worker: Any) -> tuple[Manifest, list[tuple[int, ...]]] | None:
         root = directory_of(
             str(m.model_weights or m.model), m.revision, worker.vllm_config.load_config.download_dir
         )
-        # Nobody compares its digest, which costs reads of all tensors.
+        # A digest would cost reads of all tensors, and nothing here compares it: "start" stands in
+        # for it.
         directory = Directory(root, "start")
     except Exception as err:
         _log.debug("kvspray: the engine's checkpoint: %s", err)

@@ -51,8 +51,8 @@ DEADLINE_S = 60.0  # of a copy; vLLM's own worker makes it after that
 # Of a store behind loads; then it goes before them, as vLLM keeps a finished request's blocks until
 # its store has ended.
 STORE_WAIT_S = 0.5
-# Pieces of one copy: few enough that the first of many copies starts soon, and so many that a copy
-# of 16 KiB pieces is large enough for all links.
+# Pieces of one copy: few enough that the first of many copies starts soon, and enough that a copy
+# of 16 KiB pieces uses all links.
 COPY_PIECES = min(8192, MAX_COPY_BLOCKS)
 WAIT_S = 0.05  # between looks at the session while the engine waits for a job
 CLOSE_S = 10.0  # for open copies to end when the engine ends

@@ -532,9 +532,9 @@ class SchedulerSide:
                 )
             self._decline(dest, "the engine takes none of it")
             return
-        # vLLM may take fewer tokens than it was offered, from the end (down to a block's boundary,
-        # say). They begin behind what it had when it asked. More may be loaded than it takes, into
-        # blocks of this request: it computes that part again.
+        # vLLM may take fewer tokens than it was offered, and leave out the last ones, such as those
+        # behind a block's boundary. They begin behind what it had when it asked. More may be loaded
+        # than it takes, into blocks of this request: it computes that part again.
         table = self._cut(blocks.get_block_ids(), dest.tokens)
         short = next(
             (g for g, size in enumerate(self._block_sizes) if len(table[g]) * size < dest.tokens),
@@ -608,9 +608,9 @@ class SchedulerSide:
                         req, source, "a sliding window has moved on while the request decodes here"
                     )
                 continue
-            # vLLM counts this step's tokens as computed only after this call. What was hit in the
-            # prefix cache may still be under computation by an earlier request of this very step:
-            # it, too, is ready only with this step's flags.
+            # vLLM counts this step's tokens as computed only after this call. An earlier request of
+            # the same step may still compute blocks that this one hit in the prefix cache: they,
+            # too, are ready only with this step's flags.
             end = min(source.request.num_computed_tokens + scheduled, source.tokens)
             if end > source.end and not source.lost:
                 source.end = end

@@ -29,7 +29,7 @@ class Settings:
     """Set to "portable", it names the cache without its engine, so that engines of another kind
     exchange KV with this one."""
     store: bool = False
-    """Whether the store of this node's sidecar keeps the engine's pages, and gives back those of
+    """Whether the store of this node's sidecar keeps the engine's pages, and returns those of
     earlier prompts."""
     secret_file: str = ""
     """A file with a tenant's secret. Pages of the store are found only by engines that have the

@@ -175,7 +175,7 @@ class WorkerPages(Protocol):
         after: int,
     ) -> int: ...
     def close(self) -> None:
-        """There are other weights. What is under way goes on."""
+        """The engine has other weights now. Transfers that have begun continue."""
 
 
 class Question(Protocol):

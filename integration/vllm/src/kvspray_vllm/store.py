@@ -265,7 +265,7 @@ class StoreSide:
         return True
 
     def allocated(self, request: Request, table: Sequence[int], external: int) -> Expect | None:
-        """vLLM has blocks for a request, and takes so many tokens from elsewhere. The load to
+        """vLLM has blocks for a request, and takes ``external`` tokens from elsewhere. The load to
         begin, if there is one."""
         r = self._requests.get(request.request_id)
         if r is None or not r.asks:

@@ -199,8 +199,8 @@ def _workers() -> list[type]:
 def set_weights(worker: Any, name: str) -> str:
     """Names the weights that the engine has from now on:
     ``llm.collective_rpc(kvspray_vllm.set_weights, args=("step-1200",))``, on prefill and decode
-    engines alike, after they were replaced. What was computed before is no longer offered. Where
-    the engine has no kvspray connector, nothing happens. Returns the generation before.
+    engines alike, after they were replaced. The engine no longer offers KV that it computed before.
+    Where it has no kvspray connector, nothing happens. Returns the generation before.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 

@@ -34,7 +34,7 @@ type Publisher struct {
 	next  uint64
 	kept  []batch
 	subs  map[*zmtp.Conn]bool
-	most  int // batches that are kept; 0: all
+	limit int // of batches that are kept; 0: all
 	queue int // batches that one replay sends, without an end after them; 0: all
 	mute  bool
 	asked int
@@ -163,7 +163,7 @@ func (p *Publisher) Subscribed(n int) {
 // Publish sends a batch of events to all subscribers.
 func (p *Publisher) Publish(events ...any) { p.Raw(Payload(p.tb, events...), false) }
 
-// Lose keeps a batch, but sends it to nobody.
+// Lose keeps a batch, but sends it to no subscriber.
 func (p *Publisher) Lose(events ...any) { p.Raw(Payload(p.tb, events...), true) }
 
 // Raw publishes bytes.
@@ -173,8 +173,8 @@ func (p *Publisher) Raw(payload []byte, lose bool) {
 	n := p.next
 	p.next++
 	p.kept = append(p.kept, batch{n, payload})
-	if p.most > 0 && len(p.kept) > p.most {
-		p.kept = p.kept[len(p.kept)-p.most:]
+	if p.limit > 0 && len(p.kept) > p.limit {
+		p.kept = p.kept[len(p.kept)-p.limit:]
 	}
 	if lose {
 		return
@@ -185,20 +185,20 @@ func (p *Publisher) Raw(payload []byte, lose bool) {
 }
 
 // Keep bounds the batches that are kept for replays.
-func (p *Publisher) Keep(most int) {
+func (p *Publisher) Keep(limit int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.most = most
-	if most > 0 && len(p.kept) > most {
-		p.kept = p.kept[len(p.kept)-most:]
+	p.limit = limit
+	if limit > 0 && len(p.kept) > limit {
+		p.kept = p.kept[len(p.kept)-limit:]
 	}
 }
 
 // Queue bounds the batches that one replay sends. The rest and the end are lost.
-func (p *Publisher) Queue(most int) {
+func (p *Publisher) Queue(limit int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.queue = most
+	p.queue = limit
 }
 
 // Mute makes replays end without an answer.
