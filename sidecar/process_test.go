@@ -215,7 +215,7 @@ func TestDestinationSidecarKilled(t *testing.T) {
 			d := newProcess(t, tr)
 			p := start(t, func(c *config.Config) {
 				// in which the next sidecar has to be there
-				c.Transports.Order, c.Transfer.Partner = []string{tr}, config.Duration(8*time.Second)
+				c.Transports.Order, c.Transfer.MatchTimeout = []string{tr}, config.Duration(8*time.Second)
 			})
 			pe, de := newEngine(t, p, testShape), newEngine(t, d.asRunning(), testShape)
 			pe.random()

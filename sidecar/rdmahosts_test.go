@@ -494,7 +494,7 @@ func decodeKilled(t *testing.T, h *rdmaHost) {
 	}
 	t.Logf("decode killed: lanes gone after %d ms, its lease released after %d ms (partner %s), the "+
 		"next one served in %.1f s", noticed.Milliseconds(), released.Milliseconds(),
-		n.cfg.Transfer.Partner, time.Since(began).Seconds())
+		n.cfg.Transfer.MatchTimeout, time.Since(began).Seconds())
 	h.hear("through")
 }
 
