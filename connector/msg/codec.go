@@ -366,15 +366,15 @@ func (r *reader) pair() [2]uint32 {
 	return [2]uint32{r.u32(), r.u32()}
 }
 
-func (r *reader) atLeast(v, least uint64) {
-	if r.err == nil && v < least {
-		r.fail("%d, want at least %d", v, least)
+func (r *reader) atLeast(v, low uint64) {
+	if r.err == nil && v < low {
+		r.fail("%d, want at least %d", v, low)
 	}
 }
 
-func (r *reader) within(v, least, most uint64) {
-	if r.err == nil && (v < least || v > most) {
-		r.fail("%d, want %d to %d", v, least, most)
+func (r *reader) within(v, low, high uint64) {
+	if r.err == nil && (v < low || v > high) {
+		r.fail("%d, want %d to %d", v, low, high)
 	}
 }
 

@@ -222,14 +222,14 @@ func TestMeasureOneDeadline(t *testing.T) {
 			Peer: fmt.Sprint("p:", id%manyPeers), Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
 	}
 	drained(e)
-	ticks, most := 0, time.Duration(0)
+	ticks, worst := 0, time.Duration(0)
 	for now = 60 * sec; e.Next() <= now; ticks++ {
 		from := cpu()
 		e.Tick(now)
-		most = max(most, cpu()-from)
+		worst = max(worst, cpu()-from)
 		drained(e)
 	}
-	t.Logf("%d leases end in %d ticks of %v of CPU at most", manyLeases, ticks, most)
+	t.Logf("%d leases end in %d ticks of %v of CPU at most", manyLeases, ticks, worst)
 	if open, _ := e.Open(); open != 0 || ticks < manyLeases/maxDue {
 		t.Errorf("%d are open after %d ticks", open, ticks)
 	}

@@ -26,7 +26,7 @@ func Conformance(t *testing.T, f Factory) {
 		{"Accepted end moves", testAcceptedEndMoves},
 		{"Duplicates", testDuplicates},
 		{"Late garbage after landing", testLateGarbage},
-		{"Disowned, then retried", testInvalidated},
+		{"Invalidated, then retried", testInvalidated},
 		{"Resolve errors", testResolveErrors},
 		{"Refusals", testRefusals},
 		{"Too many in flight", testTooMany},
