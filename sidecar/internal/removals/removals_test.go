@@ -537,7 +537,7 @@ func sendFails(t *testing.T, more bool) {
 		c.cut[[2]transfer.Boot{a.boot, b.boot}] = true // and no end of the connection
 		c.mu.Unlock()
 		if states := remove(t, a); confirmed(states) != "a" ||
-			!strings.Contains(states[1].Problem, "nobody is there") {
+			!strings.Contains(states[1].Problem, "no node is there") {
 			t.Fatalf("%+v", states)
 		}
 		if more {
