@@ -115,7 +115,7 @@ func TestCopyRefused(t *testing.T) {
 	r.rec.until(t, "copy", func() bool { return len(r.rec.copies) == 1 })
 }
 
-// TestCopyBound: only so many are open at once; one that ends makes room.
+// TestCopyBound: the limit bounds the open copies, and a copy that ends makes room for another.
 func TestCopyBound(t *testing.T) {
 	r := start(t, func(o *connector.Options) { o.Limits.Copies = 2 })
 	w := withHost(t, r, 1<<16)

@@ -19,7 +19,8 @@ import (
 const (
 	idleShare   = 0.005 // no engine computes
 	decodeShare = 0.03  // two engines decode, and nothing is moved
-	// the same, and every layer is looked for as if a partner waited: and for each core of the host.
+	// the same while layers are followed closely, as for a receiver that waits: and for each core of
+	// the host.
 	followShare = 0.03
 	followCore  = 0.02 // limit of the increase; an internal bound
 )

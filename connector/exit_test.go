@@ -79,7 +79,7 @@ func TestTakeover(t *testing.T) {
 	_, err = w.Connect(testContext(t))
 	must(t, err)
 	if !w.Welcome().Fenced {
-		t.Error("WELCOME does not say fenced")
+		t.Error("WELCOME lacks fenced")
 	}
 	must(t, w.IntentAs(id, intent(16, 1)))
 	r.rec.until(t, "presented again", func() bool { return len(r.rec.intents) == 2 })
@@ -118,7 +118,7 @@ func startChild(t *testing.T, socket string) *child {
 func (c *child) expect(t *testing.T, want string) {
 	t.Helper()
 	if !c.out.Scan() || c.out.Text() != want {
-		t.Fatalf("child says %q, want %q", c.out.Text(), want)
+		t.Fatalf("the child wrote %q, want %q", c.out.Text(), want)
 	}
 }
 

@@ -412,7 +412,7 @@ func TestBrokenRing(t *testing.T) {
 			other := r.worker(t, nil)
 			w := r.worker(t, nil)
 			breakIt(w)
-			must(t, w.RingDoorbell())
+			must(t, w.WakeConsumer())
 			r.rec.until(t, "worker gone", func() bool {
 				return len(r.rec.gone) == 1 &&
 					errors.Is(r.rec.gone[0], connector.ErrBoard)
@@ -449,7 +449,7 @@ func TestListen(t *testing.T) {
 		t.Errorf("socket mode %v", st.Mode())
 	}
 
-	// A dead one's socket is replaced, and the folder is made.
+	// The socket of a dead server is replaced.
 	dir, err := os.MkdirTemp("", "kvl")
 	must(t, err)
 	defer os.RemoveAll(dir)
@@ -541,7 +541,7 @@ func TestBlockingEventfds(t *testing.T) {
 		_, err = unix.FcntlInt(uintptr(fd), unix.F_SETFL, fl&^unix.O_NONBLOCK)
 		must(t, err)
 	}
-	// The sidecar comes back to its doorbell, and finds it empty.
+	// The sidecar reads its SQ eventfd again, and it is empty.
 	_, err = unix.Write(door, binary.NativeEndian.AppendUint64(nil, 1))
 	must(t, err)
 	_, err = w.Intent(intent(16, 2))

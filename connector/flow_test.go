@@ -101,7 +101,7 @@ func TestExpectAndRecompute(t *testing.T) {
 	ex := r.rec.seen().expects[0]
 	if ex.Peer != "10.0.0.1:7" || ex.Tokens != 48 || asJSON(ex.Skip) != "[16]" ||
 		ex.Deadline != 1500*time.Millisecond || ex.Stall != 700*time.Millisecond ||
-		ex.Partner != connector.DefaultPartner {
+		ex.Partner != connector.DefaultMatchTimeout {
 		t.Fatalf("expect %+v", ex)
 	}
 	for _, typ := range []uint16{board.RecPreempt, board.RecHold, board.RecYield} { // of sources only
@@ -138,7 +138,7 @@ func TestPreempt(t *testing.T) {
 	la, lb := r.rec.seen().intents[0].Lease, r.rec.seen().intents[1].Lease
 	w.BumpEpoch()
 	if up.SourceValid(la) || up.SourceValid(lb) {
-		t.Fatal("valid although the epoch moved and nobody said what for")
+		t.Fatal("valid although the epoch moved, and no record names the reason")
 	}
 	must(t, w.Push(board.RecPreempt, a, (&msg.Empty{}).Append(nil), false))
 	if up.SourceValid(la) {
@@ -244,8 +244,8 @@ func TestReplays(t *testing.T) {
 		}
 		w.SignalStep(s)
 	}
-	// A step that was over, and its flags cleared, before its record was taken: its end tells of
-	// all layers.
+	// Step 4 ends, and its flags are cleared, before its record is taken: the end of a step stands
+	// for all layers.
 	w.StartReplay(4)
 	for l := range shape.Layers {
 		w.SignalReplay(l)
@@ -256,11 +256,11 @@ func TestReplays(t *testing.T) {
 	announce(4)
 	announce(5)
 	r.rec.until(t, "all layers, and one of the next step", func() bool {
-		told := map[int]uint32{}
+		seen := map[int]uint32{}
 		for _, p := range r.rec.progress {
-			told[p.Layer] = p.Tokens
+			seen[p.Layer] = p.Tokens
 		}
-		return told[0] == 16*4 && told[1] == 16*4 && told[2] == 16*5 && told[3] == 16*4
+		return seen[0] == 16*4 && seen[1] == 16*4 && seen[2] == 16*5 && seen[3] == 16*4
 	})
 	w.SignalStep(5)
 	// At full speed, except for some layers that must be seen before they are cleared.
@@ -282,12 +282,12 @@ func TestReplays(t *testing.T) {
 	}
 	w.StartReplay(steps + 1)
 	r.rec.until(t, "the end", func() bool { return finals(r.rec) == shape.Layers })
-	told := make([]uint32, shape.Layers)
+	last := make([]uint32, shape.Layers)
 	for i, p := range r.rec.seen().progress {
-		if p.Tokens <= told[p.Layer] {
-			t.Errorf("progress %d is told again: %+v after %d tokens", i, p, told[p.Layer])
+		if p.Tokens <= last[p.Layer] {
+			t.Errorf("progress %d is repeated: %+v after %d tokens", i, p, last[p.Layer])
 		}
-		told[p.Layer] = p.Tokens
+		last[p.Layer] = p.Tokens
 	}
 }
 
@@ -310,7 +310,7 @@ func TestTableOutlivesUnchangedStep(t *testing.T) {
 	}
 	for _, p := range r.rec.seen().progress[1:] {
 		if p.Tokens != 48 || p.Blocks != nil {
-			t.Fatalf("progress %+v, want no table: it was told already", p)
+			t.Fatalf("progress %+v, want no table: an earlier one had it", p)
 		}
 	}
 }

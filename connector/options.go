@@ -12,16 +12,16 @@ import (
 
 // Defaults and bounds of a Server.
 const (
-	DefaultMaxSessions = 64
-	DefaultMaxLeases   = 4096     // open leases of one worker
-	DefaultMaxRegions  = 1024     // regions of one worker
-	DefaultMaxAwaits   = 4096     // unanswered AWAITs of one scheduler
-	DefaultMaxBlockIDs = 16 << 20 // block ids in the open leases of one worker together
-	DefaultMaxCopies   = 64       // open copies and loads of one worker
-	DefaultFenceWait   = 5 * time.Second
-	DefaultDeadline    = 30 * time.Second
-	DefaultPartner     = 10 * time.Second
-	DefaultGrace       = 5 * time.Second
+	DefaultMaxSessions  = 64
+	DefaultMaxLeases    = 4096     // open leases of one worker
+	DefaultMaxRegions   = 1024     // regions of one worker
+	DefaultMaxAwaits    = 4096     // unanswered AWAITs of one scheduler
+	DefaultMaxBlockIDs  = 16 << 20 // block ids in the open leases of one worker together
+	DefaultMaxCopies    = 64       // open copies and loads of one worker
+	DefaultFenceWait    = 5 * time.Second
+	DefaultDeadline     = 30 * time.Second
+	DefaultMatchTimeout = 10 * time.Second
+	DefaultGrace        = 5 * time.Second
 
 	maxDeadline    = time.Hour        // of a lease or an AWAIT; a longer one is shortened
 	helloTimeout   = 10 * time.Second // a silent connection loses its place
@@ -94,7 +94,7 @@ type Options struct {
 	SocketMode uint32 // 0: 0600
 	Features   []string
 	// Sent to shims in WELCOME. Zero: 30 s, 10 s, 5 s.
-	Deadline, Partner, Grace time.Duration
+	Deadline, MatchTimeout, Grace time.Duration
 	// FenceWait bounds the wait of a takeover for the fence of the older session's leases, before
 	// the sidecar answers "fencing". Zero: a quarter of Grace, DefaultFenceWait at most.
 	FenceWait time.Duration
@@ -114,6 +114,6 @@ type Devices interface {
 	// Import takes the handle that the engine's shim made, and its descriptor or -1. On success the
 	// region owns fd.
 	Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error)
-	// Forget gives back what GPUs have of regions that go.
+	// Forget releases what GPUs hold for regions that end.
 	Forget([]*mem.Region)
 }

@@ -75,8 +75,8 @@ func TestMemoryOfAnotherSession(t *testing.T) {
 
 type fakeGPU struct{ mem.Device }
 
-// Import takes the first bytes of a handle for an address, as a driver does that knows the handle
-// already.
+// Import takes the first bytes of a handle for an address, like a driver that has opened the handle
+// before.
 func (g *fakeGPU) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error) {
 	return mem.NewDevice(id, mem.DeviceMemory{Device: g, Addr: binary.LittleEndian.Uint64(handle),
 		Size: size, Handle: handle, FD: fd})
@@ -166,8 +166,8 @@ func TestMemoryComesBackAfterTheFence(t *testing.T) {
 	must(t, err)
 }
 
-// A block is written by one open lease at one place. What is skipped, what a window has left behind
-// and what is only read may be shared.
+// A block is written by one open lease at one place. Leases may share blocks that they skip, that
+// their window has left behind, or that they only read.
 func TestBlocksHaveOneWriter(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, nil)

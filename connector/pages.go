@@ -340,10 +340,10 @@ func (c *session) boundSpaces() {
 	if len(c.spaces.open)+closing <= msg.MaxSpaces {
 		return
 	}
-	oldest, least := uint64(0), uint64(math.MaxUint64)
+	oldest, minUsed := uint64(0), uint64(math.MaxUint64)
 	for space, at := range used {
-		if at < least {
-			oldest, least = space, at
+		if at < minUsed {
+			oldest, minUsed = space, at
 		}
 	}
 	c.closeSpace(oldest)

@@ -32,7 +32,7 @@ type addedRegion struct {
 	*mem.Region
 	number uint32
 	leases int         // open ones that access it
-	drop   *dropRegion // nil: nobody has asked for it
+	drop   *dropRegion // nil: the engine has not asked for it
 }
 
 // dropRegion is a DROP_REGIONS until nothing accesses its regions.
@@ -305,7 +305,7 @@ func (w *worker) dropped(d *dropRegion) {
 	d.session.send(&msg.Done{ID: d.id})
 }
 
-// freeRegions gives back memory that nothing accesses.
+// freeRegions releases memory that nothing accesses.
 func (s *Server) freeRegions(all []*mem.Region) {
 	if s.opt.Devices != nil {
 		s.opt.Devices.Forget(all)

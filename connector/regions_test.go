@@ -22,18 +22,18 @@ import (
 
 // fakeStore is a store whose requests end when the test ends them.
 type fakeStore struct {
-	mu     sync.Mutex
-	pools  map[uint64]connector.Pool
-	most   int // pools at once
-	closed []uint64
-	began  chan connector.Pages
+	mu       sync.Mutex
+	pools    map[uint64]connector.Pool
+	maxPools int // pools at once
+	closed   []uint64
+	began    chan connector.Pages
 }
 
 func (s *fakeStore) Open(_ *engines.Worker, p connector.Pool) (page.ID, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.pools[p.ID] = p
-	s.most = max(s.most, len(s.pools))
+	s.maxPools = max(s.maxPools, len(s.pools))
 	return p.Namespace.ID(), nil
 }
 
@@ -111,7 +111,7 @@ func (l *lender) get(t *testing.T, space uint64) connector.Pages {
 	return <-l.store.began
 }
 
-// freed reports whether nobody holds a region any more.
+// freed reports whether a region has no holder left.
 func freed(r *mem.Region) bool {
 	if r.Acquire() {
 		r.Release()

@@ -123,12 +123,12 @@ func TestSourceValidNeverLate(t *testing.T) {
 			ok = up.SourceValid(byID[id].id)
 		}
 		if !ok {
-			t.Errorf("lease %d stays invalid although nobody touched it", id)
+			t.Errorf("lease %d stays invalid although nothing touched it", id)
 		}
 	}
 	close(stop)
 	readers.Wait()
-	t.Logf("%d leases; readers were told valid %d times, invalid %d times", seen, valid.Load(),
+	t.Logf("%d leases; readers found them valid %d times, invalid %d times", seen, valid.Load(),
 		invalid.Load())
 	if valid.Load() == 0 || invalid.Load() == 0 {
 		t.Error("the test saw only one answer")

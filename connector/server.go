@@ -92,7 +92,7 @@ func New(opt Options) (*Server, error) {
 		}
 	}
 	def(&opt.Deadline, DefaultDeadline)
-	def(&opt.Partner, DefaultPartner)
+	def(&opt.MatchTimeout, DefaultMatchTimeout)
 	def(&opt.Grace, DefaultGrace)
 	// several answers before the shim gives up
 	def(&opt.FenceWait, min(DefaultFenceWait, opt.Grace/4))

@@ -276,7 +276,7 @@ func (c *session) onHello(h *msg.Hello) error {
 		Fenced: h.Role == msg.RoleWorker, Limits: msg.Limits{Leases: uint64(o.Limits.Leases),
 			Copies: uint64(o.Limits.Copies), Regions: uint64(o.Limits.Regions),
 			RecordBytes: msg.MaxRecordBytes},
-		DeadlineMS: uint64(o.Deadline.Milliseconds()), PartnerMS: uint64(o.Partner.Milliseconds()),
+		DeadlineMS: uint64(o.Deadline.Milliseconds()), PartnerMS: uint64(o.MatchTimeout.Milliseconds()),
 		GraceMS: uint64(o.Grace.Milliseconds())})
 	c.log.Info("session", "version", v.String(), "pid", c.peer.PID, "uid", c.peer.UID)
 	return nil
@@ -317,7 +317,7 @@ func (c *session) onAwait(m *msg.Await) {
 	id := m.ID
 	a := &engines.Await{Token: c.s.token.Add(1), Session: c.number, Engine: placeOf(c.hello).Engine,
 		Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Tokens: m.Tokens,
-		TTL: c.s.duration(m.TTLMS, c.s.opt.Partner),
+		TTL: c.s.duration(m.TTLMS, c.s.opt.MatchTimeout),
 		Reply: func(ad engines.Admission) {
 			once.Do(func() {
 				c.mu.Lock()

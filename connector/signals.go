@@ -12,9 +12,9 @@ import (
 type signals struct {
 	w *worker
 
-	waiting  atomic.Int32 // leases that wait for steps or for a stream mark
-	holding  atomic.Bool  // some of them wait for a stream mark
-	partners atomic.Bool  // last argument of Follow
+	waiting atomic.Int32 // leases that wait for steps or for a stream mark
+	holding atomic.Bool  // some of them wait for a stream mark
+	matched atomic.Bool  // last argument of Follow
 	// in the time of watch.Now: watch.Fresh after the last source lease was opened
 	fresh atomic.Int64
 
@@ -33,7 +33,7 @@ func (s *signals) Waiting() bool { return s.waiting.Load() > 0 }
 // Awaited implements watch.Worker: another sidecar waits for the layers or will soon, or a lease
 // waits for the stream mark.
 func (s *signals) Awaited(at time.Duration) bool {
-	return s.partners.Load() || s.holding.Load() || at < time.Duration(s.fresh.Load())
+	return s.matched.Load() || s.holding.Load() || at < time.Duration(s.fresh.Load())
 }
 
 // Moved implements watch.Worker. It compares the flags with the highest values that the watcher
@@ -75,9 +75,9 @@ func (s *signals) LookLater() {
 // Follow sets whether a source lease of w has a matching receiver. Without one, checking layers
 // with each record of the ring and every watch.Alone is early enough; following each layer would
 // take most of an idle sidecar's CPU budget.
-func (w *worker) Follow(partners bool) {
-	w.signals.partners.Store(partners)
-	if partners && w.signals.Waiting() {
+func (w *worker) Follow(matched bool) {
+	w.signals.matched.Store(matched)
+	if matched && w.signals.Waiting() {
 		w.s.watch.Add(&w.watched) // its first check covers earlier changes
 	}
 }

@@ -34,12 +34,12 @@ func TestFallingFlags(t *testing.T) {
 	}
 }
 
-// TestAwaited: layers are looked for closely while a partner is here, and for a while after a
-// source lease was opened.
+// TestAwaited: layers are followed closely while a source lease has a matching receiver, and for a
+// while after a source lease was opened.
 func TestAwaited(t *testing.T) {
 	w := &worker{}
 	if w.signals.Awaited(time.Hour) {
-		t.Error("awaited, and nobody ever asked")
+		t.Error("layers are followed closely without a lease")
 	}
 	w.signals.fresh.Store(int64(time.Hour + watch.Fresh))
 	if !w.signals.Awaited(time.Hour + watch.Fresh - 1) {
@@ -50,10 +50,10 @@ func TestAwaited(t *testing.T) {
 	}
 	w.Follow(true)
 	if !w.signals.Awaited(2 * time.Hour) {
-		t.Error("a partner is here, and nobody looks closely")
+		t.Error("a lease has a receiver, and layers are not followed closely")
 	}
 	w.Follow(false)
 	if w.signals.Awaited(2 * time.Hour) {
-		t.Error("the last partner went, and layers are looked for as closely as before")
+		t.Error("the last receiver is gone, and layers are followed as closely as before")
 	}
 }

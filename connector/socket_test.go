@@ -19,8 +19,8 @@ const soon = 20 * time.Second
 // often lets a server notice at once that its socket is gone.
 func often(o *connector.Options) { o.Look = time.Millisecond }
 
-// A socket that somebody removes is made again: engines that start later find it, and sessions of
-// those that are connected stay.
+// A socket that was removed is made again: engines that start later find it, and the sessions of
+// connected engines stay.
 func TestSocketIsRemoved(t *testing.T) {
 	dir := testutil.ShortDir(t)
 	path := filepath.Join(dir, "sub", "s")

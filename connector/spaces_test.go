@@ -211,7 +211,7 @@ func TestManyNamespaces(t *testing.T) {
 		last = open(i)
 		must(t, exists(asked))
 	}
-	if n := l.store.most; n > msg.MaxSpaces+1 {
+	if n := l.store.maxPools; n > msg.MaxSpaces+1 {
 		t.Errorf("%d pools were open at once", n)
 	}
 	if l.store.pool(first).ID != first {
@@ -311,8 +311,8 @@ func TestChangesOfWeights(t *testing.T) {
 	_, err = scheduler.Exists(testContext(t), msg.Exists{Spaces: all, Hashes: make([]byte, 16),
 		HashBytes: 16})
 	must(t, err)
-	if l.store.most > 2 {
-		t.Errorf("%d pools were open at once, want those of two weights", l.store.most)
+	if l.store.maxPools > 2 {
+		t.Errorf("%d pools were open at once, want those of two weights", l.store.maxPools)
 	}
 }
 
@@ -327,11 +327,11 @@ func TestPinsThatHaveEnded(t *testing.T) {
 			Hashes: make([]byte, 16), HashBytes: 16, PinMS: ms})
 		return err
 	}
-	const most = 4096
-	for i := range most {
+	const pins = 4096
+	for i := range pins {
 		must(t, pin(1+uint64(i%2)*60_000))
 	}
-	for range most / 2 {
+	for range pins / 2 {
 		eventually(t, "room for pins", func() bool { return pin(60_000) == nil })
 	}
 	if err := pin(60_000); err == nil || !strings.Contains(err.Error(), "send UNPIN") {

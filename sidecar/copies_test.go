@@ -209,7 +209,8 @@ func TestCopies(t *testing.T) {
 	}
 }
 
-// TestCopyCanceled: what is under way is not said to be over, and the rest of it is left out.
+// TestCopyCanceled: a canceled copy ends only after its pieces in flight, and the other pieces are
+// left out.
 func TestCopyCanceled(t *testing.T) {
 	r := start(t, nil)
 	gpu := holdGPU(t, r)
@@ -442,8 +443,8 @@ func TestCopyExpires(t *testing.T) {
 	e.ok(e.copy(msg.Copy{Src: 0, Dst: 1, Blocks: oneByOne()}))
 }
 
-// TestCopyOfAWorkerThatGoes: its memory is not given back, and its successor not told that it is
-// fenced, while a piece is in flight; what was not begun never is.
+// TestCopyOfAWorkerThatGoes: while a piece is in flight, the worker's memory is not released, and
+// its successor gets the answer "fencing". Pieces that were not begun never are.
 func TestCopyOfAWorkerThatGoes(t *testing.T) {
 	r := start(t, nil)
 	gpu := holdGPU(t, r)
@@ -458,7 +459,7 @@ func TestCopyOfAWorkerThatGoes(t *testing.T) {
 			_, err := e.Connect(ctx)
 			var se *connectortest.ServerError
 			if errors.As(err, &se) && se.Code == msg.CodeFencing {
-				continue // a shim says HELLO again
+				continue // a shim sends HELLO again
 			}
 			again <- err
 			return

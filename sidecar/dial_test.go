@@ -23,8 +23,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// Two sidecars that meet open their lanes at the first try, whoever of them dials: a refusal would
-// cost the first transfer a retry, and people a line that means nothing.
+// Two sidecars that meet open their lanes at the first try, whichever of them dials: a refusal
+// would cost the first transfer a retry, and would log a line without meaning.
 func TestFirstLaneIsNotRefused(t *testing.T) {
 	for range 8 {
 		var logs []*testutil.Log
@@ -73,7 +73,8 @@ func TestWarnedOfOnce(t *testing.T) {
 
 var errTest = errors.New("no answer")
 
-// What is as good as nobody ends a wait soon. Who says nothing may have been stopped, and go on.
+// An error that shows that no sidecar listens ends a wait soon. A peer that is silent may have been
+// stopped, and go on.
 func TestJudged(t *testing.T) {
 	for text, want := range map[string]string{
 		"transport: authentication handshake failed: tls: failed to verify certificate: x509: " +
@@ -92,7 +93,7 @@ func TestJudged(t *testing.T) {
 		!strings.Contains(err.Error(), "listen address (7650)") {
 		t.Errorf("a gRPC server of another kind: judged as %v", err)
 	}
-	for text, nobody := range map[string]bool{
+	for text, ends := range map[string]bool{
 		"connection error: desc = \"transport: authentication handshake failed: tls: failed to verify " +
 			"certificate: x509: certificate signed by unknown authority\"": true,
 		"connection error: desc = \"transport: authentication handshake failed: tls: first record does " +
@@ -108,8 +109,8 @@ func TestJudged(t *testing.T) {
 			"i/o timeout\"": false,
 		"context deadline exceeded": false,
 	} {
-		if got := errors.Is(classifyDialError(errors.New(text)), exec.ErrNotListening); got != nobody {
-			t.Errorf("%s: nobody is there: %v, want %v", text, got, nobody)
+		if got := errors.Is(classifyDialError(errors.New(text)), exec.ErrNotListening); got != ends {
+			t.Errorf("%s: judged as not listening: %v, want %v", text, got, ends)
 		}
 	}
 }
@@ -157,7 +158,7 @@ func TestLanesOnDemand(t *testing.T) {
 		}
 	}
 
-	// A lease keeps them, however long nothing is said.
+	// A lease keeps the lanes, however long they are idle.
 	a.dial.need(b.boot)
 	b.dial.need(a.boot)
 	until(t, func() bool { return both() == 3 })

@@ -28,8 +28,8 @@ type idleMemory struct{ transport.Memory }
 func (idleMemory) Bytes(transfer.Range) (uint64, error) { return 1 << 20, nil }
 
 // BenchmarkDriver is what the driver adds to a slice beside the executor, which has a benchmark of
-// its own: its end is counted, the executor is entered and left. The slice is one that the executor
-// does not know, so that it has nothing to do.
+// its own: its end is counted, the executor is entered and left. The executor has no such slice, so
+// that it has nothing to do.
 func BenchmarkDriver(b *testing.B) {
 	r := start(b, nil)
 	var l transport.Lane = idleLane{id: transport.NextLaneID(), peer: transfer.Boot{7}}

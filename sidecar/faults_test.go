@@ -42,7 +42,7 @@ func begin(t testing.TB, p *running, pe, de *engine, seed uint64, ready uint32,
 	}
 	if x.dst, err = de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens,
 		Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
-		DeadlineMS: deadlineMS, PartnerMS: partnerMS}); err != nil {
+		DeadlineMS: deadlineMS, PartnerMS: matchMS}); err != nil {
 		t.Fatal(err)
 	}
 	return x
@@ -57,7 +57,7 @@ func each(t *testing.T, f func(t *testing.T, p, d *running)) {
 	}
 }
 
-// bound waits until the receiver knows its partner.
+// bound waits until the receiver's grant is bound.
 func bound(t testing.TB, d *running) {
 	t.Helper()
 	until(t, func() bool {
@@ -241,14 +241,14 @@ func TestSelf(t *testing.T) {
 	}
 }
 
-// An engine that is told to recompute gets its blocks back by the deadline and not before the
-// fence, with nobody there.
-func TestNobodyThere(t *testing.T) {
+// If a peer has no matching prompt or does not listen, the engine gets its blocks back by the
+// deadline, after the fence, and recomputes.
+func TestAbsentPeer(t *testing.T) {
 	p, d := pairOf(t, "tcp")
 	de := newEngine(t, d, testShape)
 	pr := newPrompt(64)
 	dt := []uint32{0, 1, 2, 3}
-	// The partner's time, and a fence. One answer may be late where the machine is busy.
+	// The match timeout, and a fence. One answer may be late where the machine is busy.
 	const soon, tries = time.Second, 5
 	for _, peer := range []string{p.Endpoint(), "127.0.0.1:1"} {
 		took := time.Hour
@@ -300,7 +300,7 @@ func TestHTTP(t *testing.T) {
 		"/page/common.js": "export", "/page/page.css": "light-dark", "/healthz": "ok", "/readyz": "ready",
 		"/v1/node": p.Endpoint(), "/debug/state": "slices_in_flight", "/v1/layouts": `"layout"`,
 		"/metrics": `kvspray_transfer_transfers_total{outcome="ok",side="source"`} {
-		// Engines hear of an end before the counters do.
+		// Engines get the completion before the counters change.
 		until(t, func() bool {
 			code, body := get(t, p, path)
 			return code == 200 && strings.Contains(body, want)
@@ -309,11 +309,11 @@ func TestHTTP(t *testing.T) {
 	if _, body := get(t, p, "/metrics"); !strings.Contains(body,
 		`kvspray_rail_pairs{rail="lo",state="healthy",transport="tcp"}`) ||
 		!strings.Contains(body, `kvspray_rail_learned_bytes_per_second{rail="lo",transport="tcp"}`) {
-		t.Error("/metrics does not say how the rails are")
+		t.Error("/metrics lacks the state of the rails")
 	}
 	if _, body := get(t, p, "/debug/state"); !strings.Contains(body, `"gpu_links": []`) ||
 		!strings.Contains(body, `"gpu_executors": []`) {
-		t.Error("/debug/state does not say which links there are to GPUs, and what uses them")
+		t.Error("/debug/state lacks the links to GPUs, or what uses them")
 	}
 	// Routers leave a node that leaves. It serves its engine as before.
 	for method, leaving := range map[string]string{"POST": "true", "DELETE": "false"} {
@@ -380,19 +380,19 @@ func TestClusterKey(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// It is told soon, and why: the engine can compute.
+			// The engine gets an answer soon, with the reason, and can compute.
 			if got := se.wait(lease); got.Status != engines.StatusExpired ||
 				!strings.Contains(got.Received.Reason, "do not share a cluster key") {
 				t.Errorf("status %d, %q", got.Status, got.Received.Reason)
 			}
-			t.Logf("told after %v", time.Since(began))
+			t.Logf("answered after %v", time.Since(began))
 		})
 	}
 }
 
-// A sidecar that is told to end in mid transfer ends it first, and both engines hear that it went
-// well: the last completion is in the ring, and the last word at the peer, before the process is
-// gone.
+// A sidecar that is stopped in mid transfer ends the transfer first, and both engines get its
+// success: the last completion is in the ring, and the last message at the peer, before the process
+// is gone.
 func TestDrainInMidTransfer(t *testing.T) {
 	for _, tr := range []string{"tcp", "shm"} {
 		t.Run(tr, func(t *testing.T) {

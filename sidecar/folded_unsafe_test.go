@@ -9,8 +9,8 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// folded is a region of this process in which the same memory comes so many times, one behind the
-// other, and that memory.
+// folded is a region of this process that maps the same memory several times in a row, and that
+// memory.
 func folded(t *testing.T, size, times uintptr) (*mem.Region, []byte) {
 	t.Helper()
 	file, err := mem.NewAnonymous("folded", uint64(size))

@@ -48,9 +48,8 @@ func startFakeGDR(t *testing.T, f *fake.Fabric, device string, key string,
 	return startFakeRails(t, f, []string{device}, nil, key, others...)
 }
 
-// startFakeRails is startFakeGDR over several devices. What gdr says is kept in said, where there
-// is one.
-func startFakeRails(t *testing.T, f *fake.Fabric, devices []string, said *testutil.Log, key string,
+// startFakeRails is startFakeGDR over several devices. logs, unless nil, gets the lines of gdr.
+func startFakeRails(t *testing.T, f *fake.Fabric, devices []string, logs *testutil.Log, key string,
 	others ...string) *running {
 	cfg := testConfig(t, func(c *config.Config) {
 		c.Peer.ClusterKeyFile = key
@@ -65,8 +64,8 @@ func startFakeRails(t *testing.T, f *fake.Fabric, devices []string, said *testut
 			}, NUMA: -1})
 		}
 		to := n.log
-		if said != nil {
-			to = slog.New(slog.NewTextHandler(said, nil))
+		if logs != nil {
+			to = slog.New(slog.NewTextHandler(logs, nil))
 		}
 		n.backends[0] = gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return rails, nil },
 			Patience: 5 * time.Second,
@@ -146,7 +145,7 @@ func TestGDRWithoutRoom(t *testing.T) {
 		without func(*fake.Fabric)
 		with    func(*fake.Fabric)
 		end     int // whose log has the remedy, or either one's /v1/reach
-		says    string
+		why     string
 		over    string
 	}{
 		"memlock of the decode": {[2][]string{{"a"}, {"b"}}, func(f *fake.Fabric) { f.Lock("b", 64<<10) },
@@ -176,9 +175,9 @@ func TestGDRWithoutRoom(t *testing.T) {
 			}
 			c.without(f)
 			key := clusterKey(t)
-			var said [2]testutil.Log
-			p, d := startFakeRails(t, f, c.devices[0], &said[0], key, config.TransTCP), startFakeRails(t, f,
-				c.devices[1], &said[1], key, config.TransTCP)
+			var logs [2]testutil.Log
+			p, d := startFakeRails(t, f, c.devices[0], &logs[0], key, config.TransTCP), startFakeRails(t, f,
+				c.devices[1], &logs[1], key, config.TransTCP)
 			pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
 			seed := uint64(0)
 			moves := func() string {
@@ -197,19 +196,19 @@ func TestGDRWithoutRoom(t *testing.T) {
 				}
 			}
 			until(t, func() bool { return moves() == c.over })
-			told := func() bool {
+			reported := func() bool {
 				for _, n := range []*running{p, d} {
 					for _, peer := range n.web.Reach().Peers {
 						if slices.ContainsFunc(peer.Pairs, func(x nodeapi.PairReach) bool {
-							return strings.Contains(x.Why, c.says)
+							return strings.Contains(x.Why, c.why)
 						}) {
 							return true
 						}
 					}
 				}
-				return strings.Contains(said[c.end].String(), c.says)
+				return strings.Contains(logs[c.end].String(), c.why)
 			}
-			until(t, func() bool { moves(); return told() })
+			until(t, func() bool { moves(); return reported() })
 			c.with(f)
 			until(t, func() bool { return moves() == config.TransGDR })
 			if c.over == config.TransGDR { // the rail that had no room, too
@@ -219,7 +218,7 @@ func TestGDRWithoutRoom(t *testing.T) {
 	}
 }
 
-// A sidecar whose GID changes tells its peers, and transfers go on without a restart of either;
+// A sidecar whose GID changes informs its peers, and transfers go on without a restart of either;
 // also where the address is gone for a while, and where the device is pulled out.
 func TestGDRFollowsItsPort(t *testing.T) {
 	f := fabric(t)
@@ -234,8 +233,8 @@ func TestGDRFollowsItsPort(t *testing.T) {
 		de.ok(x.dst)
 		pe.ok(x.src)
 	}
-	// said is what d has heard of p's rail.
-	said := func(ok func(*peerv1.Rail) bool) func() bool {
+	// announced reports whether d has a rail of p that fulfills a condition.
+	announced := func(ok func(*peerv1.Rail) bool) func() bool {
 		return func() bool {
 			d.dial.mu.Lock()
 			defer d.dial.mu.Unlock()
@@ -251,33 +250,33 @@ func TestGDRFollowsItsPort(t *testing.T) {
 	}
 	down := func(r *peerv1.Rail) bool { return r.Down }
 	moves(1)
-	until(t, said(at("127.0.0.2")))
+	until(t, announced(at("127.0.0.2")))
 
 	f.SetGID("a", netip.MustParseAddr("127.0.0.4"))
-	until(t, said(at("127.0.0.4")))
+	until(t, announced(at("127.0.0.4")))
 	moves(2)
 
 	f.SetGID("a", netip.Addr{})
-	until(t, said(down))
+	until(t, announced(down))
 	f.SetGID("a", netip.MustParseAddr("127.0.0.5"))
-	until(t, said(at("127.0.0.5")))
+	until(t, announced(at("127.0.0.5")))
 	moves(3)
 
 	f.Remove("a")
-	until(t, said(down))
+	until(t, announced(down))
 	f.Insert("a")
-	until(t, said(at("127.0.0.5")))
+	until(t, announced(at("127.0.0.5")))
 	moves(4)
 
 	f.Emit("a", verbs.Event{Kind: verbs.PortDown})
-	until(t, said(down))
+	until(t, announced(down))
 	f.Emit("a", verbs.Event{Kind: verbs.PortUp})
-	until(t, said(at("127.0.0.5")))
+	until(t, announced(at("127.0.0.5")))
 	moves(5)
 }
 
-// lonelyGPU is a GPU that no NIC reaches: its driver exports no dma-buf, and no module tells NICs
-// of its addresses.
+// lonelyGPU is a GPU that no NIC reaches: its driver exports no dma-buf, and no module gives NICs
+// its addresses.
 type lonelyGPU struct {
 	*transporttest.Device
 	exports atomic.Int64

@@ -223,7 +223,7 @@ func (g *gpus) executorStates() []policy.RouteState {
 	return c.Routes()
 }
 
-// Forget gives back what GPUs have of regions that go.
+// Forget releases what GPUs hold for regions that end.
 func (g *gpus) Forget(regions []*mem.Region) {
 	c := g.links()
 	if c == nil {

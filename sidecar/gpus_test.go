@@ -17,8 +17,8 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/topo"
 )
 
-// A sidecar that is told to take GPUs at its start and cannot ends there, with the key, what it
-// names and what to do: an engine that measured free memory without them would run out of it later.
+// If the configuration names GPUs that a sidecar cannot take, its start fails, with the key, its
+// value and the remedy: an engine that measured free memory without them would run out of it later.
 func TestGPUsThatCannotBeTakenEndTheStart(t *testing.T) {
 	t.Parallel()
 	for _, key := range []string{"transports.gpu.open", "transports.gpu.relays"} {

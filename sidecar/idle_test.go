@@ -63,8 +63,8 @@ func TestMeasureIdlePeer(t *testing.T) {
 	}
 }
 
-// The first transfer after the idle time opens its lanes as soon as either end has said anything
-// of it: they are up at both ends while the prefill's engine has not named the prompt yet,
+// The first transfer after the idle time opens its lanes with the first message about it from
+// either end: they are up at both ends while the prefill's engine has not named the prompt yet,
 // whichever end dials. The transfer then goes by them, and takes little longer than the next one.
 func TestFirstAfterIdle(t *testing.T) {
 	const rounds = 5 // of each direction

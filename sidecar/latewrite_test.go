@@ -24,9 +24,9 @@ import (
 // sender, and leaves when the attack lets it go. Other lanes take the chunks over meanwhile, and it
 // is they that bring the commit.
 //
-// The worst moment is when the engine has its blocks back and has written to them. By then a sender
-// has mostly heard of the end, and sends nothing; one that is slow has not. So from the fence on
-// the sending sidecar is frozen: it hears nothing, its source stays open, and what its lanes carry
+// The worst moment is when the engine has its blocks back and has written to them. By then most
+// senders have received the end, and send nothing; a slow one has not. So from the fence on the
+// sending sidecar is frozen: it receives nothing, its source stays open, and what its lanes carry
 // leaves whole.
 type attack struct {
 	plan    *faulttest.Plan
@@ -35,8 +35,8 @@ type attack struct {
 
 	mu sync.Mutex // protects what follows
 	on bool
-	// let go when the transfer lacks so many chunks, so that copies and the commit meet; notEarly:
-	// after the end
+	// let go when the transfer lacks this number of chunks, so that copies and the commit meet;
+	// notEarly: after the end
 	early   uint32
 	victim  uint64 // the lane; 0: the first that is given a slice
 	frozen  bool   // the source's executor is locked, by us
@@ -47,8 +47,8 @@ type attack struct {
 
 const notEarly = ^uint32(0)
 
-// spareRuns is how many times the runs that were asked for may be made until so many have attacked:
-// a lane that was held in the run before may be given nothing yet where the machine is busy.
+// spareRuns limits the runs, as a multiple of those that must attack: on a busy machine, a lane
+// that was held in the previous run may have no slice yet, and the run does not attack.
 const spareRuns = 3
 
 // earliest bounds attack.early: a few slices.
@@ -94,8 +94,8 @@ func (a *attack) landed(missing uint32) {
 	}
 }
 
-// fencing is called when a grant is revoked and about to be fenced, before the source can hear of
-// it.
+// fencing is called when a grant is revoked and about to be fenced, before a message about it can
+// reach the source.
 func (a *attack) fencing() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -173,7 +173,8 @@ func (a *attack) end(t *testing.T) int {
 	return a.caught
 }
 
-// watched is a backend of the receiving sidecar that tells an attack of the moments it waits for.
+// watched is a backend of the receiving sidecar that reports to an attack the moments that it waits
+// for.
 type watched struct {
 	transport.Backend
 	a *attack
@@ -324,7 +325,7 @@ func lateAfterCancel(t *testing.T, held string, order []string) {
 			until(t, func() bool { return a.plan.Held() > 0 })
 		}
 		spin(time.Duration(rng.IntN(1500)) * time.Microsecond)
-		a.freeze() // a cancel is told to the source before the fence
+		a.freeze() // the source gets a cancel before the fence
 		if err := de.Cancel(x.dst, "attack", false); err != nil {
 			t.Fatal(err)
 		}
@@ -339,7 +340,7 @@ func lateAfterCancel(t *testing.T, held string, order []string) {
 		c.alive(t, i, "when nothing was in flight any more")
 		if got.Status == engines.StatusCancelled {
 			canceled++
-			// A cancel that came before the grant left is nothing that the source can know of.
+			// The source gets no message about a cancel that came before the grant left.
 			if err := pe.Cancel(x.src, "attack", true); err != nil {
 				t.Fatal(err)
 			}
@@ -386,7 +387,7 @@ func spin(d time.Duration) {
 	}
 }
 
-// attackRuns follows the transports' suite: few runs, unless KVSPRAY_ATTACK_RUNS says more.
+// attackRuns follows the transports' suite: few runs, unless KVSPRAY_ATTACK_RUNS sets more.
 func attackRuns(t testing.TB) int {
 	t.Helper()
 	v := os.Getenv(transporttest.AttackRunsEnv)

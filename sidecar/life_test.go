@@ -17,7 +17,7 @@ func (l *life) ahead(d time.Duration) {
 	l.now = func() time.Time { return was().Add(d) }
 }
 
-// The mark ends by itself: nobody has to undo a drain that failed or was killed.
+// The mark ends by itself: no operator has to undo a drain that failed or was killed.
 func TestLeaveEnds(t *testing.T) {
 	l := newLife()
 	at := time.Unix(1000, 0)
@@ -60,7 +60,7 @@ func TestNewEngineEndsTheMark(t *testing.T) {
 	leaving(false)
 }
 
-// A drain has to wait for blocks that nobody has fetched yet.
+// A drain has to wait for blocks that no receiver has fetched yet.
 func TestSourceLeasesAreCounted(t *testing.T) {
 	p, d := pairOf(t, "tcp")
 	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)

@@ -9,7 +9,7 @@ import (
 )
 
 // What /v1/links shows of the rail that a transfer took is what the sidecar learned: a rate, from
-// samples, within what the transfer itself took. The receiver has sent nothing and says so.
+// samples, within what the transfer itself took. The receiver has sent nothing and reports none.
 func TestLinks(t *testing.T) {
 	p, d := pairOf(t, "tcp")
 	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
@@ -22,7 +22,7 @@ func TestLinks(t *testing.T) {
 		return v
 	}
 	if v := read(p); v.Boot != p.Boot().String() || len(v.Peers) != 0 {
-		t.Errorf("before anybody is met: %+v", v)
+		t.Errorf("before it has met a peer: %+v", v)
 	}
 	began := time.Now()
 	x := begin(t, p, pe, de, 1, tokens)

@@ -41,18 +41,18 @@ func scattered(l *layout.Layout, tokens int) [][]uint32 {
 	return [][]uint32{table}
 }
 
-// allocated is what f allocates, the least of several tries: whatever else runs in the process
+// allocated is what f allocates, the minimum of several tries: whatever else runs in the process
 // allocates, too.
 func allocated(f func()) uint64 {
-	least := ^uint64(0)
+	lowest := ^uint64(0)
 	var before, after runtime.MemStats
 	for range 5 {
 		runtime.ReadMemStats(&before)
 		f()
 		runtime.ReadMemStats(&after)
-		least = min(least, after.TotalAlloc-before.TotalAlloc)
+		lowest = min(lowest, after.TotalAlloc-before.TotalAlloc)
 	}
-	return least
+	return lowest
 }
 
 // TestListsOfALongPrompt: what exists of a prompt of 32,768 tokens at one time, at either end, in
@@ -69,7 +69,7 @@ func TestListsOfALongPrompt(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	slice := uint32(0) // the most chunks that a lane of any transport asks for at once
+	slice := uint32(0) // the maximum of chunks that a lane of any transport asks for at once
 	for _, b := range backends {
 		c := b.Caps()
 		slice = max(slice, uint32(max(c.SliceBytes, c.DeviceSlice)/transfer.ChunkBytes))
@@ -106,7 +106,7 @@ func TestListsOfALongPrompt(t *testing.T) {
 					}
 				}
 			}
-			var most [2]int // pieces of a slice, of the short and of the long prompt
+			var widest [2]int // pieces of a slice, of the short and of the long prompt
 			var planned uint64
 			for k, tokens := range []int{short, long} {
 				tables := [2][][]uint32{scattered(c.from, tokens), scattered(c.to, tokens)}
@@ -119,7 +119,7 @@ func TestListsOfALongPrompt(t *testing.T) {
 							plan.Space().NumChunks()-first)}); err != nil {
 							t.Fatal(err)
 						}
-						most[k] = max(most[k], len(buf))
+						widest[k] = max(widest[k], len(buf))
 					}
 				}
 			}
@@ -143,19 +143,19 @@ func TestListsOfALongPrompt(t *testing.T) {
 			peer := s.Peer(transfer.Boot{1}, nil)
 			scheduled := allocated(func() { s.Open(peer, 0, 0, plan.Space(), nil) })
 			arrived := allocated(func() { transfer.NewBitmap(plan.Space().NumChunks()) })
-			list := uint64(most[1]) * uint64(reflect.TypeFor[mem.Block]().Size())
+			list := uint64(widest[1]) * uint64(reflect.TypeFor[mem.Block]().Size())
 			strides := uint64(len(runs)) * uint64(reflect.TypeFor[layout.Run]().Size())
 			t.Logf("%d MiB: plan %d B, scheduler %d B, bitmap %d B, a slice of %d KiB %d pieces (%d B); "+
 				"its %d runs would be %d B, %d of a layer; its pieces %d B",
 				plan.Space().TotalBytes()>>20, planned, scheduled, arrived, slice*transfer.ChunkBytes>>10,
-				most[1], list, len(runs), strides, layer,
+				widest[1], list, len(runs), strides, layer,
 				pieces*uint64(reflect.TypeFor[layout.IpcBlock]().Size()))
 			if planned > 64<<10 {
 				t.Errorf("both sides' plans are %d bytes beside the block tables", planned)
 			}
-			if most[1] > most[0] || uint64(most[1]) > uint64(slice)*transfer.ChunkBytes/c.piece {
+			if widest[1] > widest[0] || uint64(widest[1]) > uint64(slice)*transfer.ChunkBytes/c.piece {
 				t.Errorf("a slice has %d pieces; of a prompt of %d tokens it has %d, and pieces have %d "+
-					"bytes and more", most[1], short, most[0], c.piece)
+					"bytes and more", widest[1], short, widest[0], c.piece)
 			}
 			if chunks := uint64(plan.Space().NumChunks()); scheduled > chunks*3/8+4096 ||
 				arrived > chunks/8+4096 {
@@ -234,7 +234,7 @@ func TestCellsOfASlice(t *testing.T) {
 			t.Fatal(c.name, err)
 		}
 		regions := map[layout.RegionIndex]*mem.Region{}
-		var most [2]int
+		var largest [2]int
 		const slice = 1 << 20 / transfer.ChunkBytes
 		for first := uint32(0); first+slice <= plan.Space().NumChunks(); first += 37 {
 			pieces, err := side.Append(nil, transfer.Range{First: first, Count: slice})
@@ -254,11 +254,11 @@ func TestCellsOfASlice(t *testing.T) {
 				cells += 1 + min(int(s.Count)-1, 1) + min(int(s.Rows)-1, 1)
 				rest = rest[s.Pieces():]
 			}
-			most = [2]int{max(most[0], len(blocks)), max(most[1], cells)}
+			largest = [2]int{max(largest[0], len(blocks)), max(largest[1], cells)}
 		}
-		t.Logf("%s: %d", c.name, most)
-		if most != c.want {
-			t.Errorf("%s: %d cells as pieces, as runs; want %d", c.name, most, c.want)
+		t.Logf("%s: %d", c.name, largest)
+		if largest != c.want {
+			t.Errorf("%s: %d cells as pieces, as runs; want %d", c.name, largest, c.want)
 		}
 	}
 }

@@ -9,7 +9,8 @@ import (
 	"testing"
 )
 
-// TestLive: the page's events show a transfer that has ended, and only so many browsers get them.
+// TestLive: the page's events show a transfer that has ended, and a bounded number of browsers gets
+// them.
 func TestLive(t *testing.T) {
 	p, d := pairOf(t, "tcp")
 	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
@@ -28,9 +29,9 @@ func TestLive(t *testing.T) {
 		}
 		return res
 	}
-	const most = 16
+	const limit = 16
 	var all []*http.Response
-	for range most {
+	for range limit {
 		all = append(all, open())
 	}
 	refused := open()

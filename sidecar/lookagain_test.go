@@ -10,14 +10,15 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// A start that fails late ends, also where an address was to be bound later: what would do that
-// waits for a sidecar that is started, which this one never is. Run joins it before it says why.
+// A start that fails late ends, also where an address was to be bound later: the goroutine that
+// would bind it waits for the end of the start, which never comes. Run joins it before it returns
+// the error.
 func TestLookAgainEndsWithAFailedStart(t *testing.T) {
 	testutil.Bubble(t, func(*testing.T) {
 		proc := driver.NewGoroutines()
 		n := newRailSet(nil, proc, &openBackends{}, make(chan struct{}), slog.New(slog.DiscardHandler))
 		n.lookAgain(&topo.Host{})
 		time.AfterFunc(2*railRetry, proc.Stop)
-		proc.Wait() // it would be for ever: then synctest says that all are blocked
+		proc.Wait() // if it were for ever, synctest would report that all are blocked
 	})
 }

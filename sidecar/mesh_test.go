@@ -48,7 +48,7 @@ type meshed struct {
 }
 
 // fixedPorts hands out addresses below the ports that the kernel gives to outgoing connections. A
-// large mesh has so many of those that a port which was free a moment ago may be one's.
+// large mesh has many of those: one may take a port that was free a moment ago.
 type fixedPorts struct{ last atomic.Int64 }
 
 const lowestPort = 10240 // below are ports of well-known services
@@ -94,7 +94,7 @@ func newMeshed(t *testing.T, ports *fixedPorts, gossip, join, secret string) *me
 	return &meshed{p, p.path + ".log"}
 }
 
-// reach is which others it knows; nothing where it does not answer.
+// reach is what it reports of its peers, or an error where it does not answer.
 func (m *meshed) reach() (v nodeapi.Reach, err error) {
 	resp, err := http.Get("http://" + m.http + "/v1/reach")
 	if err != nil {
@@ -104,7 +104,7 @@ func (m *meshed) reach() (v nodeapi.Reach, err error) {
 	return v, json.NewDecoder(resp.Body).Decode(&v)
 }
 
-// peers is how many others it knows, and how many data lanes it has; -1 where it does not answer.
+// peers is the number of its peers and of its data lanes; -1 where it does not answer.
 func (m *meshed) peers() (known, lanes int) {
 	v, err := m.reach()
 	if err != nil {
@@ -118,7 +118,7 @@ func (m *meshed) peers() (known, lanes int) {
 	return len(v.Peers), lanes
 }
 
-// strangers are nodes that it knows and that are not among all.
+// strangers are those of its peers that are not among all.
 func (m *meshed) strangers(all []*meshed) (names []string) {
 	v, _ := m.reach()
 	for _, p := range v.Peers {
@@ -187,7 +187,7 @@ func churn(t *testing.T, members []*meshed, rate int, length time.Duration,
 }
 
 // Sidecars in processes of their own meet by gossip, while others of them end, one way or the
-// other, and new ones come. No one is refused, and what the others cost is afterwards what it was
+// other, and new ones come. None is refused, and what the others cost is afterwards what it was
 // before. make test-mesh runs it with 200 of them for five minutes.
 func TestMeshOfProcesses(t *testing.T) {
 	count, seconds, rate := fromEnv(t, meshProcessesEnv, 8), fromEnv(t, meshSecondsEnv, 4),
@@ -210,24 +210,24 @@ func TestMeshOfProcesses(t *testing.T) {
 	whole := func(what string) {
 		t.Helper()
 		began := time.Now()
-		knows := func(m *meshed) bool {
+		complete := func(m *meshed) bool {
 			known, lanes := m.peers()
 			return known == count-1 && lanes == 0
 		}
 		left := slices.Clone(all)
-		said := began
+		logged := began
 		for {
 			// Only those that were not whole are asked again, as the answers cost what is measured.
-			if left = slices.DeleteFunc(left, knows); len(left) == 0 {
-				if left = slices.DeleteFunc(slices.Clone(all), knows); len(left) == 0 {
+			if left = slices.DeleteFunc(left, complete); len(left) == 0 {
+				if left = slices.DeleteFunc(slices.Clone(all), complete); len(left) == 0 {
 					t.Logf("%s: whole after %v", what, time.Since(began).Round(time.Millisecond))
 					return
 				}
 			}
-			if time.Since(said) > 10*time.Second {
-				said = time.Now()
+			if time.Since(logged) > 10*time.Second {
+				logged = time.Now()
 				known, lanes := left[0].peers()
-				t.Logf("%s: %d of %d are not whole after %v; the first of them knows %d, of which %v are "+
+				t.Logf("%s: %d of %d are not whole after %v; the first of them has %d peers, of which %v are "+
 					"gone, and has %d lanes", what, len(left), count, time.Since(began).Round(time.Second), known,
 					left[0].strangers(all), lanes)
 			}
@@ -235,10 +235,10 @@ func TestMeshOfProcesses(t *testing.T) {
 				for _, m := range left {
 					known, lanes := m.peers()
 					b, _ := os.ReadFile(m.log)
-					t.Logf("%s knows %d and has %d lanes; its log ends with %s", m.endpoint, known, lanes,
+					t.Logf("%s has %d peers and %d lanes; its log ends with %s", m.endpoint, known, lanes,
 						b[max(0, len(b)-1000):])
 				}
-				t.Fatalf("%s: %d of %d sidecars do not know just the %d others, without a data lane", what,
+				t.Fatalf("%s: %d of %d sidecars do not have just the %d others, without a data lane", what,
 					len(left), count, count-1)
 			}
 			<-time.After(100 * time.Millisecond)
@@ -258,11 +258,11 @@ func TestMeshOfProcesses(t *testing.T) {
 		func() *meshed { return newMeshed(t, &ports, "", seed, secret) })
 	took := time.Since(began)
 	whole("after the churn")
-	most := 0
+	grown := 0
 	<-time.After(time.Second)
 	for i, m := range stay {
 		fds, rss := m.costs(t)
-		most, sumAfter = max(most, fds-before[i]), sumAfter+rss
+		grown, sumAfter = max(grown, fds-before[i]), sumAfter+rss
 		logs = append(logs, m.log)
 	}
 	refusals := 0
@@ -280,9 +280,9 @@ func TestMeshOfProcesses(t *testing.T) {
 	t.Logf("%d sidecars, %d restarts in %v (%.1f a second): %d refusals; resident %.1f MiB each "+
 		"before, %.1f after; at most %d descriptors more", count, ended,
 		took.Round(time.Second), float64(ended)/took.Seconds(), refusals,
-		float64(sum)/float64(len(stay))/(1<<20), float64(sumAfter)/float64(len(stay))/(1<<20), most)
-	if most > 4 {
-		t.Errorf("a sidecar has %d descriptors more than before the churn", most)
+		float64(sum)/float64(len(stay))/(1<<20), float64(sumAfter)/float64(len(stay))/(1<<20), grown)
+	if grown > 4 {
+		t.Errorf("a sidecar has %d descriptors more than before the churn", grown)
 	}
 	if float64(sumAfter) > 1.25*float64(sum)+float64(len(stay))*(4<<20) {
 		t.Errorf("%d bytes were resident before the churn, %d after", sum, sumAfter)

@@ -41,7 +41,7 @@ func TestMismatchIsNamed(t *testing.T) {
 			Blocks: [][]uint32{{1, 2, 3, 4}}, Ready: 64, DeadlineMS: deadlineMS})
 		dst, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.Endpoint(),
 			Skip: []uint32{0}, Blocks: [][]uint32{{5, 6, 7, 8}},
-			DeadlineMS: deadlineMS, PartnerMS: partnerMS})
+			DeadlineMS: deadlineMS, PartnerMS: matchMS})
 		if err != nil || err2 != nil {
 			t.Fatal(err, err2)
 		}
@@ -63,7 +63,7 @@ func TestMismatchIsNamed(t *testing.T) {
 	for _, l := range []*testutil.Log{plog, dlog} {
 		until(t, func() bool { return strings.Contains(strings.ReplaceAll(l.String(), `\"`, `"`), want) })
 	}
-	// What is remembered is used.
+	// The sidecar uses the description that it remembers.
 	p.conv.descriptions.mu.Lock()
 	if len(p.conv.descriptions.byFingerprint) != 1 {
 		t.Errorf("%d descriptions are remembered", len(p.conv.descriptions.byFingerprint))
@@ -87,7 +87,7 @@ func TestMismatchIsNamed(t *testing.T) {
 }
 
 // Where the pages are unlike, too, the cells of layers are named with the rest, each field once for
-// all layers; and where the models are alike otherwise, the plan that cannot be made says so.
+// all layers; and where the models are alike otherwise, the error of the plan names the cells.
 func TestUnlikeCellsAreNamed(t *testing.T) {
 	const cells = "kv heads = 1 and 2"
 	for _, c := range []struct {
@@ -116,7 +116,7 @@ func TestUnlikeCellsAreNamed(t *testing.T) {
 				Blocks: [][]uint32{{1, 2, 3, 4}}, Ready: 64, DeadlineMS: deadlineMS})
 			dst, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.Endpoint(),
 				Skip: []uint32{0}, Blocks: [][]uint32{{5, 6, 7, 8}},
-				DeadlineMS: deadlineMS, PartnerMS: partnerMS})
+				DeadlineMS: deadlineMS, PartnerMS: matchMS})
 			if err != nil || err2 != nil {
 				t.Fatal(err, err2)
 			}

@@ -159,7 +159,7 @@ func (n *Node) join(self transport.Peer) {
 	n.driver = driver.New(driver.Config{
 		Exec: exec.New(exec.Config{Boot: n.boot, Planner: n.plans, Transports: n.cfg.Transports.Order,
 			Deadline:     time.Duration(n.cfg.Transfer.Deadline),
-			MatchTimeout: time.Duration(n.cfg.Transfer.Partner),
+			MatchTimeout: time.Duration(n.cfg.Transfer.MatchTimeout),
 			HoldTimeout:  time.Duration(n.cfg.Transfer.Hold), Grace: n.grace,
 			MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices,
 			Distance: n.rails.near, Spans: n.observer.tracing != nil}),

@@ -33,7 +33,7 @@ const (
 	patience = time.Minute // of a test that is about to fail
 	// of a transfer that has to come; a machine may have other things to do.
 	deadlineMS = 60000
-	partnerMS  = 30000 // of an expect whose intent has to come
+	matchMS    = 30000 // of an expect whose intent has to come
 )
 
 // tb is what helpers need of a test or a benchmark.
@@ -48,7 +48,7 @@ func start(t testing.TB, change func(*config.Config)) *running {
 	return startConfig(t, testConfig(t, change))
 }
 
-// testConfig is that of a node which meets only those that it is told of.
+// testConfig is that of a node which meets only peers that the test names to it.
 func testConfig(t testing.TB, change func(*config.Config)) *config.Config {
 	t.Helper()
 	dir := testutil.ShortDir(t)
@@ -273,7 +273,7 @@ func TestMoves(t *testing.T) {
 					Blocks: [][]uint32{pt}, Ready: tokens, DeadlineMS: deadlineMS}
 				expect := msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(),
 					Skip: []uint32{skip}, Blocks: [][]uint32{dt},
-					DeadlineMS: deadlineMS, PartnerMS: partnerMS, Req: fmt.Sprint("req-", i)}
+					DeadlineMS: deadlineMS, PartnerMS: matchMS, Req: fmt.Sprint("req-", i)}
 				var src, dst uint64
 				var err, err2 error
 				if i%2 == 0 {

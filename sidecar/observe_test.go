@@ -80,8 +80,8 @@ func stuckNode(t testing.TB) (*running, *atomic.Bool) {
 	}), on
 }
 
-// While a fence is not acknowledged the gauge that people are alerted by says so, the engine hears
-// nothing, and what started the fence is counted once when it ends.
+// While a fence is not acknowledged, the gauge for alerts shows it, and the engine gets no
+// completion. The cause of the fence is counted once, when the fence ends.
 func TestStuckFence(t *testing.T) {
 	for cause, end := range map[string]func(t *testing.T, d *running, de *engine, x underway){
 		"cancel": func(t *testing.T, _ *running, de *engine, x underway) {

@@ -103,7 +103,7 @@ func (n *storeNode) meets(t *testing.T, others int) {
 	until(t, func() bool {
 		st := n.state(t)
 		return len(st.Peers) == others && (st.Directory.Kind == config.DirRedis ||
-			st.Directory.Members == others+1) && n.pages.removals.Heard()
+			st.Directory.Members == others+1) && n.pages.removals.Settled()
 	})
 }
 
@@ -335,7 +335,7 @@ func TestHolderEndsDuringGets(t *testing.T) {
 	if got := hits(b.fetch(t, series(1, 100)...)); got != count {
 		t.Errorf("%d of %d are kept", got, count)
 	}
-	// What came is another node's to get.
+	// Another node can get the pages that came.
 	until(t, func() bool { return hits(c.fetch(t, series(1, 100)...)) == count })
 }
 

@@ -154,7 +154,7 @@ func (p *pageStore) close() error {
 	if p.store == nil {
 		return nil
 	}
-	if p.exchange != nil { // after a failure nobody has done this yet
+	if p.exchange != nil { // after a failure this is not done yet
 		p.leave()
 	}
 	arena := p.store.Region()

@@ -20,7 +20,7 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// seated is a GPU that knows where it sits, and does nothing.
+// seated is a GPU that has a place in the PCI tree, and does nothing.
 type seated struct {
 	mem.Device
 	at string
@@ -110,12 +110,12 @@ func hgx(t *testing.T) *topo.Host {
 func TestNear(t *testing.T) {
 	h := hgx(t)
 	n := newRailSet(&config.Config{}, nil, &openBackends{}, nil, slog.New(slog.DiscardHandler))
-	said := map[string]int{"ens4np0": 1}
+	configured := map[string]int{"ens4np0": 1}
 	var opened []transport.Rail
 	for i := range 8 {
 		name := fmt.Sprintf("ens%dnp0", i+1)
 		opened = append(opened, transport.Rail{Name: name, Address: fmt.Sprintf("192.168.%d.11:7000",
-			i+1), Tier: said[name]})
+			i+1), Tier: configured[name]})
 	}
 	n.put(config.TransTCP, append(opened, transport.Rail{Name: "proxy", Address: "203.0.113.1:7000"}))
 	n.host = h
@@ -125,7 +125,7 @@ func TestNear(t *testing.T) {
 		for k := range 8 {
 			rail, want := fmt.Sprintf("ens%dnp0", k+1), topo.Far
 			switch {
-			case said[fmt.Sprintf("ens%dnp0", k+1)] != 0:
+			case configured[fmt.Sprintf("ens%dnp0", k+1)] != 0:
 				want = topo.Near // the configuration's word
 			case i == k:
 				want = topo.Near
@@ -149,7 +149,7 @@ func TestNear(t *testing.T) {
 
 // TestNearRailGoesFirst: two sidecars, one of which has two rails that sit on two NUMA nodes of the
 // HGX machine, and the cache of its engine on the first of those. What topo measured decides which
-// of them gets the first slice, at the sender as at the receiver, whose grant tells it; at the
+// of them gets the first slice, at the sender as at the receiver, whose grant has it; at the
 // sender the far one even claims to be twice as fast, which decides where no tier is known.
 func TestNearRailGoesFirst(t *testing.T) {
 	for _, side := range []string{"sender", "receiver"} {
@@ -185,7 +185,7 @@ func TestNearRailGoesFirst(t *testing.T) {
 				ok(t, err)
 				dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: few, Peer: p.Endpoint(),
 					Skip: []uint32{0}, Blocks: [][]uint32{dt},
-					DeadlineMS: deadlineMS, PartnerMS: partnerMS})
+					DeadlineMS: deadlineMS, PartnerMS: matchMS})
 				ok(t, err)
 				bound(t, d)
 				pair := func(rail string) (v spray.PairView) {

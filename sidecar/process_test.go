@@ -66,7 +66,7 @@ type process struct {
 	cmd      *exec.Cmd
 }
 
-// freePorts are addresses that nothing listens on, and that nobody else takes before the child
+// freePorts are addresses that nothing listens on, and that no other process takes before the child
 // binds, or while the child is dead: they are this process's alone.
 func freePorts(t testing.TB) (a, b string) {
 	t.Helper()
@@ -101,7 +101,7 @@ func newProcess(t testing.TB, transport string, argv ...string) *process {
 	t.Cleanup(func() {
 		p.kill()
 		if log, err := os.ReadFile(p.path + ".log"); err == nil && t.Failed() {
-			t.Logf("the child said:\n%s", log[max(0, len(log)-4096):])
+			t.Logf("the child's log:\n%s", log[max(0, len(log)-4096):])
 		}
 	})
 	p.start()
@@ -206,8 +206,8 @@ func TestSourceSidecarKilled(t *testing.T) {
 }
 
 // kill -9 of the decode's sidecar in mid transfer: the prefill's blocks are kept, the shim presents
-// its lease to the next sidecar, and all of it comes. A lease that nobody presents again ends as
-// one whose partner is missing.
+// its lease to the next sidecar, and all of it comes. A lease that no shim presents again ends with
+// the match timeout.
 func TestDestinationSidecarKilled(t *testing.T) {
 	for _, tr := range []string{"tcp", "shm"} {
 		t.Run(tr, func(t *testing.T) {
@@ -215,7 +215,7 @@ func TestDestinationSidecarKilled(t *testing.T) {
 			d := newProcess(t, tr)
 			p := start(t, func(c *config.Config) {
 				// in which the next sidecar has to be there
-				c.Transports.Order, c.Transfer.Partner = []string{tr}, config.Duration(8*time.Second)
+				c.Transports.Order, c.Transfer.MatchTimeout = []string{tr}, config.Duration(8*time.Second)
 			})
 			pe, de := newEngine(t, p, testShape), newEngine(t, d.asRunning(), testShape)
 			pe.random()
@@ -232,7 +232,7 @@ func TestDestinationSidecarKilled(t *testing.T) {
 				Steps:  []msg.PendingStep{{Step: 1, End: tokens}}, DeadlineMS: deadlineMS})
 			_, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(),
 				Skip: []uint32{0}, Blocks: [][]uint32{rest},
-				DeadlineMS: deadlineMS, PartnerMS: partnerMS})
+				DeadlineMS: deadlineMS, PartnerMS: matchMS})
 			if err != nil || err2 != nil {
 				t.Fatal(err, err2)
 			}
@@ -250,7 +250,7 @@ func TestDestinationSidecarKilled(t *testing.T) {
 			}
 			again := msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: p.Endpoint(),
 				Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
-				DeadlineMS: deadlineMS, PartnerMS: partnerMS}
+				DeadlineMS: deadlineMS, PartnerMS: matchMS}
 			if err := de.Push(board.RecExpect, x.dst, again.Append(nil), false); err != nil {
 				t.Fatal(err)
 			}

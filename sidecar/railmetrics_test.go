@@ -15,7 +15,7 @@ import (
 )
 
 // TestRailMetricsAfterFaults: slices and probes fail on one of two rails, and then no more, while
-// transfers go on and come whole. What was done to it is read from /metrics' registry afterwards:
+// transfers go on and come whole. The registry of /metrics has the consequences afterwards:
 // retries, exclusions, probes, re-admissions, and how far predictions are off.
 func TestRailMetricsAfterFaults(t *testing.T) {
 	const bad, good = "r1", "r0"
@@ -227,7 +227,7 @@ func TestRetriesByReason(t *testing.T) {
 				}
 				if x.dst, err = de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: prompt,
 					Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
-					DeadlineMS: deadlineMS, PartnerMS: partnerMS}); err != nil {
+					DeadlineMS: deadlineMS, PartnerMS: matchMS}); err != nil {
 					t.Fatal(err)
 				}
 				return x

@@ -48,7 +48,7 @@ func ok(t testing.TB, err error) {
 	}
 }
 
-// Patterns that fit more interfaces than there may be rails make so many and no more, which is said
+// Patterns that fit more interfaces than there may be rails make only that number, which is logged
 // once; a look that finds the same changes nothing, and an interface that goes makes room.
 func TestAutoRailsAreBounded(t *testing.T) {
 	if !testutil.InNamespace(t) {
@@ -96,7 +96,7 @@ func TestAutoRailsAreBounded(t *testing.T) {
 		t.Errorf("one of the rails went: %+v", third)
 	}
 	if got := strings.Count(l.String(), "too many interfaces match transports.tcp.rails"); got != 1 {
-		t.Errorf("it was said %d times, want once: %s", got, l)
+		t.Errorf("it was logged %d times, want once: %s", got, l)
 	}
 }
 
@@ -127,7 +127,7 @@ func TestInvalidRailsAreLoggedOnce(t *testing.T) {
 		n.dial.mu.Unlock()
 		n.conv.peerRails(boot, many[:3])
 		if s := l.String(); strings.Contains(s, boot.String()) {
-			t.Errorf("rails as they can be are told of: %s", s)
+			t.Errorf("valid rails are logged: %s", s)
 		}
 		for range 100 {
 			n.conv.peerRails(boot, many)
@@ -138,23 +138,24 @@ func TestInvalidRailsAreLoggedOnce(t *testing.T) {
 		if len(kept) != peer.MaxRails || kept[3].Name != "x3" || kept[3].Gbps != 0 || kept[4].Gbps != 10 {
 			t.Errorf("%d rails are kept: %v", len(kept), kept)
 		}
-		var told []string
+		var logged []string
 		for line := range strings.Lines(l.String()) {
 			if strings.Contains(line, "a peer announced invalid rails") && strings.Contains(line,
 				boot.String()) {
-				told = append(told, line)
+				logged = append(logged, line)
 			}
 		}
-		if len(told) != 1 || !strings.Contains(told[0], "rail x3: a speed of 1e+300 Gbit/s") ||
-			!strings.Contains(told[0], fmt.Sprintf("rails %d to 9999: at most %d are kept", peer.MaxRails,
+		if len(logged) != 1 || !strings.Contains(logged[0], "rail x3: a speed of 1e+300 Gbit/s") ||
+			!strings.Contains(logged[0], fmt.Sprintf("rails %d to 9999: at most %d are kept", peer.MaxRails,
 				peer.MaxRails)) {
-			t.Errorf("told of %d times, want once, with what is wrong: %q", len(told), told)
+			t.Errorf("logged %d times, want once, with what is wrong: %q", len(logged), logged)
 		}
 	}
 }
 
 // TestRailsComeAndGo: two sidecars, both on every interface that there is. One appears, one loses
-// its carrier and gets it back, one vanishes; transfers go on all the while, and both sides know.
+// its carrier and gets it back, one vanishes; transfers go on all the while, and both sides have
+// the change.
 func TestRailsComeAndGo(t *testing.T) {
 	if !testutil.InNamespace(t) {
 		return
@@ -227,7 +228,7 @@ func TestRailsComeAndGo(t *testing.T) {
 			wait(what+": pairs there", pairs, func() []string { return lanes(d, p) })
 		}
 	}
-	// control waits for a control lane over a rail, dialed by whoever did.
+	// control waits for a control lane over a rail, whichever side dialed it.
 	control := func(what, addr string) {
 		t.Helper()
 		wait(what, []string{addr}, func() []string {
@@ -264,7 +265,7 @@ func TestRailsComeAndGo(t *testing.T) {
 		}
 	}
 	if !slices.Equal(why, []string{"the link of rail1 is down"}) {
-		t.Errorf("routes say %q", why)
+		t.Errorf("routes have the reason %q", why)
 	}
 
 	ok(t, netlink.LinkSetUp(far))

@@ -72,8 +72,8 @@ var stoodStill = sync.OnceValue(func() time.Duration {
 // quick reports whether the guest bears a sidecar's defaults: a processor for each rail, none of
 // which stands still for as long as the device's timers wait at least.
 func quick() bool {
-	least, _ := gdr.Timers(time.Duration(config.Default().Transports.GDR.DeadPath))
-	return runtime.NumCPU() >= rdmaRails && stoodStill() < least
+	low, _ := gdr.Timers(time.Duration(config.Default().Transports.GDR.DeadPath))
+	return runtime.NumCPU() >= rdmaRails && stoodStill() < low
 }
 
 func queuePairs(t testing.TB) int {
@@ -91,22 +91,22 @@ func queuePairs(t testing.TB) int {
 	return n
 }
 
-// underWhat says what a table was made with.
-func underWhat(t testing.TB) string {
-	least, most := gdr.Timers(deadPath(t))
+// conditions are those under which a table was made.
+func conditions(t testing.TB) string {
+	low, high := gdr.Timers(deadPath(t))
 	return fmt.Sprintf("dead_path %s, of which the device's timers take %s to %s; queue_pairs %d; a "+
 		"busy processor stood still for %s", deadPath(t),
-		least.Round(100*time.Microsecond), most.Round(100*time.Microsecond), queuePairs(t),
+		low.Round(100*time.Microsecond), high.Round(100*time.Microsecond), queuePairs(t),
 		stoodStill().Round(100*time.Microsecond))
 }
 
-// noticedBy says how a device finds a fault out, and how long that takes it by itself.
+// noticedBy is how a device finds out a fault, and how long that takes it by itself.
 func (f *fault) noticedBy(t testing.TB) string {
 	if f.by != "" || f.inject == "" && f.act == nil {
 		return f.by
 	}
-	least, most := gdr.Timers(deadPath(t))
-	return fmt.Sprintf("its timers: %d to %d ms", least.Milliseconds(), most.Milliseconds())
+	low, high := gdr.Timers(deadPath(t))
+	return fmt.Sprintf("its timers: %d to %d ms", low.Milliseconds(), high.Milliseconds())
 }
 
 func deadPath(t testing.TB) time.Duration {
@@ -178,7 +178,7 @@ func clusterKey(t testing.TB) string {
 	return path
 }
 
-// fill writes content that says what and where it is.
+// fill writes content that depends on its prompt and place.
 func fill(e *engine, table []uint32, seed uint64) {
 	for l := range e.shape.Layers {
 		for k, b := range table {
@@ -264,7 +264,7 @@ func gone(n *running, ids []uint64) bool {
 	return !slices.ContainsFunc(ids, func(id uint64) bool { _, up := n.driver.Down(id); return up })
 }
 
-// whenGone tells when a node has lost all of these lanes, or closes without a word once it is over.
+// whenGone sends the time when a node has lost all of these lanes, or closes without it after over.
 func whenGone(n *running, ids []uint64, over <-chan struct{}) <-chan time.Time {
 	lost := make(chan time.Time, 1)
 	go func() {
@@ -300,8 +300,8 @@ type fault struct {
 	name   string
 	inject string
 	heal   string
-	quiet  bool   // it ends by itself, before anybody must notice
-	by     string // what tells the device; empty: its timers
+	quiet  bool   // it ends by itself, before a device must notice
+	by     string // what shows it to the device; empty: its timers
 	act    func(t testing.TB, p, d *running)
 }
 
@@ -317,7 +317,7 @@ func up(end string) string {
 		end, i, here, i)
 }
 
-// What tells a device of a fault before its timers do. Both ends of a rail of one guest go down
+// What shows a fault to a device before its timers do. Both ends of a rail of one guest go down
 // together.
 const (
 	byPort    = "its port's event"
@@ -441,5 +441,5 @@ func TestRDMAFaults(t *testing.T) {
 	}
 	fmt.Printf("%s\n| fault | %d MiB took | its lanes gone after | the device finds out by | the "+
 		"command took | longest stall | lanes back after healing |\n|---|---|---|---|---|---|---|\n%s",
-		underWhat(t), whole()>>20, table_.String())
+		conditions(t), whole()>>20, table_.String())
 }

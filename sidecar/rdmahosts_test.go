@@ -27,8 +27,8 @@ type hostFault struct {
 	rail string // that is broken
 }
 
-// twoFaults: the sender has no packets of its own dropped as they leave, which tells its device
-// nothing.
+// twoFaults has no fault that drops the sender's own packets as they leave: its device does not
+// notice that.
 var twoFaults = []hostFault{
 	{fault: fault{name: "none"}},
 	{fault{name: "requests dropped at the receiver", inject: "iptables -A INPUT -i eth0 -p udp " +
@@ -90,7 +90,7 @@ type rdmaHost struct {
 	node    string // 1 or 2
 	devices []string
 	key     string
-	share   string // a folder that both see
+	share   string // a directory that both see
 }
 
 const rdmaPort = "7650"
@@ -111,24 +111,24 @@ func twoHosts(t *testing.T) *rdmaHost {
 	if h.node == "1" {
 		b, err := os.ReadFile(clusterKey(t))
 		ok(t, err)
-		h.say("key", b)
+		h.put("key", b)
 	}
 	h.key = filepath.Join(t.TempDir(), "key")
-	ok(t, os.WriteFile(h.key, h.hear("key"), 0o600)) // a file that only its owner reads
+	ok(t, os.WriteFile(h.key, h.get("key"), 0o600)) // a file that only its owner reads
 	return h
 }
 
-// say tells the other host something, once in a test, and hear waits for it.
-func (h *rdmaHost) say(what string, b []byte) {
+// put leaves a message for the other host, once in a test, and get waits for it.
+func (h *rdmaHost) put(what string, b []byte) {
 	h.t.Helper()
 	path := h.path(what)
 	ok(h.t, os.WriteFile(path+".new", b, 0o600))
 	ok(h.t, os.Rename(path+".new", path))
 }
 
-func (h *rdmaHost) hear(what string) (b []byte) {
+func (h *rdmaHost) get(what string) (b []byte) {
 	h.t.Helper()
-	eventually(h.t, "the other host says "+what, func() bool {
+	eventually(h.t, "the other host's message "+what, func() bool {
 		var err error
 		b, err = os.ReadFile(h.path(what))
 		return err == nil
@@ -136,13 +136,13 @@ func (h *rdmaHost) hear(what string) (b []byte) {
 	return b
 }
 
-// meet waits until the sidecars of both hosts are there: a decode does not wait long for a
-// prefill's where nobody listens.
+// meet waits until the sidecars of both hosts are there: a decode's sidecar does not wait long for
+// a prefill's that does not listen.
 func (h *rdmaHost) meet() {
 	h.t.Helper()
-	h.say("ready-"+h.node, nil)
-	h.hear("ready-1")
-	h.hear("ready-2")
+	h.put("ready-"+h.node, nil)
+	h.get("ready-1")
+	h.get("ready-2")
 }
 
 func (h *rdmaHost) path(what string) string {
@@ -166,7 +166,7 @@ func (h *rdmaHost) process() *process {
 	h.t.Cleanup(func() {
 		p.kill()
 		if log, err := os.ReadFile(p.path + ".log"); err == nil && h.t.Failed() {
-			h.t.Logf("the child said:\n%s", log[max(0, len(log)-4096):])
+			h.t.Logf("the child's log:\n%s", log[max(0, len(log)-4096):])
 		}
 	})
 	p.start()
@@ -194,7 +194,7 @@ func rdmaExpect(x prompt, blocks []uint32) msg.Expect {
 
 // TestRDMATwoHosts is one of two sidecars on two hosts, of which host 1 prefills and host 2
 // decodes. What host 2 must find follows from the number of the round. Times are host 1's: where
-// host 2 breaks something, from the moment at which it is told to.
+// host 2 breaks something, from the moment at which host 1 asks for it.
 func TestRDMATwoHosts(t *testing.T) {
 	h := twoHosts(t)
 	n := h.start()
@@ -205,7 +205,7 @@ func TestRDMATwoHosts(t *testing.T) {
 		seed := uint64(i + 1)
 		x, tb := numbered(seed)
 		round := fmt.Sprintf("%d-", i)
-		// strike is done where the fault is, and tells how long the command took.
+		// strike is done where the fault is, and sends the time that the command took.
 		strike := func() {
 			began := time.Now()
 			if f.inject != "" {
@@ -214,14 +214,14 @@ func TestRDMATwoHosts(t *testing.T) {
 			if f.act != nil {
 				f.act(t, nil, n)
 			}
-			h.say(round+"struck", []byte(strconv.FormatInt(time.Since(began).Milliseconds(), 10)))
+			h.put(round+"struck", []byte(strconv.FormatInt(time.Since(began).Milliseconds(), 10)))
 		}
 		if h.node == "2" {
 			began := time.Now()
 			lease, err := e.Expect(rdmaExpect(x, tb))
 			ok(t, err)
 			if f.at == "2" {
-				h.hear(round + "strike")
+				h.get(round + "strike")
 				strike()
 			}
 			if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
@@ -231,9 +231,9 @@ func TestRDMATwoHosts(t *testing.T) {
 			}
 			t.Logf("%s: %d MiB in %.1f s", f.name, whole()>>20, time.Since(began).Seconds())
 			if f.at == "2" && f.heal != "" {
-				h.hear(round + "heal")
+				h.get(round + "heal")
 				shell(t, f.heal)
-				h.say(round+"healed", nil)
+				h.put(round+"healed", nil)
 			}
 			continue
 		}
@@ -260,7 +260,7 @@ func TestRDMATwoHosts(t *testing.T) {
 		if f.at == "1" {
 			strike()
 		} else {
-			h.say(round+"strike", nil)
+			h.put(round+"strike", nil)
 		}
 		c := e.waitFor(lease, 2*rdmaDeadline)
 		took := time.Since(began)
@@ -268,7 +268,7 @@ func TestRDMATwoHosts(t *testing.T) {
 		if c.Status != 0 {
 			t.Errorf("%s: sender: %d %+v", f.name, c.Status, c.Sent)
 		}
-		command := h.hear(round + "struck")
+		command := h.get(round + "struck")
 		gone := "not before the list was through"
 		switch at, noticed := <-lost; {
 		case noticed:
@@ -281,25 +281,25 @@ func TestRDMATwoHosts(t *testing.T) {
 			shell(t, f.heal)
 			healed = time.Now()
 		} else if f.heal != "" {
-			h.say(round+"heal", nil)
-			h.hear(round + "healed")
+			h.put(round+"heal", nil)
+			h.get(round + "healed")
 		}
 		eventually(t, "the rail has lanes", func() bool { return len(lanesOn(n, f.rail)) > 0 })
 		fmt.Fprintf(&report, "| %s | %.1f s | %s | %s | %s ms | %d ms |\n", f.name, took.Seconds(), gone,
 			f.noticedBy(t), command, time.Since(healed).Milliseconds())
 	}
 	if h.node == "2" {
-		h.hear("through") // host 1 waits for lanes after the last round
+		h.get("through") // host 1 waits for lanes after the last round
 		return
 	}
-	h.say("through", nil)
+	h.put("through", nil)
 	fmt.Printf("%s\n| fault | %d MiB took | its lanes gone after | the device finds out by | the "+
-		"command took | lanes back after healing |\n|---|---|---|---|---|---|\n%s", underWhat(t),
+		"command took | lanes back after healing |\n|---|---|---|---|---|---|\n%s", conditions(t),
 		whole()>>20, report.String())
 }
 
-// TestRDMAHostLost: the host of a decode is gone in mid transfer, without a word to anybody. Its
-// peer's lanes end by their devices' timers, and what the prefill holds for it is released.
+// TestRDMAHostLost: the host of a decode is gone in mid transfer, without a message. Its peer's
+// lanes end by their devices' timers, and what the prefill holds for it is released.
 func TestRDMAHostLost(t *testing.T) {
 	h := twoHosts(t)
 	n := h.start()
@@ -313,8 +313,8 @@ func TestRDMAHostLost(t *testing.T) {
 		eventually(t, "a quarter has come", func() bool {
 			return receivedBytes(t, len(h.devices))-before > whole()/4
 		})
-		h.say("killed", nil)
-		// All that this host could say is said; vm.sh takes it from the console.
+		h.put("killed", nil)
+		// This host has no more to report; vm.sh takes its exit from the console.
 		console, err := os.OpenFile("/dev/console", os.O_WRONLY, 0)
 		ok(t, err)
 		_, err = console.WriteString("\nGUEST-EXIT:0\n")
@@ -329,25 +329,25 @@ func TestRDMAHostLost(t *testing.T) {
 	ok(t, err)
 	h.meet()
 	h.lanes(n)
-	h.hear("killed") // before that, lanes come and go where the processor is shared
+	h.get("killed") // before that, lanes come and go where the processor is shared
 	eventually(t, "no lane to the dead host is left", func() bool {
 		return !slices.ContainsFunc(h.devices, func(d string) bool { return len(lanesOn(n, d)) > 0 })
 	})
-	h.say("gone", nil)
+	h.put("gone", nil)
 	c := e.waitFor(lease, 2*rdmaDeadline)
 	if c.Status != engines.StatusFailed {
 		t.Errorf("the lease for a host that is gone: status %d, %+v", c.Status, c.Sent)
 	}
-	h.say("released", nil)
+	h.put("released", nil)
 	nothingOpen(t, n)
 	fmt.Printf("dead_path %s: the decode's host is gone: lanes gone after %d ms, its lease released "+
 		"after %d ms: %s\n", deadPath(t),
-		h.said("gone").Sub(h.said("killed")).Milliseconds(),
-		h.said("released").Sub(h.said("killed")).Milliseconds(), c.Sent.Reason)
+		h.putAt("gone").Sub(h.putAt("killed")).Milliseconds(),
+		h.putAt("released").Sub(h.putAt("killed")).Milliseconds(), c.Sent.Reason)
 }
 
-// said is when something was, by the one clock that both hosts have: that of the folder.
-func (h *rdmaHost) said(what string) time.Time {
+// putAt is when a message was put, by the one clock that both hosts have: that of the directory.
+func (h *rdmaHost) putAt(what string) time.Time {
 	h.t.Helper()
 	info, err := os.Stat(h.path(what))
 	ok(h.t, err)
@@ -361,9 +361,9 @@ func TestRDMAKilled(t *testing.T) {
 	t.Run("decode", func(t *testing.T) { decodeKilled(t, twoHosts(t)) })
 }
 
-// Nobody listens where the dead prefill was: once what it could write is fenced, the decode's
-// blocks are the engine's again, who computes them itself. The next prefill's are fetched into the
-// same ones.
+// No sidecar listens where the dead prefill was: once what it could write is fenced, the decode's
+// engine gets its blocks back, and computes them itself. The blocks of the next prefill are fetched
+// into the same ones.
 func prefillKilled(t *testing.T, h *rdmaHost) {
 	x, blocks := numbered(1)
 	y, _ := numbered(2)
@@ -378,20 +378,20 @@ func prefillKilled(t *testing.T, h *rdmaHost) {
 		eventually(t, "a quarter was sent", func() bool {
 			return sentBytes(t, len(h.devices))-before > whole()/4
 		})
-		h.say("killed", nil)
+		h.put("killed", nil)
 		p.kill()
 		_ = e.Close() // of its board and memory; the socket is gone
-		h.hear("released")
+		h.get("released")
 		p.start()
 		e = newEngine(t, p.asRunning(), llama)
 		fill(e, blocks, 2)
 		lease, err := e.Intent(rdmaIntent(y, blocks))
 		ok(t, err)
-		h.say("again", nil)
+		h.put("again", nil)
 		if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
 			t.Errorf("sender: %d %+v", c.Status, c.Sent)
 		}
-		h.hear("through")
+		h.get("through")
 		return
 	}
 	n := h.start()
@@ -400,7 +400,7 @@ func prefillKilled(t *testing.T, h *rdmaHost) {
 	lease, err := e.Expect(rdmaExpect(x, blocks))
 	ok(t, err)
 	there := h.lanes(n)
-	h.hear("killed")
+	h.get("killed")
 	landed := landedBytes(n)
 	if landed == 0 || landed >= whole() {
 		t.Fatalf("%d of %d bytes had landed: this is not in mid transfer", landed, whole())
@@ -417,8 +417,8 @@ func prefillKilled(t *testing.T, h *rdmaHost) {
 		t.Errorf("%v fences because of a lost peer: want 1", k)
 	}
 	nothingOpen(t, n)
-	h.say("released", nil)
-	h.hear("again")
+	h.put("released", nil)
+	h.get("again")
 	began = time.Now()
 	lease, err = e.Expect(rdmaExpect(y, blocks))
 	ok(t, err)
@@ -431,10 +431,10 @@ func prefillKilled(t *testing.T, h *rdmaHost) {
 		"after %d ms, the next one's fetched in %.1f s", landed>>20, whole()>>20,
 		noticed.Milliseconds(), released.Milliseconds(), time.Since(began).Seconds())
 	nothingOpen(t, n)
-	h.say("through", nil)
+	h.put("through", nil)
 }
 
-// The engine of the dead decode has died with it: nobody presents its lease again. The prefill's
+// The engine of the dead decode has died with it: no shim presents its lease again. The prefill's
 // blocks are released, and the next decode is served.
 func decodeKilled(t *testing.T, h *rdmaHost) {
 	x, blocks := numbered(1)
@@ -449,21 +449,21 @@ func decodeKilled(t *testing.T, h *rdmaHost) {
 		eventually(t, "a quarter has come", func() bool {
 			return receivedBytes(t, len(h.devices))-before > whole()/4
 		})
-		h.say("killed", nil)
+		h.put("killed", nil)
 		d.kill()
 		_ = e.Close() // of its board and memory; the socket is gone
-		h.hear("released")
+		h.get("released")
 		d.start()
 		e = newEngine(t, d.asRunning(), llama)
 		lease, err := e.Expect(rdmaExpect(y, next))
 		ok(t, err)
-		h.say("again", nil)
+		h.put("again", nil)
 		if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
 			t.Errorf("receiver: %d %+v", c.Status, c.Received)
 		} else if k := wrong(e, next, 2); k > 0 {
 			t.Errorf("%d pages are wrong", k)
 		}
-		h.say("through", nil)
+		h.put("through", nil)
 		return
 	}
 	n := h.start()
@@ -473,7 +473,7 @@ func decodeKilled(t *testing.T, h *rdmaHost) {
 	ok(t, err)
 	h.meet()
 	there := h.lanes(n)
-	h.hear("killed")
+	h.get("killed")
 	noticed := eventually(t, "no lane to the dead one is left", func() bool { return gone(n, there) })
 	began := time.Now()
 	c := e.waitFor(lease, 2*rdmaDeadline)
@@ -483,19 +483,19 @@ func decodeKilled(t *testing.T, h *rdmaHost) {
 	}
 	released := noticed + time.Since(began)
 	nothingOpen(t, n)
-	h.say("released", nil)
+	h.put("released", nil)
 	fill(e, next, 2)
 	lease, err = e.Intent(rdmaIntent(y, next))
 	ok(t, err)
-	h.hear("again")
+	h.get("again")
 	began = time.Now()
 	if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
 		t.Errorf("sender: %d %+v", c.Status, c.Sent)
 	}
-	t.Logf("decode killed: lanes gone after %d ms, its lease released after %d ms (partner %s), the "+
-		"next one served in %.1f s", noticed.Milliseconds(), released.Milliseconds(),
-		n.cfg.Transfer.Partner, time.Since(began).Seconds())
-	h.hear("through")
+	t.Logf("decode killed: lanes gone after %d ms, its lease released after %d ms (match timeout "+
+		"%s), the next one served in %.1f s", noticed.Milliseconds(), released.Milliseconds(),
+		n.cfg.Transfer.MatchTimeout, time.Since(began).Seconds())
+	h.get("through")
 }
 
 // lanes waits until every rail has one, and returns all of them.

@@ -11,8 +11,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Two sidecars on one host say of each other what reaches what, with the lanes that are open, and
-// why where there are none.
+// Two sidecars on one host report of each other which rails reach which, with the open lanes, and
+// the reason where there are none.
 func TestReach(t *testing.T) {
 	begun := func() *running {
 		return start(t, func(c *config.Config) { c.Transports.Order = []string{"shm", "tcp"} })
@@ -49,7 +49,7 @@ func TestReach(t *testing.T) {
 			v.Peers[0].Boot != there.boot.String() {
 			t.Errorf("%+v", v)
 		}
-		// D has dialed P, as a request named it; P knows of D what D says.
+		// D has dialed P, as a request named it; P has of D what D claims.
 		dialed, claimed := "", there.Endpoint()
 		if here == d {
 			dialed, claimed = claimed, ""
@@ -61,7 +61,7 @@ func TestReach(t *testing.T) {
 		}
 		if x := v.Peers[0]; x.Endpoint != dialed || x.Claimed != there.Endpoint() ||
 			x.Node != there.cfg.Node {
-			t.Errorf("of node %s at %s it says %+v", there.cfg.Node, there.Endpoint(), x)
+			t.Errorf("of node %s at %s it reports %+v", there.cfg.Node, there.Endpoint(), x)
 		}
 		if v.Peers[0].Dials {
 			dials++
@@ -74,7 +74,7 @@ func TestReach(t *testing.T) {
 	}
 }
 
-// What is remembered of lanes that do not open is bounded, and goes with its peer.
+// The errors of lanes that do not open are bounded, and go with their peer.
 func TestLaneErrorsAreBounded(t *testing.T) {
 	var all laneErrors
 	why := errors.New("no")

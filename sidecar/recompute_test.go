@@ -52,8 +52,8 @@ func TestFailedTransferNamesItsTokens(t *testing.T) {
 }
 
 // A transfer whose deadline comes in its middle names what did not come, neither more nor less,
-// whatever layers have more of it than others. The deadline is the executor's: it is told that it
-// has come, so nothing here depends on how fast this machine is.
+// whatever layers have more of it than others. The test moves the executor's time past the
+// deadline, so nothing here depends on how fast this machine is.
 func TestExpiredTransferNamesItsTokens(t *testing.T) {
 	// layers that have all of the prompt, of which the others have a half
 	for _, ahead := range []int{0, 2} {

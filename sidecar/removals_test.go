@@ -22,8 +22,8 @@ func (n *storeNode) remove(t *testing.T, id, more string) (code int, out nodeapi
 	return code, out, text
 }
 
-// knows waits until a node knows so many others with a store.
-func (n *storeNode) knows(t *testing.T, others int) {
+// awaitMembers waits until a node has a number of other members with a store.
+func (n *storeNode) awaitMembers(t *testing.T, others int) {
 	t.Helper()
 	until(t, func() bool {
 		count := 0
@@ -36,7 +36,7 @@ func (n *storeNode) knows(t *testing.T, others int) {
 	})
 }
 
-// tries is fetch of a node that may refuse, as it has not heard of removals.
+// tries is fetch of a node that may refuse, because it lacks the removals of its peers.
 func (n *storeNode) tries(t *testing.T, pages ...byte) []byte {
 	t.Helper()
 	lease, err := n.Get(msg.Get{Space: n.pageEngine.space, Hashes: hashes16(pages...), HashBytes: 16,
@@ -47,11 +47,11 @@ func (n *storeNode) tries(t *testing.T, pages ...byte) []byte {
 	return n.wait(lease).Received.Pages
 }
 
-// TestNamespaceIsRemovedOnAllNodes: by an engine, and by an operator. What is put afterwards stays.
+// TestNamespaceIsRemovedOnAllNodes: by an engine, and by an operator. Pages put afterwards stay.
 func TestNamespaceIsRemovedOnAllNodes(t *testing.T) {
 	all := newStoreCluster(t, nil).nodes(3)
 	for _, n := range all {
-		n.knows(t, 2)
+		n.awaitMembers(t, 2)
 		n.put(t, 1, 2, 3)
 	}
 	a, b := all[0], all[1]
@@ -117,7 +117,7 @@ func TestRemovalWhileANodeIsAway(t *testing.T) {
 	}
 	b = c.add(false)
 	if got := hits(b.tries(t, 1, 2, 3)); got != 0 {
-		t.Errorf("%d pages before it has met anybody", got)
+		t.Errorf("%d pages before it has met a peer", got)
 	}
 	b.meets(t, 1)
 	until(t, func() bool { r := b.state(t).Removals; return r.Known == 1 && r.Pending == 0 })

@@ -28,7 +28,7 @@ type kind struct {
 	stages   []int  // of each layer, where they are not divided evenly
 }
 
-// on divides the layers of a kind over the stages of an engine as it says; a stage may have none.
+// on divides the layers of a kind over the stages of an engine as given; a stage may have none.
 func (k kind) on(stages ...int) kind {
 	k.stages = stages
 	return k
@@ -164,7 +164,7 @@ func fleet(t testing.TB, r *running, id string, s fleetShape) []*fleetRank {
 	return out
 }
 
-// cell is the content of one byte of the model's cache: what it is says what it holds.
+// cell is the content of one byte of the model's cache, which follows from its place in the model.
 func cell(seed byte, layer string, role layout.Role, head, row, col, x uint64) byte {
 	h := uint64(seed) + uint64(role)*7919 + head*104729 + row*1299709 + col*15485863 + x*179424673
 	for _, c := range []byte(layer) {
@@ -321,7 +321,7 @@ func move(t *testing.T, p *running, ps, ds []*fleetRank, rng *mrand.Rand, tokens
 		calls = append(calls, func() (err error) {
 			dst[i], err = d.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens,
 				Peer: p.Endpoint(), Skip: skip, Blocks: d.table,
-				DeadlineMS: deadlineMS, PartnerMS: partnerMS, Req: req})
+				DeadlineMS: deadlineMS, PartnerMS: matchMS, Req: req})
 			return err
 		})
 	}

@@ -187,10 +187,10 @@ func (n *Node) listenEngines() (err error) {
 		Limits: connector.Limits{Sessions: n.cfg.Engine.MaxSessions, Leases: n.cfg.Engine.MaxLeases,
 			Regions: n.cfg.Engine.MaxRegions},
 		Hooks: hooks(n.metrics, n.life), AllowUIDs: uids(n.cfg.Engine.AllowedUIDs),
-		SocketMode: socketMode(n.cfg.Engine.AllowedUIDs),
-		Deadline:   time.Duration(n.cfg.Transfer.Deadline),
-		Partner:    time.Duration(n.cfg.Transfer.Partner),
-		Grace:      n.grace,
+		SocketMode:   socketMode(n.cfg.Engine.AllowedUIDs),
+		Deadline:     time.Duration(n.cfg.Transfer.Deadline),
+		MatchTimeout: time.Duration(n.cfg.Transfer.MatchTimeout),
+		Grace:        n.grace,
 	})
 	if err != nil {
 		return err

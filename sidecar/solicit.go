@@ -9,8 +9,8 @@ import (
 )
 
 const (
-	solicitPort = 9   // discard, RFC 863
-	solicitMost = 256 // addresses that one rail solicits
+	solicitPort  = 9   // discard, RFC 863
+	maxSolicited = 256 // addresses that one rail solicits
 )
 
 // solicit sends an empty datagram to the peers on the link of a rail that is up again (neighbor
@@ -39,11 +39,11 @@ func (c *conversation) solicit(r rail) {
 }
 
 // neighbors adds the addresses of a peer's rails that are on the link of this rail, up to
-// solicitMost in all.
+// maxSolicited in all.
 func neighbours(to []netip.AddrPort, ours rail, theirs []*peerv1.Rail) []netip.AddrPort {
 	for _, x := range theirs {
 		if a := addrOf(x.Address); x.Transport == config.TransTCP && ours.prefix.Contains(a) &&
-			a != addrOf(ours.Address) && len(to) < solicitMost {
+			a != addrOf(ours.Address) && len(to) < maxSolicited {
 			to = append(to, netip.AddrPortFrom(a, solicitPort))
 		}
 	}

@@ -29,8 +29,8 @@ func TestNeighbours(t *testing.T) {
 		many = append(many, &peerv1.Rail{Transport: "tcp", Address: fmt.Sprintf("10.1.%d.%d:1",
 			1+i/200, 1+i%200)})
 	}
-	if n := len(neighbours(got, ours, many)); n != solicitMost {
-		t.Errorf("%d solicited, the bound is %d", n, solicitMost)
+	if n := len(neighbours(got, ours, many)); n != maxSolicited {
+		t.Errorf("%d solicited, the bound is %d", n, maxSolicited)
 	}
 }
 

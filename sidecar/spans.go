@@ -119,6 +119,6 @@ func (t *tracing) ended(a *exec.Action, c *engines.Completion, route string) {
 	s := &trace.TransferSpans{Trace: a.Trace, Completion: *c, Route: route,
 		Reported: t.proc.Now(), ReportedAt: time.Now()}
 	if s.Traced() {
-		t.spans.Put(s.Most(), s.Spans)
+		t.spans.Put(s.Max(), s.Spans)
 	}
 }

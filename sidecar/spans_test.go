@@ -56,7 +56,7 @@ func moveTraced(t *testing.T, p, d *running, prefill, decode string) {
 	}
 	dst, err := de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: p.Endpoint(),
 		Skip: []uint32{0}, Blocks: [][]uint32{table(rng, 256, n)}, DeadlineMS: deadlineMS,
-		PartnerMS: partnerMS, Req: "req-d", Traceparent: decode})
+		PartnerMS: matchMS, Req: "req-d", Traceparent: decode})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -92,7 +92,7 @@ func TestSpansOfATransfer(t *testing.T) {
 	p, d := traced(t, col.URL, col.URL)
 	began := time.Now()
 	moveTraced(t, p, d, prefillParent, decodeParent)
-	// On a busy machine a slice may be sent twice, and the copies overlap.
+	// On a busy machine a slice may be retransmitted, and the copies overlap.
 	again := value(t, p, "kvspray_rail_hedges_total") + value(t, p, "kvspray_rail_retries_total")
 	for _, r := range []*running{p, d} { // they export what waits
 		if err := r.stop(); err != nil {
@@ -213,7 +213,8 @@ func slicesOf(name string) bool {
 		"kvspray.arrive", "kvspray.fence"}, name)
 }
 
-// A transfer is moved, and has no spans, if nobody asks for them or the traceparent is malformed.
+// A transfer is moved, and has no spans, if no request asks for them or the traceparent is
+// malformed.
 func TestTransfersWithoutSpans(t *testing.T) {
 	col := spanstest.New(t)
 	p, d := traced(t, col.URL, col.URL)

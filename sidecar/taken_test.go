@@ -10,9 +10,9 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// A sidecar whose socket or port is taken ends before anybody hears of it: members that were told
-// would go on about one that never served.
-func TestNobodyHearsOfOneThatCannotServe(t *testing.T) {
+// A sidecar whose socket or port is taken ends before it contacts a member: members that have its
+// address would gossip about a sidecar that never served.
+func TestFailedStartContactsNoMember(t *testing.T) {
 	first := start(t, nil)
 	gossip := net.JoinHostPort(testutil.Loopback(), "0")
 	for what, taken := range map[string]func(*config.Config){
@@ -21,7 +21,7 @@ func TestNobodyHearsOfOneThatCannotServe(t *testing.T) {
 		"peer.listen":   func(c *config.Config) { c.Peer.Listen = first.Endpoint() },
 	} {
 		t.Run(what, func(t *testing.T) {
-			// Whom it is to join is one who only picks up.
+			// The member that it is to join only accepts connections.
 			member, err := net.Listen("tcp", "127.0.0.1:0")
 			if err != nil {
 				t.Fatal(err)
@@ -38,7 +38,7 @@ func TestNobodyHearsOfOneThatCannotServe(t *testing.T) {
 				t.Fatalf("it ran on what is taken: %v", err)
 			}
 			if at := n.Endpoint(); at != "" {
-				t.Errorf("its endpoint is said to be %s", at)
+				t.Errorf("its endpoint is %s, want none", at)
 			}
 			// Connections are taken in the order in which they came: one of its own would be before
 			// ours.
@@ -53,7 +53,7 @@ func TestNobodyHearsOfOneThatCannotServe(t *testing.T) {
 			}
 			defer func() { _ = c.Close() }()
 			if c.RemoteAddr().String() != ours.LocalAddr().String() {
-				t.Errorf("it has told a peer of itself, from %s", c.RemoteAddr())
+				t.Errorf("it has contacted a member, from %s", c.RemoteAddr())
 			}
 		})
 	}

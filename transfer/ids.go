@@ -103,7 +103,7 @@ const (
 	ReasonRange              // chunks outside the grant
 	ReasonLength             // payload length does not match the range
 	ReasonChecksum           // integrity check failed
-	ReasonDisowned           // the sender reported an invalid source
+	ReasonInvalidated        // the sender reported an invalid source
 	ReasonLaneLost           // the lane died under it
 	ReasonSourceGone         // the source lease closed before the bytes were read
 	ReasonMemory             // memory could not be read or written (an engine died)

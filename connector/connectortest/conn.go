@@ -76,10 +76,10 @@ func (c *conn) end(err error) {
 		close(ch)
 		delete(c.answers, id)
 	}
-	c.tellLocked()
+	c.notifyLocked()
 }
 
-func (c *conn) tellLocked() {
+func (c *conn) notifyLocked() {
 	close(c.changed)
 	c.changed = make(chan struct{})
 }
@@ -113,7 +113,7 @@ func (c *conn) took(m msg.Message) {
 		delete(c.answers, id)
 		ch <- m
 	}
-	c.tellLocked()
+	c.notifyLocked()
 }
 
 // expect reserves a request id and the channel its answer comes on.

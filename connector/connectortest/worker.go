@@ -335,8 +335,8 @@ func (w *Worker) pushLocked(typ uint16, lease, epoch uint64, body []byte) error 
 // RawRings is the rings memory as mapped here, for tests that break it.
 func (w *Worker) RawRings() []byte { return w.rings.b }
 
-// RingDoorbell wakes the sidecar's consumer whether it sleeps or not.
-func (w *Worker) RingDoorbell() error {
+// WakeConsumer signals the SQ eventfd, whether the sidecar's consumer sleeps or not.
+func (w *Worker) WakeConsumer() error {
 	w.subMu.Lock()
 	defer w.subMu.Unlock()
 	if w.rings == nil {

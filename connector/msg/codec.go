@@ -88,9 +88,9 @@ func (r *reader) be(n int) uint64 {
 	return binary.BigEndian.Uint64(b)
 }
 
-// count checks a length against a bound and against the remaining bytes, each element having at
-// least so many.
-func (r *reader) count(n uint64, limit, least int, unit string) int {
+// count checks a length against a bound, and against the remaining bytes: an element has at least
+// size of them.
+func (r *reader) count(n uint64, limit, size int, unit string) int {
 	if r.err != nil {
 		return 0
 	}
@@ -98,7 +98,7 @@ func (r *reader) count(n uint64, limit, least int, unit string) int {
 		r.fail("%d %s, at most %d", n, unit, limit)
 		return 0
 	}
-	if n > uint64((len(r.b)-r.off)/least) {
+	if n > uint64((len(r.b)-r.off)/size) {
 		r.fail("truncated: %d %s announced, %d bytes left", n, unit, len(r.b)-r.off)
 		return 0
 	}
@@ -120,16 +120,16 @@ func (r *reader) mapLen() int {
 	return 0
 }
 
-// arrayLen reads the head of an array whose elements have at least so many bytes.
-func (r *reader) arrayLen(limit, least int) int {
+// arrayLen reads the head of an array whose elements have at least size bytes.
+func (r *reader) arrayLen(limit, size int) int {
 	c := r.code()
 	switch {
 	case c&0xf0 == 0x90:
-		return r.count(uint64(c&0x0f), limit, least, "elements")
+		return r.count(uint64(c&0x0f), limit, size, "elements")
 	case c == 0xdc:
-		return r.count(r.be(2), limit, least, "elements")
+		return r.count(r.be(2), limit, size, "elements")
 	case c == 0xdd:
-		return r.count(r.be(4), limit, least, "elements")
+		return r.count(r.be(4), limit, size, "elements")
 	}
 	r.fail("type byte %#02x, want an array", c)
 	return 0
@@ -338,17 +338,17 @@ func (r *reader) rawMap() []byte {
 	return r.b[start:r.off]
 }
 
-// packed reads a bin of least to most elements of size bytes.
-func (r *reader) packed(least, most, size int) []byte {
-	b := r.bin(most * size)
-	if r.err == nil && (len(b)%size != 0 || len(b) < least*size) {
-		r.fail("bin of %d bytes, want %d to %d elements of %d", len(b), least, most, size)
+// packed reads a bin of low to high elements of size bytes.
+func (r *reader) packed(low, high, size int) []byte {
+	b := r.bin(high * size)
+	if r.err == nil && (len(b)%size != 0 || len(b) < low*size) {
+		r.fail("bin of %d bytes, want %d to %d elements of %d", len(b), low, high, size)
 	}
 	return b
 }
 
-func (r *reader) packedU32(least, most int) []uint32 {
-	b := r.packed(least, most, 4)
+func (r *reader) packedU32(low, high int) []uint32 {
+	b := r.packed(low, high, 4)
 	if r.err != nil {
 		return nil
 	}
@@ -366,15 +366,15 @@ func (r *reader) pair() [2]uint32 {
 	return [2]uint32{r.u32(), r.u32()}
 }
 
-func (r *reader) atLeast(v, least uint64) {
-	if r.err == nil && v < least {
-		r.fail("%d, want at least %d", v, least)
+func (r *reader) atLeast(v, low uint64) {
+	if r.err == nil && v < low {
+		r.fail("%d, want at least %d", v, low)
 	}
 }
 
-func (r *reader) within(v, least, most uint64) {
-	if r.err == nil && (v < least || v > most) {
-		r.fail("%d, want %d to %d", v, least, most)
+func (r *reader) within(v, low, high uint64) {
+	if r.err == nil && (v < low || v > high) {
+		r.fail("%d, want %d to %d", v, low, high)
 	}
 }
 

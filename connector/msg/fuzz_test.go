@@ -76,11 +76,11 @@ func seeds(f *testing.F, kind string) {
 	}
 }
 
-// mostDecoded bounds what reading so many bytes may allocate, in all. A list is made when it is
-// announced, if a byte for each element is left: the largest for its bytes is REGISTER.regions,
-// once, as reading ends where an element is not what was announced. What is complete may come again
-// and again; TestMostDecoded logs how much each becomes.
-func mostDecoded(n int) uint64 {
+// maxDecoded bounds what the decoder may allocate in all for n bytes. It makes a list when it reads
+// the list's head, if a byte for each element is left. The largest list for its bytes is
+// REGISTER.regions, once: the decoder stops at an element of another type. Complete elements may
+// repeat; TestMaxDecoded logs how much each becomes.
+func maxDecoded(n int) uint64 {
 	return uint64(min(n, MaxRegions))*uint64(reflect.TypeFor[Region]().Size()) + 32*uint64(n)
 }
 
@@ -132,20 +132,20 @@ func typeOf(name string) uint16 {
 	return recordTypes[what]
 }
 
-// TestMostDecoded: the bound of the fuzz tests holds for what it was made for.
-func TestMostDecoded(t *testing.T) {
-	say := func(what string, b []byte, f func()) {
-		testutil.AllocatesAtMost(t, mostDecoded(len(b)), what, f)
+// TestMaxDecoded: the bound of the fuzz tests holds for what it was made for.
+func TestMaxDecoded(t *testing.T) {
+	measure := func(what string, b []byte, f func()) {
+		testutil.AllocatesAtMost(t, maxDecoded(len(b)), what, f)
 		n := testutil.Allocates(f)
 		t.Logf("%s: %d bytes became %d, %.1f for each; at most %d", what, len(b), n,
-			float64(n)/float64(len(b)), mostDecoded(len(b)))
+			float64(n)/float64(len(b)), maxDecoded(len(b)))
 	}
 	packets, records := dear(60 << 10)
 	for name, b := range packets {
-		say(name, b, func() { _, _ = DecodePacket(b) })
+		measure(name, b, func() { _, _ = DecodePacket(b) })
 	}
 	for name, b := range records {
-		say(name, b, func() { _, _ = DecodeRecord(typeOf(name), b) })
+		measure(name, b, func() { _, _ = DecodeRecord(typeOf(name), b) })
 	}
 }
 
@@ -156,7 +156,7 @@ func FuzzPacket(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var m Message
 		var err error
-		testutil.AllocatesAtMost(t, mostDecoded(len(b)), fmt.Sprintf("a packet of %d bytes", len(b)),
+		testutil.AllocatesAtMost(t, maxDecoded(len(b)), fmt.Sprintf("a packet of %d bytes", len(b)),
 			func() { m, err = DecodePacket(b) })
 		if err != nil {
 			var e *Error
@@ -187,7 +187,7 @@ func FuzzRecord(f *testing.F) {
 	f.Fuzz(func(t *testing.T, typ uint16, b []byte) {
 		var m any
 		var err error
-		testutil.AllocatesAtMost(t, mostDecoded(len(b)), fmt.Sprintf("a record of %d bytes", len(b)),
+		testutil.AllocatesAtMost(t, maxDecoded(len(b)), fmt.Sprintf("a record of %d bytes", len(b)),
 			func() { m, err = DecodeRecord(typ, b) })
 		if err != nil {
 			var e *Error

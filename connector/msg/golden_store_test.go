@@ -94,9 +94,9 @@ func storeVectors(t testing.TB) (out []vector) {
 	return out
 }
 
-// TestMostKeys: a request with as many pages as are allowed fits a packet and a record, and one
+// TestMaxKeys: a request with as many pages as are allowed fits a packet and a record, and one
 // more is refused.
-func TestMostKeys(t *testing.T) {
+func TestMaxKeys(t *testing.T) {
 	hashes, blocks := make([]byte, MaxKeys*MaxHashBytes), make([]uint32, MaxKeys)
 	put := &Put{Hashes: hashes, HashBytes: MaxHashBytes, Blocks: blocks}
 	b := put.Append(nil)

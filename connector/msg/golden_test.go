@@ -454,7 +454,7 @@ func TestGoldenDecode(t *testing.T) {
 				if strings.HasSuffix(v.Name, "-older") || strings.HasSuffix(v.Name, "-newer") {
 					want, ok := others[v.Name]
 					if !ok {
-						t.Fatalf("nobody says what %s means: add it to otherVersions", v.Name)
+						t.Fatalf("%s is missing in otherVersions: add it", v.Name)
 					}
 					if diff := cmp.Diff(want, value, cmpopts.EquateEmpty()); diff != "" {
 						t.Errorf("decoded (-want +got):\n%s", diff)

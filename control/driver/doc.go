@@ -107,7 +107,7 @@ type Observer interface {
 	LaneRefused(l transport.Lane, err error)
 	// LaneDown has lost set unless the lane was closed on purpose.
 	LaneDown(l transport.Lane, lost bool)
-	// Slice is the end of a slice of so many bytes.
+	// Slice is the end of a slice of the given bytes.
 	Slice(l transport.Lane, r *transport.Result, bytes uint64)
 	FrameRefused(l transport.Lane, why transfer.Reason)
 	// Landed counts bytes of chunks that were missing before; backend is the index of the transport.

@@ -46,9 +46,9 @@ type Worker struct {
 
 // Session is what package connector has behind a Worker.
 type Session interface {
-	// Follow sets whether a source lease of the worker has a matching receiver. Its layers are then
-	// checked one by one.
-	Follow(partners bool)
+	// Follow sets whether a source lease of the worker is matched with a receiver. If so, the worker's
+	// layers are checked one by one.
+	Follow(matched bool)
 	// HeldOn reports that a source lease is still held, because an engine that lives waits for it.
 	HeldOn(lease uint64)
 }

@@ -55,7 +55,7 @@ const (
 	// whose engine lives.
 	HeldOn
 	// Complete(Worker, Completion, Trace, ReceiveParts) ends a lease towards its engine. Trace is nil
-	// for leases that did not get as far as a partner. The parts are those of the last grant.
+	// for leases that were never matched. The parts are those of the last grant.
 	Complete
 	// Describe(Peer, Geometry) asks a peer for a layout; Described follows.
 	Describe

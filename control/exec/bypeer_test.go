@@ -58,20 +58,20 @@ func TestMeasureLossOfAllPeers(t *testing.T) {
 			t.Fatalf("%d leases are open: want %d", open, manyLeases)
 		}
 		drained(e)
-		all := func(event func(i int)) (sum, most time.Duration) {
+		all := func(event func(i int)) (sum, worst time.Duration) {
 			for i := range manyPeers {
 				from := cpu()
 				event(i)
 				d := cpu() - from
-				sum, most = sum+d, max(most, d)
+				sum, worst = sum+d, max(worst, d)
 				drained(e)
 			}
-			return sum, most
+			return sum, worst
 		}
-		down, most := all(func(i int) { e.PeerDown(now, manyBoot(i), over) })
-		up, mostUp := all(func(i int) { e.PeerUp(now, fmt.Sprint("p:", i), manyBoot(i)) })
+		down, worst := all(func(i int) { e.PeerDown(now, manyBoot(i), over) })
+		up, worstUp := all(func(i int) { e.PeerUp(now, fmt.Sprint("p:", i), manyBoot(i)) })
 		t.Logf("over %v: all down %v of CPU, %v for one at most; up again %v and %v", over, down,
-			most, up, mostUp)
+			worst, up, worstUp)
 		if down > lostGoal || up > lostGoal {
 			t.Errorf("over %v: all down %v of CPU, up again %v: want %v at most", over, down, up, lostGoal)
 		}
@@ -164,10 +164,10 @@ func TestMeasureIdlePeers(t *testing.T) {
 			i%manyRails), Gbps: 100, Bytes: 1 << 20})
 	}
 	e.Incoming(now)
-	// Measurements in which all inflows are new, and measurements with all of them. The least counts,
-	// because other processes share the machine; a busy machine gets more tries.
-	const leastTries, mostTries = 3, 20
-	first, least := make([]time.Duration, credit.MaxInflows/credit.MaxNew), time.Hour
+	// Measurements in which all inflows are new, and measurements with all of them. The fastest one
+	// counts, because other processes share the machine; a busy machine gets more tries.
+	const minTries, maxTries = 3, 20
+	first, fastest := make([]time.Duration, credit.MaxInflows/credit.MaxNew), time.Hour
 	credited := map[credit.Credit]bool{}
 	measured := func() time.Duration {
 		measures(now + credit.Every)
@@ -183,7 +183,7 @@ func TestMeasureIdlePeers(t *testing.T) {
 		return d
 	}
 	worst := time.Hour
-	for try := 0; try < leastTries || worst > oneGoal && try < mostTries; try++ {
+	for try := 0; try < minTries || worst > oneGoal && try < maxTries; try++ {
 		for i := 0; try > 0 && i < credit.MaxInflows/manyRails; i++ {
 			e.credits.Forget(manyBoot(i))
 		}
@@ -196,15 +196,15 @@ func TestMeasureIdlePeers(t *testing.T) {
 			t.Errorf("%d inflows after %d answers, want %d", inflows, len(first), credit.MaxInflows)
 		}
 		for range 20 {
-			least = min(least, measured())
+			fastest = min(fastest, measured())
 		}
-		worst = max(least, slices.Max(first))
+		worst = max(fastest, slices.Max(first))
 	}
 	t.Logf("%d inflows that all send: %v of CPU for a measurement, %v at most while they are new",
-		len(all), least, worst)
+		len(all), fastest, worst)
 	if worst > oneGoal {
 		t.Errorf("%d inflows that all send cost %v of CPU in one event, %v while they are new: "+
-			"want %v at most", len(all), least, worst, oneGoal)
+			"want %v at most", len(all), fastest, worst, oneGoal)
 	}
 	if len(credited) != credit.MaxInflows {
 		t.Errorf("%d of %d have a credit", len(credited), credit.MaxInflows)
@@ -222,14 +222,14 @@ func TestMeasureOneDeadline(t *testing.T) {
 			Peer: fmt.Sprint("p:", id%manyPeers), Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
 	}
 	drained(e)
-	ticks, most := 0, time.Duration(0)
+	ticks, worst := 0, time.Duration(0)
 	for now = 60 * sec; e.Next() <= now; ticks++ {
 		from := cpu()
 		e.Tick(now)
-		most = max(most, cpu()-from)
+		worst = max(worst, cpu()-from)
 		drained(e)
 	}
-	t.Logf("%d leases end in %d ticks of %v of CPU at most", manyLeases, ticks, most)
+	t.Logf("%d leases end in %d ticks of %v of CPU at most", manyLeases, ticks, worst)
 	if open, _ := e.Open(); open != 0 || ticks < manyLeases/maxDue {
 		t.Errorf("%d are open after %d ticks", open, ticks)
 	}

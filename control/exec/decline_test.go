@@ -156,7 +156,7 @@ func TestTeamsDecline(t *testing.T) {
 	}
 	tg, ranks, intent := team(t)
 	intent(0)
-	for range 2 { // sent twice, counted once
+	for range 2 { // retransmitted, counted once
 		if err := tg.ex.Message(3, tg.peer, decline(1)); err != nil {
 			t.Fatal(err)
 		}

@@ -153,7 +153,7 @@ func TestFanoutAndEqualKeys(t *testing.T) {
 	wantStatus(t, late, engines.StatusFailed)
 }
 
-func TestMismatchAndNoPartner(t *testing.T) {
+func TestMismatchAndNoMatch(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 4, 0)
 	src := p.intent(pw, 1, testKey(3, 1), 64, 1, 60*sec)
 	p.steps(src)
@@ -161,7 +161,7 @@ func TestMismatchAndNoPartner(t *testing.T) {
 	none := d.expect(dw, 2, testKey(4, 2), "p:1", 64, 0, 8*sec)
 	s.until("refusals", 9*sec, func() bool { return other.done != nil && none.done != nil })
 	if other.done.Status == engines.StatusOK || none.done.Status != engines.StatusExpired {
-		t.Errorf("mismatch %d (%s), no partner %d (%s)", other.done.Status, other.done.Reason,
+		t.Errorf("mismatch %d (%s), no match %d (%s)", other.done.Status, other.done.Reason,
 			none.done.Status, none.done.Reason)
 	}
 }
@@ -194,7 +194,7 @@ func TestNoListener(t *testing.T) {
 			len(d.answer) == 2
 	})
 	wantStatus(t, next, engines.StatusExpired)
-	s.run(s.now+endpoint.BreakAfter+2*endpoint.BreakMost, func() bool { return false })
+	s.run(s.now+endpoint.BreakAfter+2*endpoint.BreakMax, func() bool { return false })
 	if ep := d.ex.endpoints.Find("q:1"); ep != nil {
 		t.Errorf("the address is still known: %+v", ep)
 	}
@@ -298,7 +298,7 @@ func TestSourceSidecarOutOfReach(t *testing.T) {
 	for _, back := range []bool{false, true} {
 		s, p, d, pw, dw := pair(t, 12, 0)
 		src := p.intent(pw, 1, testKey(1, 1), 512, 1, 60*sec)
-		dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 20*sec) // a partner has 10 s
+		dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 20*sec) // the match timeout is 10 s
 		s.run(s.now+50*time.Millisecond, func() bool { return false })
 		d.hangs = map[string]bool{"p:1": true}
 		d.event(func() { d.ex.PeerDown(s.now, p.boot, false) })
@@ -462,7 +462,7 @@ func TestAwait(t *testing.T) {
 	}
 	s.run(s.now+3*sec, func() bool { return false })
 	if d.answer[2].State != "refused" || d.answer[3].State != "gone" {
-		t.Errorf("mismatch %+v, no partner %+v", d.answer[2], d.answer[3])
+		t.Errorf("mismatch %+v, no match %+v", d.answer[2], d.answer[3])
 	}
 	p.event(func() { p.ex.Cancel(s.now, pw, 1, "") })
 	ask(4, testKey(1, 1))
@@ -474,7 +474,7 @@ func TestAwait(t *testing.T) {
 
 // If a router names the decode engine's own sidecar by mistake, the query is refused at once. Two
 // engines may share a sidecar.
-func TestOwnSidecarIsNoPartner(t *testing.T) {
+func TestOwnSidecarIsNoPeer(t *testing.T) {
 	s, _, d, _, dw := pair(t, 8, 0)
 	dw.Place.Engine = "vllm/d/dp0"
 	ask := func(id uint64, peer string) {
@@ -494,20 +494,20 @@ func TestOwnSidecarIsNoPartner(t *testing.T) {
 	pw.Place.Engine = "vllm/p"
 	ask(3, "d:1")
 	if len(d.answer) != 1 {
-		t.Errorf("a partner may still come: %+v", d.answer)
+		t.Errorf("an intent may still come: %+v", d.answer)
 	}
 	d.intent(pw, 3, testKey(1, 1), 64, 1, 30*sec)
 	s.until("engines of one sidecar", sec, func() bool { return d.answer[3].State == "admitted" })
 }
 
-func TestHoldWithoutPartner(t *testing.T) {
+func TestHoldWithoutReceiver(t *testing.T) {
 	s, p, _, pw, _ := pair(t, 9, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
 	p.steps(src)
 	p.event(func() { p.ex.Hold(s.now, pw, 1) })
 	s.run(s.now+9900*time.Millisecond, func() bool { return false })
 	if src.done != nil {
-		t.Fatal("released before the partner's time was over")
+		t.Fatal("released before the match timeout was over")
 	}
 	s.until("expiry", 200*time.Millisecond, func() bool { return src.done != nil })
 	wantStatus(t, src, engines.StatusExpired)

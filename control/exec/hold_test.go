@@ -330,7 +330,7 @@ func TestOneSampleOfTwoIsCanceled(t *testing.T) {
 
 // Of equal prompts, the decode engine fetches one and finds the others in its prefix cache: what
 // was computed for those is held for the match timeout, whether the engine lives or not.
-func TestEqualPromptsThatNobodyFetches(t *testing.T) {
+func TestEqualPromptsThatAreNotFetched(t *testing.T) {
 	s, p, d, pw, dw, first := waiting(t)
 	d.ask(2, decodeSession, testKey(1, 1), "p:1")
 	second := p.intent(pw, 2, testKey(1, 1), 64, 1, 30*sec)

@@ -36,7 +36,7 @@ const targetTokens = 256
 
 func newTarget() *target { return newTargetFor(1) }
 
-// newTargetFor returns a target whose prompt has so many receivers.
+// newTargetFor returns a target whose prompt has fanout receivers.
 func newTargetFor(fanout int) *target {
 	tg := &target{ex: New(Config{Boot: transfer.Boot{1}, Endpoint: "p:1", Planner: simPlanner{},
 		Transports: []string{"tcp"}, MaxPending: 8}), peer: transfer.Boot{9}}
@@ -485,10 +485,10 @@ func TestEnginesOfOneName(t *testing.T) {
 	}
 }
 
-// mostOfAFrame bounds the memory that a frame of so many bytes may allocate when it is parsed and
-// handled: what a served grant takes, whose plan is small here, and what protobuf makes of the
-// bytes, which is most for repeated empty messages (dearFrames).
-func mostOfAFrame(n int) uint64 { return 16<<10 + 128*uint64(n) }
+// maxOfAFrame bounds the memory that parsing and handling a frame of n bytes may allocate: for a
+// served grant, whose plan is small here, and for what protobuf makes of the bytes. That is largest
+// for repeated empty messages (dearFrames).
+func maxOfAFrame(n int) uint64 { return 16<<10 + 128*uint64(n) }
 
 // dearFrames are the frames that need the most memory for their bytes.
 func dearFrames() map[string][]byte {
@@ -499,18 +499,18 @@ func dearFrames() map[string][]byte {
 	body := func(name protoreflect.Name, v []byte) []byte {
 		return field(&peerv1.ControlFrame{}, name, v)
 	}
-	most := func(one []byte) []byte { return bytes.Repeat(one, (60<<10)/len(one)) }
+	fill := func(one []byte) []byte { return bytes.Repeat(one, (60<<10)/len(one)) }
 	budget := field(&peerv1.Part{}, "tokens_by_transport", nil)
 	return map[string][]byte{
-		"parts":              body("grant", most(field(&peerv1.Grant{}, "parts", nil))),
-		"parts with budgets": body("grant", most(field(&peerv1.Grant{}, "parts", budget))),
+		"parts":              body("grant", fill(field(&peerv1.Grant{}, "parts", nil))),
+		"parts with budgets": body("grant", fill(field(&peerv1.Grant{}, "parts", budget))),
 		"budgets": body("grant",
 			field(&peerv1.Grant{}, "parts", bytes.Repeat(budget, 30<<10))),
 		"skip":      body("grant", field(&peerv1.Grant{}, "skip", make([]byte, 60<<10))),
-		"tiers":     body("grant", most(field(&peerv1.Grant{}, "tiers", nil))),
-		"ranks":     body("grant_reply", most(field(&peerv1.GrantReply{}, "ranks", nil))),
-		"rails":     body("rails", most(field(&peerv1.Rails{}, "rails", nil))),
-		"addresses": body("rails", most(field(&peerv1.Rails{}, "control_addresses", nil))),
+		"tiers":     body("grant", fill(field(&peerv1.Grant{}, "tiers", nil))),
+		"ranks":     body("grant_reply", fill(field(&peerv1.GrantReply{}, "ranks", nil))),
+		"rails":     body("rails", fill(field(&peerv1.Rails{}, "rails", nil))),
+		"addresses": body("rails", fill(field(&peerv1.Rails{}, "control_addresses", nil))),
 	}
 }
 
@@ -526,10 +526,10 @@ func TestExpensiveFrames(t *testing.T) {
 			_ = tg.ex.Message(1, tg.peer, &fr)
 			tg.drain()
 		}
-		testutil.AllocatesAtMost(t, mostOfAFrame(len(b)), name, read)
+		testutil.AllocatesAtMost(t, maxOfAFrame(len(b)), name, read)
 		n := testutil.Allocates(read)
 		t.Logf("%s: %d bytes became %d, %.1f for each; at most %d", name, len(b), n,
-			float64(n)/float64(len(b)), mostOfAFrame(len(b)))
+			float64(n)/float64(len(b)), maxOfAFrame(len(b)))
 	}
 }
 
@@ -577,7 +577,7 @@ func FuzzMessage(f *testing.F) {
 			var err error
 			var gives int
 			var replies []*peerv1.GrantReply
-			testutil.AllocatesAtMost(t, mostOfAFrame(n), fmt.Sprintf("a frame of %d bytes", n), func() {
+			testutil.AllocatesAtMost(t, maxOfAFrame(n), fmt.Sprintf("a frame of %d bytes", n), func() {
 				if proto.Unmarshal(b[2:2+n], &fr) == nil {
 					frames++
 					err = tg.ex.Message(Instant(frames)*sec/10, tg.peer, &fr)

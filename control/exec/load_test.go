@@ -15,15 +15,15 @@ type replicas struct{ simPlanner }
 
 func (replicas) Divide(_ *engines.Worker, x *engines.Expect, ranks []Rank,
 	load func(string) uint64) ([]Part, error) {
-	parts, least := make([]Part, len(ranks)), 0
+	parts, lightest := make([]Part, len(ranks)), 0
 	for i, r := range ranks {
 		parts[i].Rank = r
-		if load(r.Name) < load(ranks[least].Name) {
-			least = i
+		if load(r.Name) < load(ranks[lightest].Name) {
+			lightest = i
 		}
 	}
 	plan, err := newSimPlan(x.Tokens, x.Skip)
-	parts[least].Plan = plan
+	parts[lightest].Plan = plan
 	return parts, err
 }
 

@@ -114,19 +114,19 @@ func TestNamesOfOnePeerAreBounded(t *testing.T) {
 			}
 		}
 	}
-	most := 0
+	peak := 0
 	for i := range 3 * endpoint.MaxEndpoints {
 		ask(fmt.Sprintf("P%d:1", i))
 		ask("p:1")
 		now += 10 * time.Second // every question is answered, or over
 		e.Tick(now)
-		most = max(most, e.endpoints.Len())
+		peak = max(peak, e.endpoints.Len())
 	}
 	if e.queries.Len() != 0 {
 		t.Fatalf("%d questions are open", e.queries.Len())
 	}
-	if limit := endpoint.MaxIdle + 3; most > limit { // those that are asked at, and ours
-		t.Errorf("%d endpoints were known at a time: at most %d", most, limit)
+	if limit := endpoint.MaxIdle + 3; peak > limit { // those that are asked at, and ours
+		t.Errorf("%d endpoints were known at a time: at most %d", peak, limit)
 	}
 	if connects["p:1"] != 1 {
 		t.Errorf("the name that is used all the time was reached %d times", connects["p:1"])

@@ -57,7 +57,7 @@ func BenchmarkOpen(b *testing.B) {
 			var ratios, few, many [2][]float64 // of slices and of ends
 			for i := 0; b.Loop(); i++ {
 				var c [2][2]float64
-				for k := range sides { // who goes first changes
+				for k := range sides { // the sides take turns in going first
 					k ^= i % 2
 					c[k][0], c[k][1] = sides[k].cost(round)
 				}

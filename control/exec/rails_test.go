@@ -294,7 +294,7 @@ func TestBreaker(t *testing.T) {
 	s.until("a transfer with another peer", sec, func() bool { return got.done != nil })
 	wantStatus(t, got, engines.StatusOK)
 	// Half open: one request waits, the connect succeeds, and the breaker closes.
-	s.run(s.now+endpoint.BreakMost, func() bool { return false })
+	s.run(s.now+endpoint.BreakMax, func() bool { return false })
 	delete(d.hangs, "q:1")
 	q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
 	qw := q.worker()

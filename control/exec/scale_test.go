@@ -29,7 +29,7 @@ const (
 func TestMeasureTenThousandOpen(t *testing.T) {
 	testutil.Measures(t)
 	// turns, the additional ones if they miss the bound, and slices of either side in each
-	const turns, most, round = 15, 60, 5000
+	const turns, maxTurns, round = 15, 60, 5000
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	// of 256 MiB: few of them fill every window, too
@@ -40,9 +40,9 @@ func TestMeasureTenThousandOpen(t *testing.T) {
 	before := heapBytes()
 	var costs [2][]float64
 	var ratios []float64
-	for turn := 0; turn < turns || turn < most && quantile(ratios, 0.5) > sliceRatio; turn++ {
+	for turn := 0; turn < turns || turn < maxTurns && quantile(ratios, 0.5) > sliceRatio; turn++ {
 		var c [2]float64
-		for k := range sides { // who goes first changes
+		for k := range sides { // the sides take turns in going first
 			k ^= turn % 2
 			c[k], _ = sides[k].cost(round)
 			costs[k] = append(costs[k], c[k])
@@ -51,17 +51,17 @@ func TestMeasureTenThousandOpen(t *testing.T) {
 	}
 	grew, moved := int64(heapBytes())-int64(before), int64(2*len(ratios)*round)
 	runtime.KeepAlive(sides) // and all that they move: else this would be measured without
-	ratio, least := quantile(ratios, 0.5), time.Duration(slices.Min(costs[1]))
-	t.Logf("a slice: %.0f ns with 10 open, %.0f ns with 10,000, the least %v; of the turns' ratios "+
-		"%.2f, a quarter to three %.2f to %.2f; the heap grew by %d KiB in %d slices",
-		quantile(costs[0], 0.5), quantile(costs[1], 0.5), least, ratio, quantile(ratios, 0.25),
+	ratio, fastest := quantile(ratios, 0.5), time.Duration(slices.Min(costs[1]))
+	t.Logf("a slice: %.0f ns with 10 open, %.0f ns with 10,000, the fastest %v; of the ratios of "+
+		"turns %.2f, a quarter to three %.2f to %.2f; the heap grew by %d KiB in %d slices",
+		quantile(costs[0], 0.5), quantile(costs[1], 0.5), fastest, ratio, quantile(ratios, 0.25),
 		quantile(ratios, 0.75), grew>>10, moved)
 	if ratio > sliceRatio {
 		t.Errorf("a slice costs %.2f times with 10,000 open what it does with 10, want %g at most: %.2f",
 			ratio, sliceRatio, ratios)
 	}
-	if least > sliceGoal {
-		t.Errorf("a slice costs %v with 10,000 open, want %v at most", least, sliceGoal)
+	if fastest > sliceGoal {
+		t.Errorf("a slice costs %v with 10,000 open, want %v at most", fastest, sliceGoal)
 	}
 	if grew > sliceLeaves*moved {
 		t.Errorf("the heap grew by %d bytes in %d slices, want %d for each at most", grew, moved,

@@ -230,7 +230,7 @@ func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
 	}
 	switch {
 	case !valid:
-		l.end(sl, transfer.NotLanded, transfer.ReasonDisowned)
+		l.end(sl, transfer.NotLanded, transfer.ReasonInvalidated)
 	case bad:
 		l.end(sl, transfer.Rejected, transfer.ReasonChecksum)
 	case s.chance(s.faults):

@@ -34,7 +34,7 @@ type Dest struct {
 	ID       transfer.LeaseID
 	Key      transfer.Key
 	Deadline Instant
-	MatchBy  Instant // when a partner must be bound; Never afterwards
+	MatchBy  Instant // when a source must be bound; Never afterwards
 
 	State  DestState
 	Peer   transfer.Boot

@@ -187,7 +187,7 @@ func TestTeams(t *testing.T) {
 	// that is still to come.
 	if p := (&Source{Fanout: 1}); p.Bind(g(0), x, 2) != nil || p.Over(g(0)) || p.End(g(0), true) ||
 		!p.Over(g(0)) || p.Over(g(1)) {
-		t.Error("a receiver that has ended is not told from one that has not come")
+		t.Error("a receiver that has ended looks like one that has not come")
 	}
 	// The next life of a lease has the place of the previous one, and no other lease gets a place
 	// by it.
@@ -221,7 +221,7 @@ func TestSlots(t *testing.T) {
 	}
 	rapid.Check(t, func(t *rapid.T) {
 		s := NewSlots(4)
-		for i := range MaxPeers - 3 { // so many that peers without grants are forgotten
+		for i := range MaxPeers - 3 { // the table gets full: peers without grants are forgotten
 			idle := boot(9)
 			idle[1], idle[2] = byte(i), byte(i>>8)
 			s.peers[idle] = &peerSlots{}
@@ -298,7 +298,7 @@ func TestSlotsOutliveTheirGenerations(t *testing.T) {
 	}
 }
 
-func TestTombs(t *testing.T) {
+func TestTombstones(t *testing.T) {
 	k := func(b byte) (k transfer.Key) {
 		k.Xfer[0] = b
 		return k
@@ -315,7 +315,7 @@ func TestTombs(t *testing.T) {
 	}
 	x.Add(2*time.Second, k(1), true) // again: its first entry must not remove this one
 	if _, ok := x.Find(time.Minute+500*time.Millisecond, k(1)); !ok {
-		t.Error("a key buried again was dropped with its first burial")
+		t.Error("the second tombstone of a key was dropped with the first")
 	}
 	if _, ok := x.Find(2*time.Minute, k(1)); ok || x.Len() != 0 {
 		t.Error("too old, and still there")

@@ -43,7 +43,7 @@ type candidate struct {
 type candidates struct {
 	unused []candidate
 	quiet  []candidate // with lanes; only for a peer that a request needs
-	quota  int         // > 0: the caller's certificate has its share of so many, in unused
+	quota  int         // > 0: the caller's certificate has this number, its share, in unused
 }
 
 // evict ends sessions until a new one with boot fits.

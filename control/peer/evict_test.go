@@ -55,15 +55,15 @@ func TestInventedBoots(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if n, most := victim.sessions.count(), maxOwned/unprovedPart; n > most {
-		t.Errorf("%d unproved sessions of one certificate, at most %d", n, most)
+	if n, limit := victim.sessions.count(), maxOwned/unprovedPart; n > limit {
+		t.Errorf("%d unproved sessions of one certificate, at most %d", n, limit)
 	}
 	began := time.Now()
 	join(t, honest, victim)
 	t.Logf("another member was accepted after %v", time.Since(began))
 }
 
-// A member with so many certificates that no quota limits it: its oldest sessions are evicted.
+// No quota limits a member with many certificates: its oldest sessions are evicted.
 func TestInventedCertificates(t *testing.T) {
 	victim, honest := start(t, slow), start(t, nil)
 	v := newService(victim.dialer)
@@ -215,8 +215,8 @@ func (n *node) announce(boot transfer.Boot, id hello.Identity, from string, prec
 func TestSharedCertificate(t *testing.T) {
 	shared := hello.Identity{7}
 	for name, x := range map[string]struct {
-		from func(i int) string
-		most int
+		from  func(i int) string
+		limit int
 	}{
 		"each at an address of its own": {func(i int) string {
 			return fmt.Sprintf("10.0.%d.%d", i>>8, i&255)
@@ -240,8 +240,8 @@ func TestSharedCertificate(t *testing.T) {
 				}
 				n.up(t, numbered(in))
 			}
-			if in != x.most {
-				t.Errorf("%d were accepted, want %d", in, x.most)
+			if in != x.limit {
+				t.Errorf("%d were accepted, want %d", in, x.limit)
 			}
 			if in < maxPeers {
 				if err := n.announce(numbered(maxPeers), hello.Identity{8}, x.from(0), false); err != nil {

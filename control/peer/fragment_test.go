@@ -17,7 +17,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// longGrant is a grant of so many ranks, each with the longest name and share that an executor
+// longGrant is a grant of many ranks, each with the longest name and share that an executor
 // accepts, and a token for each transport.
 func longGrant(ranks int) *peerv1.ControlFrame {
 	g := &peerv1.Grant{Xfer: make([]byte, 16), Hash: make([]byte, 32), Fingerprint: make([]byte,
@@ -59,8 +59,8 @@ func fragments(t *testing.T, f *peerv1.ControlFrame) (all []*peerv1.ControlFrame
 }
 
 // limit replaces the limits of what waits in all sessions, before there is any.
-func (n *node) limit(most int64, stuckAfter time.Duration) *delivery.Budget {
-	n.sessions.budget = delivery.NewBudget(most, n.sessions.shedSoon)
+func (n *node) limit(limit int64, stuckAfter time.Duration) *delivery.Budget {
+	n.sessions.budget = delivery.NewBudget(limit, n.sessions.shedSoon)
 	n.sessions.stuckAfter = stuckAfter
 	return n.sessions.budget
 }
@@ -164,9 +164,9 @@ func TestFramesThatDoNotFit(t *testing.T) {
 // Members that leave a long frame without its end in many sessions fill a bound of the whole mesh,
 // and their sessions end. The frames of others arrive: short ones at once, long ones after that.
 func TestFragmentsWithoutEnd(t *testing.T) {
-	const most = MaxMessage + MaxMessage/2
+	const limit = MaxMessage + MaxMessage/2
 	victim := start(t, slow)
-	budget := victim.limit(most, 5*time.Second) // longer than a busy machine pauses a sender
+	budget := victim.limit(limit, 5*time.Second) // longer than a busy machine pauses a sender
 	var mu sync.Mutex
 	var got []*peerv1.ControlFrame
 	victim.on = func(_ transfer.Boot, f *peerv1.ControlFrame) {
@@ -190,7 +190,7 @@ func TestFragmentsWithoutEnd(t *testing.T) {
 			poll(t, "most of one waits", watch(func() bool { return budget.Waiting() > MaxMessage/2 }))
 		}
 	}
-	poll(t, "no more may wait", watch(func() bool { return budget.Waiting()+frame.Max > most }))
+	poll(t, "no more may wait", watch(func() bool { return budget.Waiting()+frame.Max > limit }))
 	honest := start(t, nil)
 	join(t, honest, victim)
 	long := longGrant(64)
@@ -205,8 +205,8 @@ func TestFragmentsWithoutEnd(t *testing.T) {
 		t.Error("the long frame arrived with another content")
 	}
 	victim.until("an incomplete session is down", func() bool { return len(victim.downs) > 0 })
-	if worst > most {
-		t.Errorf("%d bytes waited, at most %d", worst, most)
+	if worst > limit {
+		t.Errorf("%d bytes waited, at most %d", worst, limit)
 	}
 	for _, s := range victim.sessions.list() {
 		victim.sessions.end(s, errEvicted)

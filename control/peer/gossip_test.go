@@ -19,7 +19,7 @@ func joiner(o gossip.Options) cluster.Join {
 // A node joins one that starts after it, while it still asks for another.
 func TestJoinsWhoComesLater(t *testing.T) {
 	free := func() string {
-		// nobody else takes the port
+		// no other process takes the port
 		ln, err := net.Listen("tcp", net.JoinHostPort(testutil.Loopback(), "0"))
 		if err != nil {
 			t.Fatal(err)

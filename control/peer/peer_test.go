@@ -207,7 +207,7 @@ func TestLaneCut(t *testing.T) {
 	two := func(o *Options) { o.Control = []string{"127.0.0.1:0"} }
 	a, b := start(t, two), start(t, two)
 	join(t, a, b)
-	const count, every = 10000, 750 // more frames than may wait, and a cut in each so many
+	const count, every = 10000, 750 // more frames than may wait, and the frames between two cuts
 	var wg sync.WaitGroup
 	for _, x := range []struct{ from, to *node }{{a, b}, {b, a}} {
 		wg.Go(func() {
@@ -334,7 +334,7 @@ func TestGossip(t *testing.T) {
 func TestMany(t *testing.T) {
 	const (
 		each = 3
-		// connects at once: two busy cores under the race detector make so many handshakes well within
+		// connects at once: two busy cores under the race detector make these handshakes well within
 		// the time of one call
 		wave = 8
 	)

@@ -71,9 +71,9 @@ func (p *preconnector) update(now time.Time, members []cluster.Member) {
 }
 
 // endLeft ends the sessions of members that have left, and have no lane and no lease. A frame that
-// was not acknowledged keeps such a session for idleAfter, which is as long as most transfers may
-// take: a process that was killed never acknowledges it. So it does with a peer that gossip has not
-// listed, such as a member that was killed before the news of it came.
+// was not acknowledged keeps such a session for idleAfter, which few transfers exceed: a process
+// that was killed never acknowledges it. The same holds for a peer that gossip has not listed, such
+// as a member that was killed before the news of it came.
 func (p *preconnector) endLeft(now time.Time, listed map[transfer.Boot]bool) {
 	for _, s := range p.sessions.list() {
 		st := s.channel.State()

@@ -55,7 +55,7 @@ func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.He
 	}
 	reply := v.reply(v.listeners, ver)
 	if boot == v.opt.Boot || len(q.KeyShare) == 0 {
-		return reply, nil // this process itself, or a caller that does not know our boot yet
+		return reply, nil // this process itself, or a caller that does not have our boot id yet
 	}
 	c := caller{id: id, source: rpc.Source(from), preconnect: q.Preconnect}
 	_, err = v.sessions.register(c, hello.Description{Version: ver, Boot: boot,

@@ -319,19 +319,19 @@ func (t *sessions) shed() {
 	}
 	limit := time.Now().Add(-t.stuckAfter)
 	bytes, longest := map[holder]int{}, map[holder]candidate{}
-	var most holder
+	var fullest holder
 	for _, s := range t.list() {
 		n, since := s.channel.Waiting()
 		h := s.holder()
-		if bytes[h] += n; bytes[h] > bytes[most] {
-			most = h
+		if bytes[h] += n; bytes[h] > bytes[fullest] {
+			fullest = h
 		}
 		old, known := longest[h]
 		if !since.IsZero() && (!known || since.Before(old.since)) {
 			longest[h] = candidate{s, since}
 		}
 	}
-	if c := longest[most]; c.s != nil && c.since.Before(limit) {
+	if c := longest[fullest]; c.s != nil && c.since.Before(limit) {
 		t.end(c.s, fmt.Errorf("peer: incomplete frames have taken up memory since %s: %w",
 			c.since.Format(time.TimeOnly), frame.ErrFragment))
 	}

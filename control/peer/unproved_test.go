@@ -23,7 +23,7 @@ const (
 	timedOpenings = 200
 	unprovedTries = 3
 	openingP99    = 50 * time.Millisecond
-	busyPart      = 4 // a try counts if threads waited for a CPU for at most one in so many parts
+	busyPart      = 4 // a try counts if threads waited for a CPU for at most 1/busyPart of it
 )
 
 // unproved runs f for each kind of unproved connections: they come from one address or from many,

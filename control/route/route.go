@@ -152,8 +152,8 @@ type Pair struct {
 
 // Pairs decides which rails of one transport are joined by lanes. Rails on one link belong
 // together: no path is shorter, and without routing no other works. The remaining rails are paired
-// in order, as many pairs as the longer list has, so that each rail has a partner. Rails that are
-// down keep their partners, so that pulling a cable changes no other pair.
+// in order, as many pairs as the longer list has, so that each rail is in a pair. Rails that are
+// down keep their pairs, so that pulling a cable changes no other pair.
 func Pairs(local, remote []Rail) (out []Pair) {
 	if len(local) == 0 || len(remote) == 0 {
 		return nil

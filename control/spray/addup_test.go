@@ -71,8 +71,8 @@ func TestRailDiesInMidTransfer(t *testing.T) {
 	}{
 		"silent": {func(l *link) { l.set(func() { l.dead = true }) },
 			func(l *link) { l.set(func() { l.dead = false }) }, 0},
-		"ack drop": {func(l *link) { l.set(func() { l.deaf = true }) },
-			func(l *link) { l.set(func() { l.deaf = false }) }, 0},
+		"ack drop": {func(l *link) { l.set(func() { l.mute = true }) },
+			func(l *link) { l.set(func() { l.mute = false }) }, 0},
 		"collapse": {func(l *link) { l.set(func() { l.rate /= 20 }) },
 			func(l *link) { l.set(func() { l.rate *= 20 }) }, gbit / 20},
 	} {

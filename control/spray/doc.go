@@ -35,7 +35,7 @@
 // 0, which takes the chunk from no other lane), then in steps with growing windows. If no pair is
 // left, excluded ones carry one slice at a time. A late slice is sent again, and counts as a
 // failure if its lane moves. From the lane's next progress on it fills no window, because it may
-// never end. A window full of late slices is tried with one chunk.
+// never end. If late slices fill a window, one chunk tests the pair.
 //
 // Invariants, checked after every step of the property tests:
 //   - a chunk that was made ready and has not landed waits, is in flight, or both; it is in flight
@@ -102,8 +102,8 @@ const (
 	MaxLanes       = 1024    // lanes of one peer
 	maxSliceChunks = 1024    // of one slice
 	MaxHedgeBytes  = 4 << 20 // hedges in flight to one peer
-	hedgeShare     = 8       // one of this number of chunks of a flow may be hedged, and hedgeLeast
-	hedgeLeast     = 16      // chunks
+	hedgeShare     = 8       // one of this number of chunks of a flow may be hedged, and hedgeMin
+	hedgeMin       = 16      // chunks
 	hedgeScan      = 4       // newest slices of a lane that are looked at for a hedge
 	// flows at the head of a queue that are tried when the first cannot use the open pairs.
 	scanFlows = 4

@@ -31,7 +31,7 @@ const (
 	probeGain = 1.125 // a probe sends this multiple of the rate
 	// Part of the rate that must be posted for a probe to count. A larger part would be better
 	// evidence, but on paths longer than probeSpan too few probes would raise a rate that is too low.
-	probeLeast = 0.5
+	probePart = 0.5
 )
 
 // egressQueue models the queue in front of one local rail, to all peers. Pairs that share the rail
@@ -43,8 +43,8 @@ const (
 // Confirmations correct it. A slice that was posted after all slices confirmed so far proves that
 // everything posted before it has left the rail. Bytes that wait at a slow peer therefore count
 // only until the next confirmation of another peer. An early confirmation is believed. A late one
-// may have waited at its peer, or for one of the two processes to run; so only the least lateness
-// of a span is added to the queue.
+// may have waited at its peer, or for one of the two processes to run; so only the smallest
+// lateness of a span is added to the queue.
 //
 // Rate of the rail: bytes confirmed per busy time, over spans. A span lowers the rate only if the
 // rail limited its slices (spanDry). Single bursts of confirmations are ignored: if the rate is
@@ -311,7 +311,7 @@ func (q *pair) leaves(now Instant, fl *flight) {
 		}
 	}
 	fl.rail.delivered = o.delivered
-	fl.rail.busy = float64(o.load) > o.bw*float64(q.least())+float64(q.cut(fl.flow.prio))
+	fl.rail.busy = float64(o.load) > o.bw*float64(q.minDelay())+float64(q.cut(fl.flow.prio))
 	o.posted += fl.bytes
 	fl.rail.mark = o.posted
 	prio := fl.flow.prio

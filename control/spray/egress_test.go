@@ -269,27 +269,27 @@ func TestPeersShareARail(t *testing.T) {
 				}
 			}
 			all, sum := f.rate(sec)
-			least, most, slow, want := 1e9, 0.0, 0.0, 10*gbit
+			lowest, highest, slow, want := 1e9, 0.0, 0.0, 10*gbit
 			for i, v := range all {
 				switch {
 				case c.name == "one slow end" && i == 3:
 					slow = v
 				case frozen && i == 5:
 				default:
-					least, most = min(least, v), max(most, v)
+					lowest, highest = min(lowest, v), max(highest, v)
 				}
 			}
 			if c.name == "ends of half the share" {
 				want /= 2
 			}
-			t.Logf("%.3f of what there is, the least has %.3f of the most", sum/want, least/most)
+			t.Logf("%.3f of what there is, the slowest has %.3f of the fastest", sum/want, lowest/highest)
 			full := 0.97
 			if c.name == "ends of their share" {
 				full = 0.95 // each end is full as long as it always has something, and so is the rail
 			}
-			if sum < full*want || least < 0.9*most {
-				t.Errorf("%.3f of what there is, the least has %.3f of the most: want %.2f and 0.9", sum/want,
-					least/most, full)
+			if sum < full*want || lowest < 0.9*highest {
+				t.Errorf("%.3f of what there is, the slowest has %.3f of the fastest: want %.2f and 0.9",
+					sum/want, lowest/highest, full)
 			}
 			if slow > 0 && slow < 0.9*10*gbit/160 {
 				t.Errorf("the slow end has %.3f of what it takes", slow/(10*gbit/160))
@@ -365,9 +365,9 @@ func TestPeerJoins(t *testing.T) {
 	f.wait(50 * ms)
 	all, sum := f.rate(200 * ms)
 	t.Logf("%.3f of the rail, %.3f and %.3f", sum/(10*gbit), all[0]/sum, all[1]/sum)
-	if least := min(all[0], all[1]) / max(all[0], all[1]); sum < 0.97*10*gbit || least < 0.9 {
+	if balance := min(all[0], all[1]) / max(all[0], all[1]); sum < 0.97*10*gbit || balance < 0.9 {
 		t.Errorf("%.3f of the rail is used, and one has %.3f of the other: want 0.97 and 0.9",
-			sum/(10*gbit), least)
+			sum/(10*gbit), balance)
 	}
 	other.Close()
 	f.wait(100 * ms)

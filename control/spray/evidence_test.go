@@ -14,10 +14,10 @@ import (
 // pair on trial or of an unknown pair.
 func TestUrgentKeepsLimitsAmongPeers(t *testing.T) {
 	for _, c := range []struct {
-		name  string
-		warm  bool
-		most  uint64
-		limit func(f *fan, q *pair)
+		name    string
+		warm    bool
+		maxLoad uint64
+		limit   func(f *fan, q *pair)
 	}{
 		{"credit", true, 3 * transfer.ChunkBytes, func(f *fan, _ *pair) {
 			if !f.s.Credit(f.peers[0], "tcp", "eth0", 2*transfer.ChunkBytes) {
@@ -48,9 +48,9 @@ func TestUrgentKeepsLimitsAmongPeers(t *testing.T) {
 			}
 			f.open(0, DecodeWaits, 8<<20)
 			f.wait(20 * ms)
-			if gave == 0 || q.load() > c.most {
+			if gave == 0 || q.load() > c.maxLoad {
 				t.Errorf("%d slices, %d bytes in flight: want some, and at most %d bytes", gave, q.load(),
-					c.most)
+					c.maxLoad)
 			}
 		})
 	}

@@ -104,7 +104,7 @@ func (s *Scheduler) post(now Instant, l *laneState, f *Flow, r transfer.Range,
 		fl.copy = probeCopy
 	}
 	load := q.load() + bytes
-	fl.path.limited = load <= uint64(q.holds())+q.cut(f.prio) && load+q.cut(f.prio) <= q.most(f.prio)
+	fl.path.limited = load <= uint64(q.holds())+q.cut(f.prio) && load+q.cut(f.prio) <= q.limit(f.prio)
 	if fl.path.clean = fl.path.ahead <= q.shallow(); fl.path.clean {
 		q.drained(now)
 	}

@@ -50,7 +50,7 @@ func (s *Scheduler) Open(p *Peer, prio Priority, deadline Instant, space *transf
 	n := space.NumChunks()
 	f := &Flow{Owner: owner, peer: p, prio: min(prio, Background), deadline: deadline, seq: s.seq,
 		space: space, chunks: chunks.New(n),
-		hedges: max(int(n)/hedgeShare, hedgeLeast)}
+		hedges: max(int(n)/hedgeShare, hedgeMin)}
 	f.queued.Value = f
 	return f
 }

@@ -50,21 +50,21 @@ func TestTailIsLeftToFasterRails(t *testing.T) {
 
 // Urgent slices are sent at once, though windows and lanes are full of other work.
 func TestUrgentNeedsNoOpenWindow(t *testing.T) {
-	for _, most := range []int{2, 16} { // full lanes, full window
+	for _, slots := range []int{2, 16} { // full lanes, full window
 		s := New(Config{})
 		p := s.Peer(transfer.Boot{1}, nil)
 		if err := s.LaneUp(0, p, LaneInfo{ID: 1, Path: Path{"tcp", "a", "b"}, SliceBytes: 1 << 20,
-			MaxSlices: most}); err != nil {
+			MaxSlices: slots}); err != nil {
 			t.Fatal(err)
 		}
 		flow(t, s, p, 64)
-		if n := len(pullAll(s, p, 0)); n != min(most-1, coldChunks) {
-			t.Errorf("%d slices of bulk on a lane for %d", n, most)
+		if n := len(pullAll(s, p, 0)); n != min(slots-1, coldChunks) {
+			t.Errorf("%d slices of bulk on a lane for %d", n, slots)
 		}
 		f := s.Open(p, DecodeWaits, 0, space(t, 4096), nil)
 		f.Ready(f.space.All())
 		if all := pullAll(s, p, 0); len(all) != 1 || all[0].Flow != f {
-			t.Errorf("lane for %d: the urgent slice waits: %+v", most, all)
+			t.Errorf("lane for %d: the urgent slice waits: %+v", slots, all)
 		}
 	}
 }
@@ -88,9 +88,9 @@ func TestWindowDoesNotFeedOnItself(t *testing.T) {
 	f := m.open(LayerStream, 4<<30-1<<20)
 	m.run(10*sec, f.landed)
 	q := m.p.pairs[0]
-	if most := uint64(gbit * float64(5*ms)); q.window > most {
+	if limit := uint64(gbit * float64(5*ms)); q.window > limit {
 		t.Errorf("window of %d bytes after 10 s at full load, with a delay of 1 ms: want %d at most",
-			q.window, most)
+			q.window, limit)
 	}
 	near(t, "learned", q.bw, gbit, 0.03)
 }

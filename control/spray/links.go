@@ -173,9 +173,9 @@ func (p *Peer) share(n railName) {
 	}
 }
 
-// creditMost is the number of bytes in flight that the receiver's credit permits: the credit is
+// creditMax is the number of bytes in flight that the receiver's credit permits: the credit is
 // what may wait at the receiver's end, and on a long path most of a window does not wait there.
-func (q *pair) creditMost() uint64 {
+func (q *pair) creditMax() uint64 {
 	if q.credit == 0 {
 		return math.MaxUint64
 	}
@@ -184,8 +184,8 @@ func (q *pair) creditMost() uint64 {
 
 // credited keeps window and slice within the credit.
 func (q *pair) credited() {
-	if most := q.creditMost(); q.window > most {
-		q.window = most
+	if limit := q.creditMax(); q.window > limit {
+		q.window = limit
 		q.piece = min(q.piece, max(q.window/2/transfer.ChunkBytes, 1)*transfer.ChunkBytes)
 	}
 }

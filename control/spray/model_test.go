@@ -48,12 +48,12 @@ type link struct {
 	rate    float64
 	delay   Instant
 	dead    bool // moves nothing
-	deaf    bool // moves, and confirms nothing
+	mute    bool // moves, and confirms nothing
 	queue   []Slice
 	left    float64 // bytes of the head
 	since   Instant // left was true then
 	version int
-	held    []Slice // of a deaf link
+	held    []Slice // of a mute link
 	bytes   uint64  // that arrived
 	arrived func(Slice)
 	late    func() Instant // that a confirmation takes beyond the delay; nil: nothing
@@ -151,7 +151,7 @@ func (l *link) plan() {
 }
 
 func (l *link) confirm(sl Slice) {
-	if l.deaf {
+	if l.mute {
 		l.held = append(l.held, sl)
 		return
 	}
@@ -162,7 +162,7 @@ func (l *link) set(fn func()) {
 	l.serve()
 	fn()
 	l.plan()
-	if !l.deaf {
+	if !l.mute {
 		held := l.held
 		l.held = nil
 		for _, sl := range held {

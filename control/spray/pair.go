@@ -31,7 +31,7 @@ type pair struct {
 	live     int  // usable lanes
 	rank     int
 	flights  int    // slices on usable lanes
-	slots    int    // the most slices on usable lanes
+	slots    int    // maximum of slices on usable lanes
 	kept     int    // of those, reserved for urgent slices
 	inflight uint64 // bytes on all lanes
 	stalled  uint64 // of them, on unusable lanes, or of passed slices
@@ -184,13 +184,13 @@ func (q *pair) usable() bool { return q.live > 0 && q.state <= Readmitted }
 // room reports whether the window is open for n more bytes. Urgent slices may exceed it by one
 // slice: they wait behind a window, not for one.
 func (q *pair) room(n uint64, prio Priority, urgent bool) bool {
-	load, slots, w, all := q.load(), q.slots, q.most(prio), q.window
+	load, slots, w, all := q.load(), q.slots, q.limit(prio), q.window
 	if urgent {
 		all += q.piece
 		if q.state == Healthy && q.samples > 0 && q.crowded() {
 			// Turns at the local rail limit this pair. The rate that it learned there is only what
 			// the other pairs left.
-			all = max(all, min(uint64(q.out.bw*float64(spareTime)), q.creditMost()))
+			all = max(all, min(uint64(q.out.bw*float64(spareTime)), q.creditMax()))
 		}
 		w = all
 	} else {
@@ -208,19 +208,19 @@ func (q *pair) room(n uint64, prio Priority, urgent bool) bool {
 		return false
 	}
 	return prio != Background || q.spare == nil ||
-		q.flights-q.spare.flights < slots-q.spare.most(urgent)
+		q.flights-q.spare.flights < slots-q.spare.limit(urgent)
 }
 
-// most is the window of a priority.
-func (q *pair) most(prio Priority) uint64 {
+// limit is the window of a priority.
+func (q *pair) limit(prio Priority) uint64 {
 	if prio == Background {
 		return q.low
 	}
 	return q.window
 }
 
-// most is the largest number of slices on the lane.
-func (l *laneState) most(urgent bool) int {
+// limit is the largest number of slices on the lane.
+func (l *laneState) limit(urgent bool) int {
 	if !urgent && l.info.MaxSlices > 1 {
 		return l.info.MaxSlices - 1
 	}
@@ -231,7 +231,7 @@ func (l *laneState) most(urgent bool) int {
 func (q *pair) pick(prio Priority, urgent bool) *laneState {
 	var found *laneState
 	for _, l := range q.lanes {
-		if l.usable() && l.flights < l.most(urgent) && (found == nil || l.inflight < found.inflight) &&
+		if l.usable() && l.flights < l.limit(urgent) && (found == nil || l.inflight < found.inflight) &&
 			(prio != Background || l != q.spare) {
 			found = l
 		}
@@ -239,11 +239,11 @@ func (q *pair) pick(prio Priority, urgent bool) *laneState {
 	return found
 }
 
-// least is the least recent delay from post to confirmation, of slices that found next to nothing
-// in flight: the delay of the path and the time of one slice on the wire. (That time cannot be
-// subtracted: the rate of a path is unknown until the path is full.) Without such a slice it is the
-// RTT when the lanes came up; 0: unknown.
-func (q *pair) least() Instant {
+// minDelay is the smallest recent delay from post to confirmation, of slices that found next to
+// nothing in flight: the delay of the path and the time of one slice on the wire. (That time cannot
+// be subtracted: the rate of a path is unknown until the path is full.) Without such a slice it is
+// the RTT when the lanes came up; 0: unknown.
+func (q *pair) minDelay() Instant {
 	switch {
 	case q.lat[0] == 0 && q.lat[1] == 0:
 		return q.rtt
@@ -256,9 +256,9 @@ func (q *pair) least() Instant {
 }
 
 // holds is the content of the full path without a queue: bandwidth x delay.
-func (q *pair) holds() float64 { return q.bw * float64(q.least()) }
+func (q *pair) holds() float64 { return q.bw * float64(q.minDelay()) }
 
-// shallow is the most that may be in flight before a slice that measures the delay. The path holds
+// shallow is the maximum of bytes in flight before a slice that measures the delay. The path holds
 // more than that without a queue. If the current estimate of the delay includes a queue, this slice
 // measures less, and the next one measures the delay without it.
 func (q *pair) shallow() uint64 { return uint64(drainShare * q.holds()) }
@@ -273,7 +273,7 @@ func (q *pair) drain(now Instant) {
 		q.drained(now) // a slice does not end; watch judges that
 	case q.crowded(): // other pairs keep the queue filled: closing this window measures nothing
 	case q.peer.draining == nil && q.usable() && q.samples > 0 &&
-		now-q.clean >= max(drainEvery, drainDelays*q.least()):
+		now-q.clean >= max(drainEvery, drainDelays*q.minDelay()):
 		q.peer.draining, q.draining, q.patience = q, true, now+lateFactor*Instant(q.expect(0))
 	}
 }

@@ -98,7 +98,7 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 					usable += l.inflight - l.passed
 					flights += l.flights
 					slots += l.info.MaxSlices
-					kept += l.info.MaxSlices - l.most(false)
+					kept += l.info.MaxSlices - l.limit(false)
 					n++
 				}
 				if l.flights > l.info.MaxSlices {

@@ -122,8 +122,8 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 	return Slice{}, false
 }
 
-// choose returns the pair for the next slice of f, and the most chunks; nil: none now. open is
-// false if the reason is that no pair has room.
+// choose returns the pair for the next slice of f, and its maximum of chunks; nil: none now. open
+// is false if the reason is that no pair has room.
 func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, avoid uint16,
 	urgent bool) (_ *pair, limit uint32, open bool) {
 	c := s.rank(now, p, f, run, avoid, urgent)
@@ -140,7 +140,7 @@ func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, av
 	// A pair that failed these chunks gets them again only if it is the only one.
 	case c.avoided != nil && c.usable == 1:
 		return c.avoided, uint32(c.avoided.cut(f.prio) / transfer.ChunkBytes), true
-	// The window is full of late slices: one chunk tests whether the pair still moves.
+	// Late slices fill the window: one chunk tests whether the pair still moves.
 	case c.full != nil && s.allLate(c.full):
 		return c.full, 1, true
 	}

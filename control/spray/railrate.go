@@ -12,7 +12,7 @@ func (q *pair) railRate(now Instant, fl *flight) (rate float64) {
 	o.delivered += fl.bytes
 	if fl.rail.clean {
 		took := max(now-fl.posted-Instant(float64(fl.bytes)/o.bw), 0)
-		if d := q.leastTrip(o.bw); d > 0 {
+		if d := q.minTrip(o.bw); d > 0 {
 			took = min(took, d+outLate) // one late confirmation does not make the path longer
 		}
 		if o.tripped {
@@ -110,7 +110,7 @@ func (e *egressQueue) judge(now Instant) {
 		return
 	}
 	e.probing = false
-	if float64(e.posted-e.probeFrom) < probeLeast*e.bw*float64(now-e.probed) {
+	if float64(e.posted-e.probeFrom) < probePart*e.bw*float64(now-e.probed) {
 		return // too little was posted: nothing could be late
 	}
 	e.probeGap = probeEvery
@@ -119,10 +119,10 @@ func (e *egressQueue) judge(now Instant) {
 }
 
 // trip is the time from when a slice has left the local rail to its confirmation: the mean of
-// slices that found the rail idle, or else leastTrip. The mean includes the time in which the two
-// processes wait for a processor, and exceeds leastTrip by outLate at most.
+// slices that found the rail idle, or else minTrip. The mean includes the time in which the two
+// processes wait for a processor, and exceeds minTrip by outLate at most.
 func (q *pair) trip(rate float64) Instant {
-	d := q.leastTrip(rate)
+	d := q.minTrip(rate)
 	switch o := q.out; {
 	case !o.tripped:
 		return d
@@ -133,9 +133,9 @@ func (q *pair) trip(rate float64) Instant {
 	}
 }
 
-// leastTrip is the RTT of when the lanes opened, or the least delay that was seen without the time
+// minTrip is the RTT of when the lanes opened, or the least delay that was seen without the time
 // of its slice on the wire, whichever is longer; 0: unknown.
-func (q *pair) leastTrip(rate float64) Instant {
+func (q *pair) minTrip(rate float64) Instant {
 	d, bytes := q.lat[0], q.latBytes[0]
 	if d == 0 || q.lat[1] != 0 && q.lat[1] < d {
 		d, bytes = q.lat[1], q.latBytes[1]

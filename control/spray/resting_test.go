@@ -17,7 +17,7 @@ func TestRefusedFlowsDoNotBlockOthers(t *testing.T) {
 			refused[flow(t, s, p, 64)] = 0
 		}
 		var good *Flow
-		var first, most Instant
+		var first, limit Instant
 		var pull func()
 		end := func(sl Slice) {
 			v := Confirmed
@@ -59,14 +59,14 @@ func TestRefusedFlowsDoNotBlockOthers(t *testing.T) {
 			if first < 0 || !good.landed() {
 				t.Fatalf("%d refused flows: a healthy one does not end", n)
 			}
-			most = max(most, first-from)
+			limit = max(limit, first-from)
 			good.Close()
 			rest(3 * ms) // while flows wake, are tried, exhausted, and come anew
 		}
-		t.Logf("%d refused flows: a healthy one has its first slice after %v at most", n, most)
-		if most >= ms {
+		t.Logf("%d refused flows: a healthy one has its first slice after %v at most", n, limit)
+		if limit >= ms {
 			t.Errorf("%d refused flows: a healthy one had its first slice after %v: want less than 1ms", n,
-				most)
+				limit)
 		}
 	}
 }

@@ -220,7 +220,7 @@ func (q *pair) recount() {
 			q.live++
 			q.flights += l.flights
 			q.slots += l.info.MaxSlices
-			q.kept += l.info.MaxSlices - l.most(false)
+			q.kept += l.info.MaxSlices - l.limit(false)
 			q.stalled -= l.inflight - l.passed
 			q.spare = l
 		}
@@ -229,7 +229,7 @@ func (q *pair) recount() {
 	if q.live < 2 {
 		q.spare = nil
 	} else {
-		q.shared -= q.spare.most(false)
+		q.shared -= q.spare.limit(false)
 	}
 	q.tally()
 }

@@ -81,7 +81,7 @@ func ranks(t *testing.T, slots int) (*Scheduler, *Peer, func(at Instant)) {
 	return s, p, func(at Instant) { lane(at, 2, "tcp", 1, 16) }
 }
 
-// A dead lane that is full of late slices keeps no flow from another transport.
+// A dead lane that late slices fill keeps no flow from another transport.
 func TestDeadLaneHoldsUpNoFlow(t *testing.T) {
 	s, p, other := ranks(t, 4)
 	f := flow(t, s, p, 64)
@@ -112,7 +112,7 @@ func TestLaneFullOfPassedSlices(t *testing.T) {
 		s.Moved(at, 1)
 		later(s, p, at, at, confirm)
 	}
-	if l := p.pairs[0].lanes[0]; l.passed == 0 || l.flights < l.most(false) {
+	if l := p.pairs[0].lanes[0]; l.passed == 0 || l.flights < l.limit(false) {
 		t.Fatalf("%d bytes passed, %d slices: want a lane full of them", l.passed, l.flights)
 	}
 	later(s, p, 3*sec, 23*sec, confirm)

@@ -281,13 +281,13 @@ func TestTrapExpiryReadmitsLiveTraffic(t *testing.T) {
 			return
 		}
 		first = append(first, sl)
-		most := uint64(transfer.ChunkBytes) // of a probe
+		limit := uint64(transfer.ChunkBytes) // of a probe
 		if q.state == Readmitted {
-			most <<= q.step
+			limit <<= q.step
 		}
-		if n := q.load(); n > most {
-			t.Errorf("%v, step %d: %d bytes in flight, want %d at most", q.state, q.step, n, most)
-		} else if n == most && q.state == Readmitted {
+		if n := q.load(); n > limit {
+			t.Errorf("%v, step %d: %d bytes in flight, want %d at most", q.state, q.step, n, limit)
+		} else if n == limit && q.state == Readmitted {
 			full |= 1 << q.step
 		}
 	}

@@ -207,7 +207,7 @@ func (q *pair) view(now Instant) PairView {
 	v := PairView{Peer: q.peer.boot.String(), Path: q.path, Rank: q.rank, Tier: q.tier,
 		State: q.state.String(), Lanes: len(q.lanes),
 		InFlight: q.inflight, Window: q.window, Low: q.low, Credit: q.credit, Slice: q.piece,
-		Rate: q.bw * 1e9, Neutral: q.neutral * 1e9, Delay: q.least(),
+		Rate: q.bw * 1e9, Neutral: q.neutral * 1e9, Delay: q.minDelay(),
 		Fixed: Instant(q.b0), Factor: q.b1, Score: Instant(q.score(now, transfer.ChunkBytes, 0)),
 		Error: q.err, Samples: q.samples,
 		Counters: q.count, LastMoved: now - q.moved}

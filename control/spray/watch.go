@@ -51,10 +51,10 @@ func (s *Scheduler) watch(now Instant, l *laneState) {
 		i = s.flights[i].next
 	}
 	if i < 0 {
-		if l.flights < l.most(false) {
+		if l.flights < l.limit(false) {
 			return // only late slices are in flight, and their lateness was counted
 		}
-		i = l.head // the lane is full of late slices: no other slice can show progress
+		i = l.head // late slices fill the lane: no other slice can show progress
 	}
 	fl := &s.flights[i]
 	patience := max(s.cfg.Suspect, lateFactor*fl.predicted)

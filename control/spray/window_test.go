@@ -49,14 +49,14 @@ func TestQueueIsNotDelay(t *testing.T) {
 		m.open(prio, 4<<30-1<<20)
 		m.wait(2 * sec)
 		q := m.p.pairs[0]
-		if q.least() < 35*ms {
-			t.Fatalf("delay %v: not what this test is about", q.least())
+		if q.minDelay() < 35*ms {
+			t.Fatalf("delay %v: not what this test is about", q.minDelay())
 		}
 		l.set(func() { l.delay = 100 * time.Microsecond })
 		m.wait(5 * latencySpan)
-		if q.least() > 2*ms || q.window > uint64(gbit*float64(6*ms)) {
+		if q.minDelay() > 2*ms || q.window > uint64(gbit*float64(6*ms)) {
 			t.Errorf("%v: delay %v and window %d under load, 10 s after the path became short", prio,
-				q.least(), q.window)
+				q.minDelay(), q.window)
 		}
 		before, began := l.bytes, m.now
 		m.wait(5 * sec)
@@ -106,7 +106,7 @@ func TestLateConfirmationIsNotDelay(t *testing.T) {
 	got := float64(l.bytes-before) / float64(m.now-began)
 	q := m.p.pairs[0]
 	t.Logf("%.3f of the rail; delay %v, slice %d, %d of %d times more than 3 ms in flight",
-		got/(2*gbit), q.least(), q.piece, deep, posts)
+		got/(2*gbit), q.minDelay(), q.piece, deep, posts)
 	if deep > posts/50 {
 		t.Errorf("%d of %d slices of background left more than 3 ms in flight", deep, posts)
 	}

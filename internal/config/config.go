@@ -132,12 +132,12 @@ type SHM struct {
 
 // Transfer bounds transfers.
 type Transfer struct {
-	Deadline    Duration `yaml:"deadline" unit:"duration" doc:"Longest time of a transfer until its commit. After it the transfer is fenced, and the engine recomputes."`
-	Partner     Duration `yaml:"match_timeout" unit:"duration" doc:"Match timeout: longest wait for the other side of a transfer."`
-	Hold        Duration `yaml:"hold" unit:"duration" doc:"Longest time that the blocks of a finished prefill are held for a decode engine that lives and whose request waits in its queue. At most 10m."`
-	Grace       Duration `yaml:"grace" unit:"duration" doc:"Time after the deadline that a fence or a stopped sidecar has before the next stronger measure."`
-	MaxSlices   int      `yaml:"max_slices" unit:"slices" doc:"Largest number of slices in flight over all lanes of one peer."`
-	MaxAttempts int      `yaml:"max_attempts" unit:"attempts" doc:"Attempts to move a chunk before the transfer fails with its blocks named."`
+	Deadline     Duration `yaml:"deadline" unit:"duration" doc:"Longest time of a transfer until its commit. After it the transfer is fenced, and the engine recomputes."`
+	MatchTimeout Duration `yaml:"match_timeout" unit:"duration" doc:"Match timeout: longest wait for the other side of a transfer."`
+	Hold         Duration `yaml:"hold" unit:"duration" doc:"Longest time that the blocks of a finished prefill are held for a decode engine that lives and whose request waits in its queue. At most 10m."`
+	Grace        Duration `yaml:"grace" unit:"duration" doc:"Time after the deadline that a fence or a stopped sidecar has before the next stronger measure."`
+	MaxSlices    int      `yaml:"max_slices" unit:"slices" doc:"Largest number of slices in flight over all lanes of one peer."`
+	MaxAttempts  int      `yaml:"max_attempts" unit:"attempts" doc:"Attempts to move a chunk before the transfer fails with its blocks named."`
 }
 
 // Store configures the node's store of pages.
@@ -294,7 +294,7 @@ func defaults() *Config {
 			GDR: GDR{QueuePairs: 2, DeadPath: Duration(50 * time.Millisecond)},
 		},
 		Transfer: Transfer{
-			Deadline: Duration(30 * time.Second), Partner: Duration(10 * time.Second),
+			Deadline: Duration(30 * time.Second), MatchTimeout: Duration(10 * time.Second),
 			Hold: Duration(2 * time.Minute), Grace: Duration(5 * time.Second),
 			MaxSlices: 256, MaxAttempts: 8,
 		},

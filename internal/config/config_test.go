@@ -69,7 +69,7 @@ http: {listen: off}
 	want.Transports.GPU.Open = []string{"0", "GPU-01234567-89ab-cdef-0123-456789abcdef"}
 	want.Transports.GPU.Relays = []string{"all"}
 	want.Transports.GPU.Memory = 256 << 20
-	want.Transfer.Deadline, want.Transfer.Partner = Duration(time.Minute),
+	want.Transfer.Deadline, want.Transfer.MatchTimeout = Duration(time.Minute),
 		Duration(500*time.Millisecond)
 	want.HTTP.Listen = "off"
 	if d := cmp.Diff(want, c, ignoreOrigin); d != "" {

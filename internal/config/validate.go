@@ -101,13 +101,13 @@ func (c *Config) Validate() error {
 	v.transports()
 
 	v.duration("transfer.deadline", c.Transfer.Deadline, 100*time.Millisecond)
-	v.duration("transfer.match_timeout", c.Transfer.Partner, 100*time.Millisecond)
+	v.duration("transfer.match_timeout", c.Transfer.MatchTimeout, 100*time.Millisecond)
 	v.duration("transfer.hold", c.Transfer.Hold, 100*time.Millisecond)
 	v.check(c.Transfer.Hold <= maxHold, "transfer.hold", c.Transfer.Hold.String(),
 		fmt.Sprintf("longer than %v", time.Duration(maxHold)), "make it shorter")
 	v.duration("transfer.grace", c.Transfer.Grace, 100*time.Millisecond)
-	v.check(c.Transfer.Partner <= c.Transfer.Deadline, "transfer.match_timeout",
-		c.Transfer.Partner.String(),
+	v.check(c.Transfer.MatchTimeout <= c.Transfer.Deadline, "transfer.match_timeout",
+		c.Transfer.MatchTimeout.String(),
 		fmt.Sprintf("longer than transfer.deadline (%v)", c.Transfer.Deadline), "make it shorter, or "+
 			"the deadline longer")
 	v.between("transfer.max_slices", c.Transfer.MaxSlices, 1, 1<<16)

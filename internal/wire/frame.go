@@ -202,8 +202,8 @@ type Status uint8
 
 // The statuses.
 const (
-	StatusValid    Status = iota + 1 // the bytes are those of the lease
-	StatusDisowned                   // source invalidated: the receiver must not count the bytes
+	StatusValid       Status = iota + 1 // the bytes are those of the lease
+	StatusInvalidated                   // source invalidated: the receiver must not count the bytes
 )
 
 // Trailer ends a data frame.
@@ -240,7 +240,7 @@ func ParseTrailer(b []byte, t *Trailer) error {
 	}
 	*t = Trailer{Status: Status(w >> 24), Seq: binary.LittleEndian.Uint32(b[4:]),
 		CRC32C: binary.LittleEndian.Uint32(b[8:])}
-	if t.Status != StatusValid && t.Status != StatusDisowned {
+	if t.Status != StatusValid && t.Status != StatusInvalidated {
 		return headerError("trailer status", uint64(t.Status))
 	}
 	return nil

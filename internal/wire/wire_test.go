@@ -141,7 +141,7 @@ func TestHeaderRefuses(t *testing.T) {
 }
 
 func TestTrailer(t *testing.T) {
-	tr := Trailer{Status: StatusDisowned, Seq: 0xdeadbeef, CRC32C: 0xcafef00d}
+	tr := Trailer{Status: StatusInvalidated, Seq: 0xdeadbeef, CRC32C: 0xcafef00d}
 	var b [TrailerBytes]byte
 	PutTrailer(b[:], &tr)
 	golden(t, "trailer", b[:])

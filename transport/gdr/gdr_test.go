@@ -166,7 +166,7 @@ func TestSilentNIC(t *testing.T) {
 	bind.End(t)
 }
 
-func TestDisowned(t *testing.T) {
+func TestInvalidated(t *testing.T) {
 	_, factory := rig(t)
 	p := transporttest.NewPair(t, factory)
 	a, _ := p.Dial()
@@ -175,7 +175,7 @@ func TestDisowned(t *testing.T) {
 	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
 	bind.Source.Invalid.Store(true)
 	if r := p.A.MoveWait(a, bind.Origin, src.All(), 1); r.Outcome != transfer.NotLanded ||
-		r.Reason != transfer.ReasonDisowned {
+		r.Reason != transfer.ReasonInvalidated {
 		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	bind.End(t)

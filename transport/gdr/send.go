@@ -352,7 +352,7 @@ func (src *source) judge() {
 			o.Leave()
 		}
 		if !valid {
-			s.why, s.err = transfer.ReasonDisowned,
+			s.why, s.err = transfer.ReasonInvalidated,
 				errors.New("gdr: the source was invalidated while it was read")
 		}
 		s.release(src.l.b)

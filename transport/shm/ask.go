@@ -181,8 +181,8 @@ func (s *source) send(a *asker, m *moved, r transfer.Range, blocks []mem.Block) 
 	}
 	endPush(a.frame)
 	if !o.Valid(o.Lease) {
-		return 0, transfer.ReasonDisowned, fmt.Errorf("shm: slot %d.%d: the source of chunks [%d, +%d) "+
-			"was invalidated", o.Slot, o.Gen, r.First, r.Count)
+		return 0, transfer.ReasonInvalidated, fmt.Errorf("shm: slot %d.%d: the source of chunks "+
+			"[%d, +%d) was invalidated", o.Slot, o.Gen, r.First, r.Count)
 	}
 	return s.ask(a, m, r, pull{m: m, r: r, valid: true})
 }

@@ -275,7 +275,7 @@ func (d *destination) verdict(tag uint64, valid bool) error {
 		d.mu.Lock()
 		d.dropLocked(j)
 		d.mu.Unlock()
-		d.l.b.host.Refused(d.l, transfer.ReasonDisowned)
+		d.l.b.host.Refused(d.l, transfer.ReasonInvalidated)
 		return nil // the source has ended it
 	}
 	j.land(transfer.ReasonNone)

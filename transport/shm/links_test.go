@@ -325,9 +325,9 @@ func TestLinksAskedInTime(t *testing.T) {
 	}
 }
 
-// TestLinksDisowned: what was read from blocks that the source has taken back does not land,
+// TestLinksInvalidated: what was read from blocks that the source has taken back does not land,
 // whichever way it came.
-func TestLinksDisowned(t *testing.T) {
+func TestLinksInvalidated(t *testing.T) {
 	l := newTracks(t)
 	p := newPair(t, Config{Devices: l.Device, Links: l, Workers: 8})
 	from, to := newMemory(t, 4<<20, 1<<20, 1), newMemory(t, 4<<20, 1<<20, 2)
@@ -340,7 +340,7 @@ func TestLinksDisowned(t *testing.T) {
 		nil {
 		t.Fatal(err)
 	}
-	if r := p.src.result(t); r.Reason != transfer.ReasonDisowned || to.bitmap.Count() != 0 ||
+	if r := p.src.result(t); r.Reason != transfer.ReasonInvalidated || to.bitmap.Count() != 0 ||
 		l.lists.Load() == 0 {
 		t.Errorf("it ended %s (%s), %d chunks landed, %d lists", r.Outcome, r.Reason, to.bitmap.Count(),
 			l.lists.Load())

@@ -284,7 +284,7 @@ func (s *source) pulled(tag uint64, reason transfer.Reason) error {
 		// After the verdict: the peer holds the pull until then, and the pull that replaces it must
 		// not exceed the peer's bound.
 		s.mu.Lock()
-		s.endLocked(i, transfer.NotLanded, transfer.ReasonDisowned)
+		s.endLocked(i, transfer.NotLanded, transfer.ReasonInvalidated)
 		s.mu.Unlock()
 	}
 	return nil

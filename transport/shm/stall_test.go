@@ -74,7 +74,7 @@ func TestSlicesWaitForPulls(t *testing.T) {
 				r := p.src.result(t)
 				switch {
 				case c.landed && r.Outcome != transfer.Landed,
-					!c.valid && r.Reason != transfer.ReasonDisowned,
+					!c.valid && r.Reason != transfer.ReasonInvalidated,
 					c.end != nil && r.Reason != transfer.ReasonLaneLost:
 					t.Fatalf("%v ended %s (%s): %v", r.Range, r.Outcome, r.Reason, r.Err)
 				}

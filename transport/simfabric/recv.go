@@ -183,7 +183,7 @@ func (e *end) decide(fl *flight) {
 	switch {
 	case fl.why != transfer.ReasonNone:
 	case fl.lost != transfer.ReasonNone:
-		fl.out, fl.why = transfer.NotLanded, transfer.ReasonDisowned
+		fl.out, fl.why = transfer.NotLanded, transfer.ReasonInvalidated
 		fl.claim.Release()
 		return
 	default:

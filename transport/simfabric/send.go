@@ -139,7 +139,7 @@ func eachBlock(blocks []mem.Block, buf []byte, do func(*mem.Region, []byte, uint
 func (fl *flight) trailer() {
 	if o := fl.s.Origin; fl.lost == transfer.ReasonNone && (o.Revoked() ||
 		!o.Valid(o.Lease)) {
-		fl.lost, fl.err = transfer.ReasonDisowned, errInvalidated
+		fl.lost, fl.err = transfer.ReasonInvalidated, errInvalidated
 	}
 }
 

@@ -156,7 +156,7 @@ func TestMalformed(t *testing.T) {
 	mem.Fill(mapped, 0x11)
 	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
 	good := frame(wire.Header{Slot: 1, Gen: 1, Range: transfer.Range{Count: 1}, Attempt: 1},
-		make([]byte, 64<<10), wire.StatusDisowned)
+		make([]byte, 64<<10), wire.StatusInvalidated)
 	damaged := append([]byte(nil), good...)
 	damaged[9] ^= 1
 	trailer := append([]byte(nil), good...)
@@ -222,7 +222,7 @@ func TestPeerThatNeverReads(t *testing.T) {
 	p := transporttest.NewPair(t, factory(Config{}))
 	c := raw(t, p)
 	f := frame(wire.Header{Slot: 9, Gen: 1, Range: transfer.Range{Count: 1}, Attempt: 1}, nil,
-		wire.StatusDisowned)
+		wire.StatusInvalidated)
 	var err error
 	for err == nil { // until the receiver gives up on it
 		_, err = c.Write(f)

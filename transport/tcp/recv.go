@@ -141,7 +141,7 @@ func (r *receiver) frame() error {
 	switch {
 	case r.why != transfer.ReasonNone:
 	case t.Status != wire.StatusValid:
-		r.why = transfer.ReasonDisowned
+		r.why = transfer.ReasonInvalidated
 	case h.Flags&wire.FlagCRC32C != 0 && t.CRC32C != r.sum:
 		r.why = transfer.ReasonChecksum
 	case r.place != nil:

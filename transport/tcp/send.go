@@ -185,7 +185,7 @@ func (t *sender) begin(e entry) {
 // Why this end gives a slice up.
 var (
 	errSourceClosed = errors.New("tcp: the source lease was closed")
-	errDisowned     = errors.New("tcp: the source was no longer valid after it was read")
+	errInvalidated  = errors.New("tcp: the source was no longer valid after it was read")
 	errUneven       = errors.New("tcp: the chunks of a slice do not add up to the bytes of the slice")
 )
 
@@ -356,10 +356,10 @@ func (t *sender) fill() error {
 func (t *sender) finishFrame() {
 	tr := wire.Trailer{Status: wire.StatusValid, Seq: t.cur.seq, CRC32C: t.sum}
 	if !t.lost && (t.cur.Origin.Revoked() || !t.cur.Origin.Valid(t.cur.Origin.Lease)) {
-		t.lose(transfer.ReasonDisowned, errDisowned)
+		t.lose(transfer.ReasonInvalidated, errInvalidated)
 	}
 	if t.lost {
-		tr.Status = wire.StatusDisowned
+		tr.Status = wire.StatusInvalidated
 	}
 	t.l.mu.Lock()
 	// Only now a confirmation can be true. The entry is still the last one, because only the write

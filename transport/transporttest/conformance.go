@@ -26,7 +26,7 @@ func Conformance(t *testing.T, f Factory) {
 		{"Accepted end moves", testAcceptedEndMoves},
 		{"Duplicates", testDuplicates},
 		{"Late garbage after landing", testLateGarbage},
-		{"Disowned, then retried", testDisowned},
+		{"Invalidated, then retried", testInvalidated},
 		{"Resolve errors", testResolveErrors},
 		{"Refusals", testRefusals},
 		{"Too many in flight", testTooMany},
@@ -326,7 +326,7 @@ func testLateGarbage(t *testing.T, f Factory) {
 	b.End(t)
 }
 
-func testDisowned(t *testing.T, f Factory) {
+func testInvalidated(t *testing.T, f Factory) {
 	p := NewPair(t, f)
 	a, _ := p.Dial()
 	src, dst := p.A.Memory(shapes[2]), p.B.Memory(shapes[2])
@@ -335,7 +335,7 @@ func testDisowned(t *testing.T, f Factory) {
 	b.Sink.Expect(5)
 	b.Source.Invalid.Store(true)
 	r := p.A.MoveWait(a, b.Origin, src.All(), 1)
-	if r.Outcome != transfer.NotLanded || r.Reason != transfer.ReasonDisowned {
+	if r.Outcome != transfer.NotLanded || r.Reason != transfer.ReasonInvalidated {
 		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	if n := b.Sink.Count(); n != 0 {

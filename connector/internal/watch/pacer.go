@@ -30,19 +30,19 @@ const (
 // fraction of the time between layers, and never so short that checking exceeds its budget. Pure:
 // times are arguments.
 type pacer struct {
-	last  time.Duration // when a flag moved last
-	gap   time.Duration // learned time between layers
-	odd   bool          // the last time between two changes was a pause
-	most  float64       // of a core: the budget
-	floor time.Duration // raised by the budget
-	over  time.Duration // learned overrun of a sleep
-	looks int
-	wall  time.Duration // at the last measurement
-	cpu   time.Duration
+	last   time.Duration // when a flag moved last
+	gap    time.Duration // learned time between layers
+	odd    bool          // the last time between two changes was a pause
+	budget float64       // of a core: the budget
+	floor  time.Duration // raised by the budget
+	over   time.Duration // learned overrun of a sleep
+	looks  int
+	wall   time.Duration // at the last measurement
+	cpu    time.Duration
 }
 
 func newPacer(cores int, now, cpu time.Duration) *pacer {
-	return &pacer{last: now, gap: 8 * paceMin, most: min(paceBudget, paceShare*float64(cores)),
+	return &pacer{last: now, gap: 8 * paceMin, budget: min(paceBudget, paceShare*float64(cores)),
 		floor: paceMin, wall: now, cpu: cpu}
 }
 
@@ -101,9 +101,9 @@ func (p *pacer) due() bool { return p.looks >= paceWindow }
 func (p *pacer) charge(now, cpu time.Duration) {
 	share := float64(cpu-p.cpu) / float64(max(now-p.wall, 1))
 	switch {
-	case share > p.most:
+	case share > p.budget:
 		p.floor = min(p.floor*5/4, paceIdle)
-	case share < p.most*3/4:
+	case share < p.budget*3/4:
 		p.floor = max(p.floor*9/10, paceMin)
 	}
 	p.wall, p.cpu, p.looks = now, cpu, 0

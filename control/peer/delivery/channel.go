@@ -2,7 +2,7 @@
 // resends, orders and acknowledges frames over the lanes that exist at a time.
 //
 // Invariants: while both ends live, each message is delivered once and in order, whatever happens
-// to lanes. Send never blocks. What waits is bounded: unacknowledged frames per channel, received
+// to lanes. Send never blocks. Queues are bounded: unacknowledged frames per channel, received
 // frames per channel and in a Budget that all channels of a process share.
 //
 // Goroutines: none but those of two timers, for acknowledgements and for resending; Close stops
@@ -210,7 +210,7 @@ func (c *Channel) Prefer(local netip.Addr) {
 // address, then with the most recent reception, which proves that it works.
 func (c *Channel) bestLocked() (best *laneState) {
 	var suspect bool
-	var least int
+	var backlog int
 	var last int64
 	for _, l := range c.lanes {
 		s, n, r := l.suspect(), l.Backlog(), l.Received()
@@ -219,14 +219,14 @@ func (c *Channel) bestLocked() (best *laneState) {
 			(l.Local() == c.prefer) != (best.Local() == c.prefer) {
 			better = l.Local() == c.prefer
 		}
-		if n != least {
-			better = n < least
+		if n != backlog {
+			better = n < backlog
 		}
 		if s != suspect {
 			better = suspect
 		}
 		if best == nil || better {
-			best, suspect, least, last = l, s, n, r
+			best, suspect, backlog, last = l, s, n, r
 		}
 	}
 	return best

@@ -11,9 +11,9 @@ import (
 	"github.com/kvspray/kvspray/control/peer/frame"
 )
 
-// What waits in all channels together is bounded, too: a member with many boots could leave a long
-// message without its end in each of them. A frame for which there is no room is not acknowledged,
-// and its sender sends it again. Meanwhile the owner of the budget ends a channel.
+// All channels together have a bound, too: a member with many boots could leave a long message
+// without its end in each of them. A frame for which there is no room is not acknowledged, and its
+// sender sends it again. Meanwhile the owner of the budget ends a channel.
 const (
 	MaxWaiting = 128 << 20 // bytes: frames that wait for earlier ones, and incomplete messages
 	waitShare  = frame.Max // bytes that any channel may hold
@@ -21,21 +21,21 @@ const (
 
 // Budget bounds the bytes that wait in all channels of a process.
 type Budget struct {
-	most    int64
+	limit   int64
 	full    func()
 	waiting atomic.Int64
 }
 
-// NewBudget makes a budget of so many bytes. full is called, under the lock of a channel, whenever
-// a frame finds no room.
-func NewBudget(most int64, full func()) *Budget { return &Budget{most: most, full: full} }
+// NewBudget makes a budget of limit bytes. full is called, under the lock of a channel, whenever a
+// frame finds no room.
+func NewBudget(limit int64, full func()) *Budget { return &Budget{limit: limit, full: full} }
 
 // Waiting is how many bytes wait.
 func (b *Budget) Waiting() int64 { return b.waiting.Load() }
 
-// mayWait reports whether so many bytes more may wait.
+// mayWait reports whether n more bytes may wait.
 func (b *Budget) mayWait(n int) bool {
-	if b.waiting.Load()+int64(n) <= b.most {
+	if b.waiting.Load()+int64(n) <= b.limit {
 		return true
 	}
 	b.full()

@@ -27,7 +27,7 @@ import (
 
 const (
 	readBuffer   = 4 << 10
-	rtoMax       = 1000 // milliseconds between two retransmissions: the least that the kernel takes
+	rtoMax       = 1000 // milliseconds between two retransmissions: the kernel's lower limit
 	writeTimeout = 10 * time.Second
 )
 

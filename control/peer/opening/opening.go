@@ -41,7 +41,7 @@ const (
 	MaxUnproved = 1024     // accepted unproved connections
 	maxSource   = 512      // of these, from one source
 	maxConns    = 16 << 10 // accepted connections of all kinds
-	cpuPart     = 4        // one in so many processors is for unproved handshakes; one at least
+	cpuPart     = 4        // one processor in cpuPart is for unproved handshakes; one at least
 )
 
 // laneOverTLS is the version range that answers a lane without TLS. Inside TLS the versions are

@@ -32,8 +32,8 @@ func (x *Exchange) Run(ctx context.Context) {
 	wg.Wait()
 }
 
-// announce tells the directory what the store holds: changes as they come, and all pages at the
-// start, from time to time, and when the members have changed.
+// announce reports to the directory what the store holds: changes as they come, and all pages at
+// the start, from time to time, and when the members have changed.
 func (x *Exchange) announce(ctx context.Context) {
 	again := time.NewTicker(announceAgain)
 	defer again.Stop()

@@ -1,5 +1,5 @@
-// Package exchange moves pages between the stores of nodes, and tells the directory what this store
-// holds.
+// Package exchange moves pages between the stores of nodes, and reports to the directory what this
+// store holds.
 //
 // The store's memory is the cache of a worker of the sidecar itself: blocks of 4 KiB, one layer,
 // the same on every node. Pages of another node come by an ordinary transfer between the two
@@ -79,10 +79,9 @@ const (
 	unit = 4096 // bytes of a block of the worker
 )
 
-// Removals are the removals of namespaces that this node knows. *removals.Removals has these
-// methods.
+// Removals are this node's removals of namespaces. *removals.Removals has these methods.
 type Removals interface {
-	Heard() bool
+	Settled() bool
 	Known(id page.ID) uint64
 	Applied(id page.ID) uint64
 	Learn(from transfer.Boot, id page.ID, stamp uint64)

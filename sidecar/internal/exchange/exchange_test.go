@@ -65,16 +65,16 @@ type node struct {
 	intents map[transfer.Key]engines.Intent
 	expects map[uint64]engines.Expect
 
-	removed sync.Mutex // guards what follows
-	known   uint64     // of the only namespace
-	applied uint64
-	deaf    atomic.Bool
-	learned []uint64
+	removed   sync.Mutex // guards what follows
+	known     uint64     // of the only namespace
+	applied   uint64
+	unsettled atomic.Bool
+	learned   []uint64
 }
 
 // The removals.
 
-func (n *node) Heard() bool { return !n.deaf.Load() }
+func (n *node) Settled() bool { return !n.unsettled.Load() }
 
 func (n *node) Known(page.ID) uint64 {
 	n.removed.Lock()
@@ -181,7 +181,7 @@ func (c *cable) send(from, to transfer.Boot, f *peerv1.ControlFrame) error {
 	n, drop := c.nodes[to], c.drop
 	c.mu.Unlock()
 	if n == nil {
-		return errors.New("nobody is there")
+		return errors.New("no node is there")
 	}
 	if drop != nil && drop(from, to, f) {
 		return nil

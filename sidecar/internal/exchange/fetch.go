@@ -25,7 +25,7 @@ func (x *Exchange) Find(keys []page.Key, found page.Bitmap) {
 			missing, at = append(missing, keys[i]), append(at, i)
 		}
 	}
-	if len(missing) == 0 || !x.o.Removals.Heard() {
+	if len(missing) == 0 || !x.o.Removals.Settled() {
 		return
 	}
 	holders := x.lookup(context.Background(), missing, lookupTime)
@@ -46,9 +46,9 @@ func (x *Exchange) Find(keys []page.Key, found page.Bitmap) {
 }
 
 func (x *Exchange) lookup(ctx context.Context, keys []page.Key,
-	most time.Duration) *directory.Found {
+	limit time.Duration) *directory.Found {
 	began := time.Now()
-	ctx, stop := context.WithTimeout(ctx, most)
+	ctx, stop := context.WithTimeout(ctx, limit)
 	defer stop()
 	found := directory.NewFound(len(keys))
 	err := x.o.Directory.Lookup(ctx, keys, found)
@@ -94,7 +94,7 @@ func (x *Exchange) Fetch(ctx context.Context, space page.ID, pageBytes int, keys
 		ended: make([]bool, len(keys)), tried: make([][]transfer.Boot, len(keys)),
 		// A later one removes the slots, which are the store's already.
 		removal: x.o.Removals.Known(space)}
-	if !x.o.Removals.Heard() {
+	if !x.o.Removals.Settled() {
 		return nil
 	}
 	ctx, cancel := context.WithCancel(ctx)

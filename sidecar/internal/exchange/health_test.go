@@ -69,7 +69,7 @@ func TestDirectoryIsReadOnly(t *testing.T) {
 		if s := n[0].Problem(); s != "lookup: no answer" {
 			t.Errorf("problem %q", s)
 		}
-		// What is held is announced again at once: the directory may have forgotten all.
+		// The node announces its pages again at once: the directory may have forgotten all.
 		c.mu.Lock()
 		c.silent, c.taken = false, 0
 		c.mu.Unlock()

@@ -9,7 +9,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// A holder that has not heard of a removal offers nothing, and hears of it by the request.
+// A holder that lacks a removal offers nothing, and learns the removal from the request.
 func TestHolderFromBeforeARemoval(t *testing.T) {
 	c, n := newCable(t, 3)
 	n[0].put(1, 2)
@@ -19,15 +19,15 @@ func TestHolderFromBeforeARemoval(t *testing.T) {
 	if !slices.Contains(n[0].learned, 5) {
 		t.Errorf("learned %v", n[0].learned)
 	}
-	// It knows the removal now, and has not applied it: nobody gets its pages.
+	// It has the removal now, and has not applied it: no node gets its pages.
 	want(t, n[1].get(1), store.Miss)
 	want(t, n[2].get(1), store.Miss)
 	n[0].remove(5)
 	want(t, n[1].get(1), store.Miss)
-	// What is stored afterwards is valid.
+	// Pages stored afterwards are valid.
 	n[0].put(1)
 	want(t, n[1].get(1, 2), store.Hit, store.Miss)
-	// A node that has not heard of the removal may have later pages.
+	// A node that lacks the removal may get later pages.
 	want(t, n[2].get(1), store.Hit)
 }
 
@@ -79,16 +79,16 @@ func TestRemovalDuringATransfer(t *testing.T) {
 	want(t, n[1].get(1), store.Miss)
 }
 
-// A node that has not heard of its peers' removals takes no pages of others, and offers none.
-func TestNothingBeforeRemovalsAreHeard(t *testing.T) {
+// A node that lacks its peers' removals takes no pages of others, and offers none.
+func TestNothingBeforeRemovalsAreSettled(t *testing.T) {
 	c, n := newCable(t, 2)
 	n[0].put(1)
 	c.hint(n[0].boot, 1)
-	n[1].deaf.Store(true)
+	n[1].unsettled.Store(true)
 	want(t, n[1].get(1), store.Miss)
-	n[1].deaf.Store(false)
-	n[0].deaf.Store(true)
+	n[1].unsettled.Store(false)
+	n[0].unsettled.Store(true)
 	want(t, n[1].get(1), store.Miss)
-	n[0].deaf.Store(false)
+	n[0].unsettled.Store(false)
 	want(t, n[1].get(1), store.Hit)
 }

@@ -64,7 +64,7 @@ func (x *Exchange) offered(from transfer.Boot, m *peerv1.PageOffer) error {
 	return nil
 }
 
-// checkOffer bounds an offer of some of so many pages.
+// checkOffer checks an offer against the number of pages that were asked for.
 func checkOffer(m *peerv1.PageOffer, pages int) error {
 	if len(m.Found) != (pages+7)/8 {
 		return fmt.Errorf("page offer: %d bytes for %d pages: want %d", len(m.Found), pages, (pages+7)/8)
@@ -116,7 +116,7 @@ func (x *Exchange) serve(r *request) {
 	// Before the pages are pinned: those of an earlier removal are gone then.
 	offer.Removal = x.o.Removals.Applied(space)
 	if offer.Removal < m.Removal || offer.Removal < x.o.Removals.Known(space) ||
-		!x.o.Removals.Heard() {
+		!x.o.Removals.Settled() {
 		if m.Removal > 0 {
 			x.o.Removals.Learn(r.from, space, m.Removal)
 		}
@@ -126,10 +126,10 @@ func (x *Exchange) serve(r *request) {
 	}
 	slot := (uint64(m.PageBytes) + unit - 1) / unit * unit
 	// What the peer needs is taken from its share before pages are pinned.
-	most := x.take(r.from, uint64(n)*slot)
-	n = int(most / slot)
-	x.give(r.from, most-uint64(n)*slot) // of a part of a slot
-	most = uint64(n) * slot
+	taken := x.take(r.from, uint64(n)*slot)
+	n = int(taken / slot)
+	x.give(r.from, taken-uint64(n)*slot) // of a part of a slot
+	taken = uint64(n) * slot
 	var id uint64
 	if n > 0 {
 		keys := make([]page.Key, n)
@@ -138,12 +138,12 @@ func (x *Exchange) serve(r *request) {
 		}
 		staged, err := x.store.Stage(space, int(m.PageBytes), keys)
 		if err == nil && len(staged.Blocks) > 0 {
-			id = x.offer(r.from, offer, staged, most, min(left, fetchTime+askTime))
+			id = x.offer(r.from, offer, staged, taken, min(left, fetchTime+askTime))
 		} else {
 			if err == nil {
 				staged.Release()
 			}
-			x.give(r.from, most)
+			x.give(r.from, taken)
 		}
 		if err == nil {
 			n = staged.Looked
@@ -165,7 +165,7 @@ func (x *Exchange) answer(to transfer.Boot, offer *peerv1.PageOffer, id uint64) 
 	}
 }
 
-// take counts bytes that may be offered to a peer: at most so many.
+// take reserves bytes for an offer to a peer, at most want, and returns their number.
 func (x *Exchange) take(to transfer.Boot, want uint64) uint64 {
 	size := x.worker.Regions[0].Size()
 	x.mu.Lock()
@@ -174,7 +174,7 @@ func (x *Exchange) take(to transfer.Boot, want uint64) uint64 {
 	if p == nil || x.drains {
 		return 0
 	}
-	room := func(most, used uint64) uint64 { return most - min(most, used) }
+	room := func(limit, used uint64) uint64 { return limit - min(limit, used) }
 	want = min(want, room(size/servedShare, x.served), room(size/peerShare, p.served))
 	x.served += want
 	p.served += want

@@ -268,8 +268,8 @@ func (p *Planner) Verify(geometry [32]byte, encoded []byte) (*layout.Layout, err
 }
 
 // makeRoom empties a full map.
-func makeRoom[K comparable, V any](m map[K]V, most int) {
-	if len(m) >= most {
+func makeRoom[K comparable, V any](m map[K]V, limit int) {
+	if len(m) >= limit {
 		clear(m)
 	}
 }

@@ -92,7 +92,7 @@ func TestRecompute(t *testing.T) {
 	}
 }
 
-// What was worked out for an engine goes with it.
+// Forget removes the matches of one worker, and no others.
 func TestPlannerForgets(t *testing.T) {
 	p := New(parseblock.Default())
 	a, b := &engines.Worker{}, &engines.Worker{}

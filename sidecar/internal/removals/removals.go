@@ -2,15 +2,15 @@
 //
 // A removal has a stamp (package store/removal). The node that makes one sends it to all peers and
 // waits for their answers. A node that learns a removal passes it on to its own peers, removes its
-// pages, and answers. A peer that comes up gets all removals that this node knows. So a node that
-// was away learns what it missed from the first peer that it meets, unless that was longer than
-// removals are remembered.
+// pages, and answers. A peer that comes up gets all removals of this node. So a node that was away
+// learns what it missed from the first peer that it meets, unless that was longer than removals are
+// remembered.
 //
 // Invariants: a removal is known before pages are removed for it, so that whatever comes to the
 // store afterwards comes from nodes that have applied it, or goes with the rest. It is applied, and
-// this node says so, only once the store has removed the pages durably and the note of the store
-// has it. A node never says that it applied a removal that it did not apply, although it knows a
-// later one.
+// this node reports it as applied, only once the store has removed the pages durably and the note
+// of the store has it. A node never reports a removal as applied that it did not apply, although it
+// has a later one.
 //
 // Ownership: one mutex guards the list and the peers; it is not held over I/O or a send. Messages
 // of peers are foreign: their lengths are checked, and the peers, waiting answers and unsent
@@ -105,7 +105,7 @@ type Removals struct {
 	asks    map[page.ID]*ask          // under way
 	last    uint64                    // id of an ask
 	fresh   bool                      // the store has no pages of an earlier start
-	heard   bool                      // a peer that has heard others has sent its removals
+	settled bool                      // a settled peer has sent its removals
 	until   time.Time                 // how long peers are waited for
 	pushed  map[transfer.Boot]*pushes
 
@@ -114,9 +114,9 @@ type Removals struct {
 
 // peer is a node whose control lanes are up.
 type peer struct {
-	node  string
-	greet bool // it is to get all removals
-	owed  bool // it has got them, and not that these are all
+	node    string
+	sendAll bool // it is to get all removals
+	owed    bool // it has got them, and not that these are all
 }
 
 // pushes are namespaces that a peer has pushed out of the list.
@@ -171,11 +171,11 @@ func New(o Options) *Removals {
 		r.list, err = removal.Parse(note)
 	}
 	if err != nil {
-		// Peers know the removals, too. Those that this node has applied are applied again then.
+		// Peers have the removals, too. Those that this node has applied are applied again then.
 		o.Log.Warn("store: removals of earlier starts are not known; peers report theirs", "err", err)
 		r.list = removal.NewList()
 	}
-	r.heard, r.fresh = o.Send == nil, !o.Store.Keeps()
+	r.settled, r.fresh = o.Send == nil, !o.Store.Keeps()
 	if len(r.list.Pending()) > 0 {
 		poke(r.remove)
 	}
@@ -189,7 +189,7 @@ func poke(c chan struct{}) {
 	}
 }
 
-// Known is the latest removal of a namespace that this node knows; 0: none.
+// Known is this node's latest removal of a namespace; 0: none.
 func (r *Removals) Known(id page.ID) uint64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -203,17 +203,17 @@ func (r *Removals) Applied(id page.ID) uint64 {
 	return r.list.Applied(id)
 }
 
-// Heard reports whether a peer has reported its removals, or settleTime is over. Until then this
-// node may lack removals that it knew in an earlier life, and takes no pages of others.
-func (r *Removals) Heard() bool {
+// Settled reports whether a peer has sent its removals, or settleTime is over. Until then this node
+// may lack removals that it had in an earlier life, and takes no pages of others.
+func (r *Removals) Settled() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.heardLocked()
+	return r.settledLocked()
 }
 
-func (r *Removals) heardLocked() bool {
-	r.heard = r.heard || !time.Now().Before(r.until)
-	return r.heard
+func (r *Removals) settledLocked() bool {
+	r.settled = r.settled || !time.Now().Before(r.until)
+	return r.settled
 }
 
 // Ready reports whether pages of a namespace may be served to engines: no removal is known that is
@@ -221,7 +221,7 @@ func (r *Removals) heardLocked() bool {
 func (r *Removals) Ready(id page.ID) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return (r.fresh || r.heardLocked()) && r.list.Known(id) == r.list.Applied(id)
+	return (r.fresh || r.settledLocked()) && r.list.Known(id) == r.list.Applied(id)
 }
 
 // Stats are how many removals are remembered, and how many of them are not applied.
@@ -240,7 +240,7 @@ func (r *Removals) PeerUp(boot transfer.Boot, node string) {
 		if len(r.peers) == maxPeers || boot == r.o.Self.Boot {
 			return
 		}
-		p = &peer{greet: true}
+		p = &peer{sendAll: true}
 		r.peers[boot] = p
 		poke(r.talk)
 	}
@@ -280,7 +280,7 @@ func (r *Removals) learnLocked(from transfer.Boot, m removal.Removal) error {
 		if r.news[m.Space] = from; len(r.news) > removal.Max {
 			clear(r.news) // all that the list has is less
 			for _, p := range r.peers {
-				p.greet = true
+				p.sendAll = true
 			}
 		}
 		delete(r.failed, m.Space) // that was another one
@@ -368,7 +368,7 @@ func (r *Removals) removals(from transfer.Boot, m *peerv1.PageRemovals) {
 			refused, "err", why)
 	}
 	if m.GetLast() {
-		r.heard = true
+		r.settled = true
 		poke(r.talk) // others wait for it
 	}
 }
@@ -489,7 +489,7 @@ func (r *Removals) finish(results []result) bool {
 		return false
 	}
 	r.mu.Lock()
-	// The note first: a node that says so and then starts again does not remove later pages.
+	// The note first: a node that reports a removal and then starts again does not remove later pages.
 	after := r.list.After(done)
 	r.mu.Unlock()
 	if err := r.o.Store.SetNote(after); err != nil {
@@ -579,7 +579,7 @@ func (r *Removals) unsent(to transfer.Boot) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if p := r.peers[to]; p != nil {
-		p.greet = true
+		p.sendAll = true
 		time.AfterFunc(retryTime, func() { poke(r.talk) })
 	}
 }
@@ -613,16 +613,16 @@ func (r *Removals) due() (out []message) {
 	for _, m := range r.list.All() {
 		all = append(all, wire(m))
 	}
-	heard := r.heardLocked()
+	settled := r.settledLocked()
 	for boot, p := range r.peers {
-		if p.greet {
-			p.greet, p.owed = false, !heard
-			out = append(out, parts(boot, all, heard)...)
+		if p.sendAll {
+			p.sendAll, p.owed = false, !settled
+			out = append(out, parts(boot, all, settled)...)
 		} else {
 			out = append(out, parts(boot, slices.DeleteFunc(slices.Clone(news),
 				func(m *peerv1.PageRemoval) bool { return r.news[page.ID(m.Space)] == boot }),
-				p.owed && heard)...)
-			p.owed = p.owed && !heard
+				p.owed && settled)...)
+			p.owed = p.owed && !settled
 		}
 	}
 	clear(r.news)

@@ -170,7 +170,7 @@ func (c *net) send(from, to transfer.Boot, f *peerv1.ControlFrame) error {
 	n, cut, lose := c.nodes[to], c.cut[[2]transfer.Boot{from, to}], c.lose
 	c.mu.Unlock()
 	if n == nil || cut {
-		return errors.New("nobody is there")
+		return errors.New("no node is there")
 	}
 	if lose != nil && lose(from, to, f) {
 		return nil
@@ -260,7 +260,7 @@ func TestAMemberThatWasAway(t *testing.T) {
 	})
 }
 
-// A member that restarts with its disk serves nothing before it has heard of removals.
+// A member that restarts with its disk serves nothing before it has the removals of a peer.
 func TestAMemberThatRestarts(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		c, all := newNet(t, 2)
@@ -272,7 +272,7 @@ func TestAMemberThatRestarts(t *testing.T) {
 		a.PeerDown(b.boot)
 		again := c.start(transfer.Boot{9}, b)
 		if again.Ready(space) {
-			t.Fatal("it is ready before it has met anybody")
+			t.Fatal("it is ready before it has met a peer")
 		}
 		c.join(a, again)
 		time.Sleep(time.Second)
@@ -410,7 +410,7 @@ func TestAStampThatIsBehind(t *testing.T) {
 		b.mu.Unlock()
 		b.Learn(b.boot, space, ahead)
 		b.Removals.mu.Lock()
-		clear(b.news) // the other one has not heard of it
+		clear(b.news) // the other one does not get it
 		b.Removals.mu.Unlock()
 		close(b.hold)
 		synctest.Wait()
@@ -476,8 +476,8 @@ func TestANodeThatWasAwayTooLong(t *testing.T) {
 	})
 }
 
-// A peer that has heard nobody does not know what this node has missed.
-func TestAPeerThatHasHeardNobody(t *testing.T) {
+// A peer that has not got the removals of others cannot report what this node has missed.
+func TestAPeerWithoutRemovalsOfOthers(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		c, all := newNet(t, 1)
 		a := all[0]
@@ -487,13 +487,13 @@ func TestAPeerThatHasHeardNobody(t *testing.T) {
 		b, empty := c.start(transfer.Boot{2}, was), c.start(transfer.Boot{3}, nil)
 		c.join(b, empty)
 		time.Sleep(time.Second)
-		if b.Ready(space) || b.Heard() || empty.Heard() {
+		if b.Ready(space) || b.Settled() || empty.Settled() {
 			t.Fatal("the list of a node that has just started is taken for all")
 		}
 		c.join(a, empty)
 		time.Sleep(time.Second)
-		if !b.Ready(space) || b.has() != 0 || !empty.Heard() {
-			t.Errorf("%d pages; it does not hear of the removal through the other one", b.has())
+		if !b.Ready(space) || b.has() != 0 || !empty.Settled() {
+			t.Errorf("%d pages; it does not get the removal through the other one", b.has())
 		}
 		{ // no removal wakes the sender
 			again := c.start(transfer.Boot{6}, nil)
@@ -503,8 +503,8 @@ func TestAPeerThatHasHeardNobody(t *testing.T) {
 			if err := again.Handle(a.boot, removalsFrame(&peerv1.PageRemovals{Last: true})); err != nil {
 				t.Fatal(err)
 			}
-			if time.Sleep(time.Second); !last.Heard() {
-				t.Error("it waits for a node that has heard others")
+			if time.Sleep(time.Second); !last.Settled() {
+				t.Error("it is not settled by a settled peer")
 			}
 		}
 		// Alone with it, the wait of one ends that of the other.
@@ -512,11 +512,11 @@ func TestAPeerThatHasHeardNobody(t *testing.T) {
 		time.Sleep(settleTime - time.Second)
 		y := c.start(transfer.Boot{5}, was)
 		c.join(x, y)
-		if time.Sleep(time.Second - 1); y.Heard() {
+		if time.Sleep(time.Second - 1); y.Settled() {
 			t.Error("too soon")
 		}
-		if time.Sleep(time.Second); !y.Heard() {
-			t.Error("it is not told")
+		if time.Sleep(time.Second); !y.Settled() {
+			t.Error("it is not settled when its peer is")
 		}
 	})
 }
@@ -537,7 +537,7 @@ func sendFails(t *testing.T, more bool) {
 		c.cut[[2]transfer.Boot{a.boot, b.boot}] = true // and no end of the connection
 		c.mu.Unlock()
 		if states := remove(t, a); confirmed(states) != "a" ||
-			!strings.Contains(states[1].Problem, "nobody is there") {
+			!strings.Contains(states[1].Problem, "no node is there") {
 			t.Fatalf("%+v", states)
 		}
 		if more {
@@ -576,7 +576,7 @@ func TestAListThatIsSentInPart(t *testing.T) {
 		for i := range 2 * perMessage {
 			r.Learn(transfer.Boot{99}, page.ID{9, byte(i), byte(i >> 8)}, now)
 		}
-		r.heard = true
+		r.settled = true
 		r.PeerUp(transfer.Boot{2}, "b")
 		ctx, stop := context.WithCancel(t.Context())
 		done := make(chan struct{})

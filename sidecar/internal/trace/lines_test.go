@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// Transfers continue while nobody takes their lines: the first line waits for the file, and no
+// Transfers continue while nothing reads their lines: the first line waits for the file, and no
 // other.
 func TestFileThatStalls(t *testing.T) {
 	t.Parallel()

@@ -22,8 +22,8 @@ const (
 	spanQueue     = "kvspray.queue"
 	spanWire      = "kvspray.wire" // on one pair of rails
 
-	mostReceived = 5 // children of spanReceive
-	mostSent     = 3 // spans of one receiver, without those of pairs of rails
+	maxReceived = 5 // children of spanReceive
+	maxSent     = 3 // spans of one receiver, without those of pairs of rails
 )
 
 // TransferSpans are the spans of a lease that has ended.
@@ -42,14 +42,14 @@ func (s *TransferSpans) Traced() bool {
 	return s.Trace != nil && (s.Trace.Span.Own != "" || len(s.Trace.Sends) > 0)
 }
 
-// Most is how many there are at most.
-func (s *TransferSpans) Most() int {
+// Max is the maximum of their number.
+func (s *TransferSpans) Max() int {
 	if s.Completion.Received {
-		return 1 + mostReceived
+		return 1 + maxReceived
 	}
 	n := 1
 	for i := range s.Trace.Sends {
-		n += mostSent + len(s.Trace.Sends[i].Rails)
+		n += maxSent + len(s.Trace.Sends[i].Rails)
 	}
 	return n
 }
@@ -153,7 +153,7 @@ func (s *TransferSpans) sent() (out []spans.Span) {
 	}
 	for i := range t.Sends {
 		r := &t.Sends[i]
-		// A receiver that names a span is the better parent: its own children tell the rest.
+		// A receiver that names a span is the better parent: its own children have the rest.
 		parent, ok := spans.Parse(r.Traceparent)
 		if !ok {
 			if parent, ok = own, traced; !ok {

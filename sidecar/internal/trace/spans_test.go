@@ -25,12 +25,12 @@ func TestSpansOfALease(t *testing.T) {
 		send.Bound, send.First, send.Last, send.Ended, send.Committed = 1, 2, 3, 4, true
 		send.Rails = slices.Grow(send.Rails, 2)[:2]
 		all := s.Spans()
-		want := s.Most()
+		want := s.Max()
 		if !received {
 			want -= 2 // the second receiver has neither queue nor commit
 		}
 		if !s.Traced() || len(all) != want {
-			t.Errorf("%d spans, want %d of at most %d", len(all), want, s.Most())
+			t.Errorf("%d spans, want %d of at most %d", len(all), want, s.Max())
 		}
 		if !all[0].End.Equal(at) || !all[0].Start.Before(at.Add(-time.Minute)) {
 			t.Errorf("received %v: from %v to %v, reported at %v", received, all[0].Start, all[0].End, at)

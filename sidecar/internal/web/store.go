@@ -16,7 +16,7 @@ import (
 // StoreCalls are what an operator asks of a running store.
 type StoreCalls interface {
 	Drain(ctx context.Context) error
-	Keys(namespace [32]byte, tier string, first uint32, most int) (*nodeapi.StoreKeys, error)
+	Keys(namespace [32]byte, tier string, first uint32, limit int) (*nodeapi.StoreKeys, error)
 	Verify(ctx context.Context, namespace, key [32]byte) (*nodeapi.StoreVerified, error)
 	RemoveNamespace(ctx context.Context, namespace [32]byte, unknown bool) (*nodeapi.StoreRemoved,
 		error)
@@ -70,13 +70,13 @@ func (w *Server) keys(rw http.ResponseWriter, r *http.Request, c StoreCalls) {
 	q := r.URL.Query()
 	id, ok := hash32(q.Get("namespace"))
 	first, err := strconv.ParseUint(q.Get("first"), 10, 32)
-	most, err2 := strconv.Atoi(q.Get("most"))
-	if !ok || err != nil || err2 != nil || most < 1 || most > maxListed {
+	limit, err2 := strconv.Atoi(q.Get("most"))
+	if !ok || err != nil || err2 != nil || limit < 1 || limit > maxListed {
 		reply(rw, http.StatusBadRequest, "want namespace (64 hexadecimal digits), first (a number, 0 at "+
 			"the beginning) and most (1 to "+strconv.Itoa(maxListed)+")\n")
 		return
 	}
-	out, err := c.Keys(id, q.Get("tier"), uint32(first), most)
+	out, err := c.Keys(id, q.Get("tier"), uint32(first), limit)
 	answer(rw, out, err)
 }
 

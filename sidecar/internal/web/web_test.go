@@ -150,19 +150,19 @@ func TestPortChangesNothing(t *testing.T) {
 
 // The kernel decides who changes a node: root, the sidecar's user and those that it lists.
 func TestAdminSocketChecksTheUser(t *testing.T) {
-	nobody := uint32(os.Getuid())
-	if nobody == 0 {
-		nobody = 65534 // see testutil.AsNobody
+	user := uint32(os.Getuid())
+	if user == 0 {
+		user = 65534 // see testutil.AsNobody
 	}
 	for name, c := range map[string]struct {
 		self   uint32
 		listed []uint32
 		served bool
 	}{
-		"the sidecar's user": {self: nobody, served: true},
-		"another user":       {self: nobody + 1},
-		"another one listed": {self: nobody + 1, listed: []uint32{nobody + 2}},
-		"a listed user":      {self: nobody + 1, listed: []uint32{nobody + 2, nobody}, served: true},
+		"the sidecar's user": {self: user, served: true},
+		"another user":       {self: user + 1},
+		"another one listed": {self: user + 1, listed: []uint32{user + 2}},
+		"a listed user":      {self: user + 1, listed: []uint32{user + 2, user}, served: true},
 	} {
 		w, a := node()
 		w.self, w.o.AdminUIDs = c.self, c.listed

@@ -21,7 +21,7 @@ type Refusal uint8
 // The refusals.
 const (
 	RefusedOther       Refusal = iota
-	RefusedNoPartner           // no intent of its key came
+	RefusedNoIntent            // no intent of its key came
 	RefusedMismatch            // same transfer, another prompt
 	RefusedFingerprint         // the caches differ
 	RefusedGone                // the source lease is over
@@ -46,7 +46,7 @@ func (r Refusal) String() string { return refusalNames[r] }
 
 // byCode maps the codes that imply a refusal.
 var byCode = map[peerv1.GrantReply_Code]Refusal{
-	peerv1.GrantReply_NO_PARTNER: RefusedNoPartner, peerv1.GrantReply_MISMATCH: RefusedMismatch,
+	peerv1.GrantReply_NO_PARTNER: RefusedNoIntent, peerv1.GrantReply_MISMATCH: RefusedMismatch,
 	peerv1.GrantReply_FINGERPRINT: RefusedFingerprint,
 	peerv1.GrantReply_PLAN:        RefusedPlan, peerv1.GrantReply_GONE: RefusedGone,
 	peerv1.GrantReply_LIMIT:    RefusedLimit,
@@ -94,8 +94,8 @@ func RefusalOf(err error) Refusal {
 const SameRelease = "bytes would come to other places; run one release of kvspray on both sides, " +
 	"and report this where they are of one"
 
-// Source plans what worker w sends for a part of a grant, from a prompt of so many tokens. What
-// both sides compute must be equal.
+// Source plans what worker w sends for a part of a grant, from a prompt of the given tokens. Both
+// sides must compute the same plan.
 func Source(planner Planner, w *engines.Worker, tokens uint32, m *peerv1.Grant, part *peerv1.Part) (
 	Plan, error) {
 	if ours := planner.Version(); m.PlanVersion != ours {

@@ -23,8 +23,8 @@ type Config struct {
 
 	// Zero values take the defaults below.
 	Deadline     time.Duration // of a lease that names none, and the longest
-	MatchTimeout time.Duration // for a partner to come
-	HoldTimeout  time.Duration // the same, while the partner's engine lives and waits
+	MatchTimeout time.Duration // for the other side of a transfer to come
+	HoldTimeout  time.Duration // the same, while the other side's engine lives and waits
 	Grace        time.Duration // between tries of a fence that failed
 	MaxAttempts  int           // failures of one chunk
 	MaxRegrants  int           // of one destination lease

@@ -46,7 +46,7 @@ func (r Rail) Compare(o Rail) int {
 	return cmp.Or(cmp.Compare(r.Transport, o.Transport), cmp.Compare(r.Name, o.Name))
 }
 
-// Credit permits a peer to have so many bytes in flight to a rail; 0 lifts the limit.
+// Credit permits a peer to have Bytes in flight to a rail; 0 lifts the limit.
 type Credit struct {
 	Rail  Rail
 	Peer  transfer.Boot

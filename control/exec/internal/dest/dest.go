@@ -111,7 +111,7 @@ type Lease struct {
 	began     Instant
 	bound     Instant
 	filled    Instant
-	everBound bool // a partner was bound at least once
+	everBound bool // a grant was bound at least once
 }
 
 // LeaseID implements workers.Lease.

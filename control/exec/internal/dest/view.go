@@ -26,10 +26,10 @@ const (
 	arrivedParts = 32 // parts of the transfer space
 )
 
-// View describes open leases, at most so many.
-func (ds *Table) View(now Instant, most int) (all []View) {
+// View describes open leases, up to limit.
+func (ds *Table) View(now Instant, limit int) (all []View) {
 	for _, d := range ds.byID {
-		if len(all) == most {
+		if len(all) == limit {
 			break
 		}
 		v := View{d.ID.String(), d.Key.String(), d.x.Req, d.State.String(), d.Grants,

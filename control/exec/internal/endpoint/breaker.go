@@ -13,7 +13,7 @@ const (
 	BreakAfter   = 10 * time.Second       // of tries that failed; breakTries at least
 	breakTries   = 2                      // one may be bad luck
 	breakFirst   = 500 * time.Millisecond // refused for so long, doubling
-	BreakMost    = 5 * time.Second        // up to this
+	BreakMax     = 5 * time.Second        // up to this
 	MaxEndpoints = 4096                   // remembered; beyond that, only used ones
 )
 
@@ -37,7 +37,7 @@ func (b *breaker) failed(now Instant, err error) {
 		return // a try for requests that waited before the breaker opened
 	}
 	if b.fails >= breakTries && (now-b.failing >= BreakAfter || b.span > 0) {
-		b.span = min(max(2*b.span, breakFirst), BreakMost)
+		b.span = min(max(2*b.span, breakFirst), BreakMax)
 		b.open = now + b.span
 	}
 }
@@ -56,7 +56,7 @@ func (b *breaker) until() Instant {
 	if b.fails == 0 {
 		return 0
 	}
-	return max(b.open, b.failing) + BreakAfter + BreakMost
+	return max(b.open, b.failing) + BreakAfter + BreakMax
 }
 
 // Unreachable returns why requests for an endpoint are refused now; empty: they are not.

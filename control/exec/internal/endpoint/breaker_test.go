@@ -28,7 +28,7 @@ func TestBreakersAreForgotten(t *testing.T) {
 		b.failed(now+1, hang) // a try for earlier requests changes nothing
 		spans = append(spans, b.span)
 	}
-	if spans[0] != breakFirst || spans[1] != 2*breakFirst || spans[6] != BreakMost {
+	if spans[0] != breakFirst || spans[1] != 2*breakFirst || spans[6] != BreakMax {
 		t.Errorf("spans %v", spans)
 	}
 	if b.until() <= b.open {

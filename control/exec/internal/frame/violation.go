@@ -9,7 +9,7 @@ import (
 // each kind once for each peer; metrics count all.
 type Violation uint8
 
-// What is wrong, by the field that is.
+// The violations, by the field that is wrong.
 const (
 	BadOther       Violation = iota
 	BadKey                   // of a transfer

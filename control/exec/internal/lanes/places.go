@@ -11,9 +11,10 @@ import (
 	"github.com/kvspray/kvspray/control/spray"
 )
 
-// Distances. How far a rail is depends on the memory, at both ends: the receiver reports with each
-// grant how far its rails are from its blocks, and we know how far ours are from the source's. Both
-// together are a locality, for which package spray keeps a tier per rail pair: the larger of both.
+// Distances. The distance of a rail depends on the memory, at both ends: the receiver reports with
+// each grant how far its rails are from its blocks, and this side has the distances of its own
+// rails from the source's. Both together are a locality, for which package spray keeps a tier per
+// rail pair: the larger of both.
 
 const (
 	maxTier      = 3

@@ -16,10 +16,10 @@ import (
 // wait keeps a grant, a part of one, a query or a decline until its intent comes.
 func (mt *Matcher) wait(now Instant, q *pending, ms uint32) {
 	p := q.peer
-	tomb, dead := mt.sources.tombs.Find(now, q.key)
-	graceEnd := tomb.At + mt.Cfg.TombstoneGrace
+	found, dead := mt.sources.ended.Find(now, q.key)
+	graceEnd := found.At + mt.Cfg.TombstoneGrace
 	switch {
-	case dead && (!tomb.Served || now >= graceEnd):
+	case dead && (!found.Served || now >= graceEnd):
 		mt.refusePending(now, q, peerv1.GrantReply_GONE, "the source lease of this key is over")
 		return
 	case mt.Draining:

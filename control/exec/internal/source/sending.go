@@ -142,7 +142,7 @@ func verdict(r *transport.Result) spray.Verdict {
 		return spray.Confirmed
 	}
 	switch r.Reason {
-	case transfer.ReasonDisowned, transfer.ReasonSourceGone, transfer.ReasonUnknownSlot,
+	case transfer.ReasonInvalidated, transfer.ReasonSourceGone, transfer.ReasonUnknownSlot,
 		transfer.ReasonStaleGen, transfer.ReasonRevoked:
 		return spray.Dropped
 	case transfer.ReasonSuperseded:
@@ -194,7 +194,7 @@ func (ss *Table) result(now Instant, r *transport.Result) {
 		return
 	}
 	switch r.Reason {
-	case transfer.ReasonDisowned, transfer.ReasonSourceGone:
+	case transfer.ReasonInvalidated, transfer.ReasonSourceGone:
 		ss.invalidated(now, snd)
 	case transfer.ReasonUnknownSlot, transfer.ReasonStaleGen, transfer.ReasonRevoked:
 		// The receiver has closed the lease; its message is on the way.

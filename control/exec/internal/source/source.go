@@ -56,7 +56,7 @@ type Table struct {
 	count  int
 	byKey  map[transfer.Key][]*Lease        // open ones
 	byXfer map[transfer.XferID]requestCount // of open ones
-	tombs  *lease.Tombstones
+	ended  *lease.Tombstones
 	waits  waits
 }
 
@@ -82,7 +82,7 @@ func New(c *core.Core, out Actions, dp *lanes.Dispatcher, wk *workers.Table,
 	return &Table{Core: c, out: out, dispatch: dp, workers: wk, peers: ps, waits: newWaits(),
 		byKey:  map[transfer.Key][]*Lease{},
 		byXfer: map[transfer.XferID]requestCount{},
-		tombs:  lease.NewTombstones(lease.MaxTombstones, c.Cfg.TombstoneAge)}
+		ended:  lease.NewTombstones(lease.MaxTombstones, c.Cfg.TombstoneAge)}
 }
 
 // Len counts the open leases.
@@ -184,7 +184,7 @@ func (ss *Table) Open(now Instant, w *engines.Worker, in engines.Intent) {
 		n.held++
 	}
 	ss.byXfer[s.Key.Xfer] = n
-	ss.tombs.Remove(s.Key)
+	ss.ended.Remove(s.Key)
 	if in.Held {
 		ss.hold(now, s)
 	}
@@ -322,7 +322,7 @@ func (ss *Table) Close(now Instant, s *Lease, status uint16, reason string, fina
 		delete(ss.byKey, s.Key)
 		ss.waits.dropKey(s.Key)
 		if final {
-			ss.tombs.Add(now, s.Key, status == engines.StatusOK)
+			ss.ended.Add(now, s.Key, status == engines.StatusOK)
 		}
 	}
 	n := ss.byXfer[s.Key.Xfer]

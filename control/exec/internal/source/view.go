@@ -25,15 +25,15 @@ type View struct {
 	Bytes     uint64 `json:"bytes"` // that receivers have proved
 }
 
-// View describes open leases, at most so many.
-func (ss *Table) View(now Instant, most int) (all []View) {
+// View describes open leases, up to limit.
+func (ss *Table) View(now Instant, limit int) (all []View) {
 	for ws := range ss.workers.All() {
 		for _, l := range ws.Leases {
 			s, ok := l.(*Lease)
 			if !ok {
 				continue
 			}
-			if len(all) == most {
+			if len(all) == limit {
 				return all
 			}
 			v := View{s.ID.String(), s.Key.String(), s.in.Req, s.State.String(), s.Serving(),

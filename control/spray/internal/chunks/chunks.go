@@ -216,10 +216,11 @@ func (s *Set) Strike(r transfer.Range, pair int) {
 
 // Exhausted reports whether a chunk of r that is no longer in flight has failed too often to be
 // sent again. Called after Detail.
-func (s *Set) Exhausted(r transfer.Range, most int) bool {
+func (s *Set) Exhausted(r transfer.Range, limit int) bool {
 	for c := r.First; c < r.End(); c++ {
 		k := &s.records[c]
-		if !s.got.Contains(c) && k.Copies == 0 && (int(k.Strikes) >= most || k.Attempt >= MaxAttempts) {
+		if !s.got.Contains(c) && k.Copies == 0 &&
+			(int(k.Strikes) >= limit || k.Attempt >= MaxAttempts) {
 			return true
 		}
 	}

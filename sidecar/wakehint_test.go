@@ -11,43 +11,44 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// heard is a backend that counts the wake-up hints of its lanes.
-type heard struct {
+// counted is a backend that counts the wake-up hints of its lanes.
+type counted struct {
 	transport.Backend
 	n *atomic.Int32
 }
 
-func (b heard) Open(ctx context.Context, h transport.Host) ([]transport.Rail, error) {
-	return b.Backend.Open(ctx, heardHost{h, b.n})
+func (b counted) Open(ctx context.Context, h transport.Host) ([]transport.Rail, error) {
+	return b.Backend.Open(ctx, countedHost{h, b.n})
 }
 
-type heardHost struct {
+type countedHost struct {
 	transport.Host
 	n *atomic.Int32
 }
 
-func (h heardHost) LaneUp(l transport.Lane) {
-	h.Host.LaneUp(heardLane{l.(transport.WakeHinter),
+func (h countedHost) LaneUp(l transport.Lane) {
+	h.Host.LaneUp(countedLane{l.(transport.WakeHinter),
 		h.n})
 }
 
-type heardLane struct {
+type countedLane struct {
 	transport.WakeHinter
 	n *atomic.Int32
 }
 
-func (l heardLane) WakeHint() {
+func (l countedLane) WakeHint() {
 	l.n.Add(1)
 	l.WakeHinter.WakeHint()
 }
 
-// TestRouse: the peer of a step that is about to run is roused before its first layer is there.
-func TestRouse(t *testing.T) {
+// TestWakeHint: the peer of a step that is about to run gets a wake-up hint before its first layer
+// is there.
+func TestWakeHint(t *testing.T) {
 	shm := func(c *config.Config) { c.Transports.Order = []string{config.TransSHM} }
 	var n atomic.Int32
 	p := startConfig(t, testConfig(t, shm), func(node *Node) {
 		for i, b := range node.backends {
-			node.backends[i] = heard{b, &n}
+			node.backends[i] = counted{b, &n}
 		}
 	})
 	d := start(t, shm)
@@ -63,6 +64,6 @@ func TestRouse(t *testing.T) {
 		}
 	}
 	if n.Load() != 2 {
-		t.Errorf("roused %d times, want 2", n.Load())
+		t.Errorf("%d wake-up hints, want 2", n.Load())
 	}
 }
