@@ -101,7 +101,7 @@ func TestExpectAndRecompute(t *testing.T) {
 	ex := r.rec.seen().expects[0]
 	if ex.Peer != "10.0.0.1:7" || ex.Tokens != 48 || asJSON(ex.Skip) != "[16]" ||
 		ex.Deadline != 1500*time.Millisecond || ex.Stall != 700*time.Millisecond ||
-		ex.Partner != connector.DefaultMatchTimeout {
+		ex.MatchTimeout != connector.DefaultMatchTimeout {
 		t.Fatalf("expect %+v", ex)
 	}
 	for _, typ := range []uint16{board.RecPreempt, board.RecHold, board.RecYield} { // of sources only

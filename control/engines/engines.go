@@ -92,18 +92,18 @@ func (t *Trace) ForPeer() string {
 
 // Expect is a destination lease: blocks that are to receive a prompt's KV.
 type Expect struct {
-	Lease    transfer.LeaseID
-	Key      transfer.Key
-	Peer     string // endpoint of the source's sidecar
-	Tokens   uint32
-	Skip     []uint32 // per block table
-	Blocks   [][]uint32
-	Priority Priority
-	Deadline time.Duration
-	Partner  time.Duration
-	Stall    time.Duration // longest wait without a byte or a sign of life; 0: the deadline's
-	Req      string
-	Trace    Trace
+	Lease        transfer.LeaseID
+	Key          transfer.Key
+	Peer         string // endpoint of the source's sidecar
+	Tokens       uint32
+	Skip         []uint32 // per block table
+	Blocks       [][]uint32
+	Priority     Priority
+	Deadline     time.Duration
+	MatchTimeout time.Duration
+	Stall        time.Duration // longest wait without a byte or a sign of life; 0: the deadline's
+	Req          string
+	Trace        Trace
 }
 
 // Progress reports that layer Layer (index into the flattened layers of the layout, all groups in

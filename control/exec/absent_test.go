@@ -26,7 +26,7 @@ func (n *simNode) again(w *engines.Worker, l *simLease, k transfer.Key, peer str
 	n.leases[id] = m
 	n.event(func() {
 		n.ex.Expect(n.s.now, w, engines.Expect{Lease: id, Key: k, Peer: peer, Tokens: l.tokens,
-			Skip: []uint32{0}, Deadline: deadline, Partner: deadline / 2})
+			Skip: []uint32{0}, Deadline: deadline, MatchTimeout: deadline / 2})
 	})
 	return m
 }

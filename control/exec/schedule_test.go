@@ -97,7 +97,7 @@ func TestPriorities(t *testing.T) {
 		d.event(func() {
 			d.ex.Expect(s.now, dw, engines.Expect{Lease: lid, Key: k, Peer: "p:1", Tokens: 8192,
 				Skip: []uint32{0}, Deadline: 30 * sec,
-				Partner: 10 * sec, Priority: prio})
+				MatchTimeout: 10 * sec, Priority: prio})
 		})
 	}
 	open(0, engines.Background)

@@ -514,7 +514,7 @@ func (n *simNode) expectFor(w *engines.Worker, id uint64, k transfer.Key, peer s
 	n.event(func() {
 		n.ex.Expect(n.s.now, w, engines.Expect{Lease: lid, Key: k, Peer: peer, Tokens: tokens,
 			Skip: []uint32{skip}, Deadline: deadline,
-			Partner: deadline / 2, Stall: stall})
+			MatchTimeout: deadline / 2, Stall: stall})
 	})
 	return l
 }

@@ -190,7 +190,7 @@ func (l *lease) present(s *sidecar) {
 		s.run(func() {
 			s.drv.Handle([]engines.Event{{Kind: engines.DestOpened, Worker: w, Expect: &engines.Expect{
 				Lease: l.id, Key: t.key, Peer: t.From.addr, Req: fmt.Sprint(t.ID), Tokens: t.Tokens,
-				Skip: []uint32{0}, Priority: t.Prio, Deadline: l.left(), Partner: l.left()}}})
+				Skip: []uint32{0}, Priority: t.Prio, Deadline: l.left(), MatchTimeout: l.left()}}})
 		})
 		return
 	}

@@ -332,7 +332,7 @@ func (j *job) receive(ctx context.Context, p *peer, m *peerv1.PageOffer, got []i
 		x.event(engines.Event{Kind: engines.DestOpened, Expect: &engines.Expect{Lease: id,
 			Key:  transfer.Key{Xfer: transfer.XferID(m.Xfer), Hash: transfer.PrefixHash(m.Hash)},
 			Peer: endpoint, Tokens: uint32(len(table)), Skip: []uint32{0}, Blocks: [][]uint32{table},
-			Priority: engines.Background, Deadline: fetchTime, Partner: meetTime, Req: "store"}})
+			Priority: engines.Background, Deadline: fetchTime, MatchTimeout: meetTime, Req: "store"}})
 	}) {
 		return engines.Completion{Status: engines.StatusCancelled, Reason: "the node stops"}, true
 	}

@@ -174,8 +174,8 @@ func (s *Service) leaveLocked(ns *namespace) {
 }
 
 // Start serves a lease. The connector bounds how many a worker has. A goroutine completes the lease
-// once it has ended: the engine's rings and the trace file may be slow, and the store's workers serve
-// all engines.
+// once it has ended: the engine's rings and the trace file may be slow, and the store's workers
+// serve all engines.
 func (s *Service) Start(w *engines.Worker, r connector.Pages) {
 	began := time.Now()
 	ctx, end := s.o.Leases.Open(w, r.Lease.ID, r.Deadline)

@@ -201,7 +201,7 @@ func (ds *Table) Open(now Instant, w *engines.Worker, x engines.Expect) {
 		refuse(err.Error())
 		return
 	}
-	d := &Lease{ws: ws, x: &x, plan: plan, team: team, began: now, matchTimeout: x.Partner}
+	d := &Lease{ws: ws, x: &x, plan: plan, team: team, began: now, matchTimeout: x.MatchTimeout}
 	if d.matchTimeout <= 0 {
 		d.matchTimeout = ds.Cfg.MatchTimeout
 	}
