@@ -57,7 +57,7 @@ def test_sidecars_that_come_later(zygote: None, workdir: pathlib.Path) -> None:
         gone = f"sidecar pid {c.sd.proc.pid} has exited"
         c.sd.kill()
         rig.wait_for(
-            "the idle engine says that its sidecar is gone",
+            "the idle engine logs that its sidecar is gone",
             lambda: gone in c.d.log.read_text(errors="replace"),
             30,
         )

@@ -13,7 +13,7 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// The keeper of lanes gives an impossible one up, so only an error that no retry can mend is
+// The sidecar does not retry a lane that is impossible, so only an error that no retry can mend is
 // reported as such.
 func TestDialThatMayDoLater(t *testing.T) {
 	p := newPair(t, Config{})
