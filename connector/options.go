@@ -107,6 +107,8 @@ type Options struct {
 	Devices Devices
 	// Store serves pages. nil: this node has no store.
 	Store Store
+	// Generation is part of the namespace of all pages.
+	Generation string
 }
 
 // Devices makes regions of GPU memory that engines share.

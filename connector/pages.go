@@ -266,7 +266,8 @@ func (c *session) onOpen(m *msg.Open) {
 	n := &m.Namespace
 	ns := page.Namespace{Weights: n.Weights, DType: n.DType, Layout: n.Layout,
 		PageTokens: int(n.PageTokens), PageBytes: int(n.PageBytes), Algorithm: n.Algorithm,
-		Seed: n.Seed, Adapter: n.Adapter, Secret: slices.Clone(n.Secret)}
+		Seed: n.Seed, Adapter: n.Adapter, Generation: c.s.opt.Generation,
+		Secret: slices.Clone(n.Secret)}
 	space, err := randomSpace()
 	if err != nil {
 		c.refusePages(m.ID, "namespace", err)

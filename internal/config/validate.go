@@ -40,6 +40,7 @@ const (
 	maxRails       = 64
 	maxDisks       = 64
 	namespaceBytes = 32   // of an id
+	maxGeneration  = 128  // bytes
 	maxNamespaces  = 1024 // with quotas of their own: a store has no more
 	minStoreMemory = 1 << 20
 	maxStoreMemory = 16 << 40
@@ -167,6 +168,8 @@ func (v *checker) store() {
 	}
 	v.directory()
 	v.size("store.memory", st.Memory, minStoreMemory, maxStoreMemory)
+	v.check(len(st.Generation) <= maxGeneration, "store.generation", st.Generation,
+		fmt.Sprintf("%d bytes", len(st.Generation)), fmt.Sprintf("use at most %d", maxGeneration))
 	v.quotas("store.", st.Quota, st.DiskQuota, st.ObjectQuota)
 	v.check(len(st.Namespaces) <= maxNamespaces, "store.namespaces", strconv.Itoa(len(st.Namespaces)),
 		"too many namespaces", fmt.Sprintf("%d at most", maxNamespaces))

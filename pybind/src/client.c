@@ -137,6 +137,37 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	return 0;
 }
 
+/* What a worker presents: regions with a layout, either alone, or nothing. */
+static int presentable(kvs_client *c, const char *call, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes)
+{
+	if (c->role == KVS_SCHEDULER ? n != 0 : n > KVS_MAX_REGIONS || (n && !regions) || (!n && layout)) {
+		log_error(c, "%s: %u regions; a worker has 1..%d, or 0 without a layout, a scheduler none", call, n, KVS_MAX_REGIONS);
+		return KVS_E_ARG;
+	}
+	if (layout ? c->role == KVS_SCHEDULER || !mp_is_map(layout, layout_bytes) : layout_bytes != 0) {
+		log_error(c, "%s: the layout is not one msgpack map", call);
+		return KVS_E_ARG;
+	}
+	if (layout_bytes > LAYOUT_MAX_BYTES) {
+		log_error(c, "%s: a layout of %u bytes exceeds %u", call, layout_bytes, LAYOUT_MAX_BYTES);
+		return KVS_E_TOO_BIG;
+	}
+	return 0;
+}
+
+static int set_layout(kvs_client *c, const void *layout, uint32_t layout_bytes)
+{
+	uint8_t *copy = malloc(layout_bytes ? layout_bytes : 1);
+	if (!copy)
+		return KVS_E_SYS;
+	if (layout_bytes)
+		memcpy(copy, layout, layout_bytes);
+	free(c->layout);
+	c->layout = copy;
+	c->layout_bytes = layout_bytes;
+	return 0;
+}
+
 static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes)
 {
 	if (c->closing)
@@ -145,28 +176,14 @@ static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_
 		log_error(c, "start: the client has been started already");
 		return KVS_E_ARG;
 	}
-	if (c->role == KVS_SCHEDULER ? n != 0 : n > KVS_MAX_REGIONS || (n && !regions) || (!n && layout)) {
-		log_error(c, "start: %u regions; a worker has 1..%d, or 0 without a layout, a scheduler none", n, KVS_MAX_REGIONS);
-		return KVS_E_ARG;
-	}
-	if (layout ? c->role == KVS_SCHEDULER || !mp_is_map(layout, layout_bytes) : layout_bytes != 0) {
-		log_error(c, "start: the layout is not one msgpack map");
-		return KVS_E_ARG;
-	}
-	if (layout_bytes > LAYOUT_MAX_BYTES) {
-		log_error(c, "start: a layout of %u bytes exceeds %u", layout_bytes, LAYOUT_MAX_BYTES);
-		return KVS_E_TOO_BIG;
-	}
-	c->layout = malloc(layout_bytes ? layout_bytes : 1);
-	if (!c->layout)
-		return KVS_E_SYS;
-	int rc = regions_add(c, regions, n);
+	int rc = presentable(c, "start", regions, n, layout, layout_bytes);
+	if (rc == 0)
+		rc = set_layout(c, layout, layout_bytes);
+	if (rc == 0)
+		rc = regions_add(c, regions, n);
 	if (rc < 0)
 		return rc;
 	c->registered = n;
-	if (layout_bytes)
-		memcpy(c->layout, layout, layout_bytes);
-	c->layout_bytes = layout_bytes;
 	int err = kvs_thread(&c->thread, client_loop, c);
 	if (err) {
 		errno = err;
@@ -193,6 +210,13 @@ int kvs_start(kvs_client *c, const struct kvs_region *regions, uint32_t n, const
 	return rc;
 }
 
+/* Everything that is open belongs to the session before. */
+static void present_anew(kvs_client *c, const char *why)
+{
+	leases_disown(c, kvs_now_ms());
+	session_break(c, why);
+}
+
 int kvs_describe(kvs_client *c, const void *layout, uint32_t layout_bytes)
 {
 	CHECK(c);
@@ -200,26 +224,36 @@ int kvs_describe(kvs_client *c, const void *layout, uint32_t layout_bytes)
 		return KVS_E_ARG;
 	if (layout_bytes > LAYOUT_MAX_BYTES)
 		return KVS_E_TOO_BIG;
-	uint8_t *copy = malloc(layout_bytes);
-	if (!copy)
-		return KVS_E_SYS;
-	memcpy(copy, layout, layout_bytes);
-	int64_t now = kvs_now_ms();
 	pthread_mutex_lock(&c->mu);
-	int rc = 0;
-	if (c->started) {
-		uint8_t *old = c->layout;
-		c->layout = copy;
-		c->layout_bytes = layout_bytes;
-		copy = old;
-		leases_disown(c, now);
-		session_break(c, "the layout was replaced");
-	} else {
+	int rc = KVS_E_ARG;
+	if (c->started)
+		rc = set_layout(c, layout, layout_bytes);
+	else
 		log_error(c, "describe: the client has not been started");
+	if (rc == 0)
+		present_anew(c, "the layout was replaced");
+	pthread_mutex_unlock(&c->mu);
+	return rc;
+}
+
+int kvs_replace(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes)
+{
+	CHECK(c);
+	if (c->role != KVS_WORKER)
+		return KVS_E_ARG;
+	pthread_mutex_lock(&c->mu);
+	int rc = presentable(c, "replace", regions, n, layout, layout_bytes);
+	if (rc == 0 && (!c->started || c->region_count > c->registered)) {
+		log_error(c, "replace: the client %s", c->started ? "has regions that were added: drop them first" : "has not been started");
 		rc = KVS_E_ARG;
 	}
+	if (rc == 0)
+		rc = regions_replace(c, regions, n);
+	if (rc == 0)
+		rc = set_layout(c, layout, layout_bytes);
+	if (rc == 0)
+		present_anew(c, "the memory was replaced");
 	pthread_mutex_unlock(&c->mu);
-	free(copy);
 	return rc;
 }
 

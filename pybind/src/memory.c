@@ -1,5 +1,5 @@
-/* The regions that a client lends to the sidecar, and the packets that pass them. Regions of kvs_start stay as long as the client and have the
- * numbers from 0 on; others come and go, and no number is used twice. Each session gets all of them, with the same numbers.
+/* The regions that a client lends to the sidecar, and the packets that pass them. Regions of kvs_start have the numbers from 0 on, and stay until
+ * kvs_replace; others come and go, and no number of theirs is used twice. Each session gets all of them, with the same numbers.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -88,6 +88,30 @@ int regions_add(kvs_client *c, const struct kvs_region *all, uint32_t n)
 		memcpy(to->handle, r->handle, sizeof to->handle);
 	}
 	c->next_region += n;
+	return 0;
+}
+
+int regions_replace(kvs_client *c, const struct kvs_region *all, uint32_t n)
+{
+	struct region *old = c->regions;
+	uint32_t count = c->region_count, next = c->next_region;
+	c->regions = NULL;
+	c->region_count = c->next_region = 0;
+	int rc = regions_add(c, all, n);
+	if (rc < 0) {
+		free(c->regions);
+		c->regions = old;
+		c->region_count = count;
+		c->next_region = next;
+		return rc;
+	}
+	for (uint32_t i = 0; i < count; i++)
+		file_put(c, old[i].file);
+	free(old);
+	c->registered = n;
+	/* Numbers of regions that were dropped meanwhile stay unused. */
+	if (next > c->next_region)
+		c->next_region = next;
 	return 0;
 }
 

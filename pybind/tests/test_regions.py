@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import ENGINE, LAYERS, TIMEOUT_S, Serve, Sidecar, layout, until
-from leases import poll_one
+from conftest import ENGINE, LAYERS, TIMEOUT_S, Serve, Sidecar, layout, real_layout, until
+from leases import expect, intent, poll_one
 
 import kvspray
 from kvspray import CompletionStatus, _messages
@@ -231,3 +231,54 @@ def test_arguments(sidecar: Make, lender: Make) -> None:
     foreign.close()
     part.close()
     assert bytes(region.buffer[:4]) == bytes(4)  # a part that is closed takes nothing of the whole
+
+
+def test_memory_that_is_taken_back_and_lent_again(sidecar: Make, lender: Make) -> None:
+    s: Sidecar = sidecar()
+    w = lender()
+    old, new = lender.alloc(PAGE * LAYERS * 8), lender.alloc(PAGE * LAYERS * 8)
+    with pytest.raises(kvspray.KvsprayError):
+        w.replace([old], layout())  # before register()
+    w.register([old], layout())
+    assert s.expect("register")["layout"] == layout() and w.wait_connected(TIMEOUT_S)
+    src, dst = intent(w), expect(w)
+    w.replace([])
+    assert not w.connected
+    reg = s.expect("register")
+    assert reg["regions"] == [] and reg["layout"] is None and reg["first"] == 0
+    assert w.wait_connected(TIMEOUT_S)
+    ends = {c.lease: c.status for c in w.poll()}
+    assert ends == {src: CompletionStatus.CANCELLED, dst: CompletionStatus.FAILED}
+    with pytest.raises(ValueError, match="is not registered"):
+        w.copy(old, old, [(0, PAGE, PAGE)])
+    old.close()
+    other = {**layout(), "identity": {"model": "tiny", "weights": "step-2"}}
+    w.replace([new], other)
+    reg = s.expect("register")
+    assert [r["region"] for r in reg["regions"]] == [new.id.hex()] and reg["layout"] == other
+    assert w.wait_connected(TIMEOUT_S)
+    added = lender.alloc(PAGE)
+    w.add_regions([added])
+    with pytest.raises(kvspray.KvsprayError, match="drop them first"):
+        w.replace([])
+    w.drop_regions([added], 0)
+    w.replace([])
+
+
+def test_a_sidecar_unmaps_what_is_taken_back(serve: Serve, lender: Make) -> None:
+    """Also one without a store, which a worker without a layout uses for nothing."""
+    p, socket = serve("a")
+    w = lender(socket)
+
+    def mapped() -> int:
+        maps = pathlib.Path(f"/proc/{p.pid}/maps").read_text()
+        return maps.count("kvspray-region")
+
+    w.register([])
+    for _ in range(3):
+        w.replace([lender.alloc(1 << 20)], real_layout())
+        assert w.wait_connected(TIMEOUT_S), w.status()
+        assert mapped() == 1
+        w.replace([])
+        assert w.wait_connected(TIMEOUT_S), w.status()
+        assert mapped() == 0

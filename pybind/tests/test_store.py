@@ -189,6 +189,26 @@ def test_refused_namespaces_are_named(serve: Serve, engines: Any) -> None:
         assert space.get(hashes(1), [0]) == 0 and not space.remove()
 
 
+def test_generations(serve: Serve, engines: Any, tmp_path: pathlib.Path) -> None:
+    """Pages of another generation are not found; they are not lost either."""
+    disk = f"store.disk={tmp_path / 'pages'}=64MiB"
+    for turn, generation in enumerate(("", "2", "")):
+        more = [f"store.generation={generation}"] if generation else []
+        p, socket = serve("a", "store.memory=16MiB", disk, *more)
+        e = engines(socket)
+        assert e.space.ready(TIMEOUT_S), e.space.error
+        (got,) = e.end(e.space.get(hashes(1), [0])).pages
+        hit = turn == 2
+        assert PageResult.of(got).outcome == (_messages.PAGE_HIT if hit else _messages.PAGE_MISS)
+        if turn == 0:
+            (put,) = e.end(e.space.put(hashes(1), [0])).pages
+            assert PageResult.of(put).outcome == _messages.PAGE_STORED
+        e.close()
+        p.terminate()
+        p.wait(TIMEOUT_S)
+        (tmp_path / "a.ready").unlink()
+
+
 def test_a_sidecar_without_a_store(sidecar: Any, engines: Any, socket_path: pathlib.Path) -> None:
     s: Sidecar = sidecar()
     e = engines(socket_path, real=False)

@@ -39,6 +39,7 @@ type Namespace struct {
 	Algorithm  string // of the engine's page hashes; Algorithms lists those that are known
 	Seed       string // of that algorithm; empty: it has none
 	Adapter    string // identity of a LoRA adapter's content; empty: none
+	Generation string // the operator's, of this node's store; empty: none
 	Secret     Secret // the tenant's; nil: pages are shared with all tenants that have none
 }
 
@@ -103,6 +104,7 @@ func (n *Namespace) Check() error {
 		{"layout", n.Layout, true, "give the fingerprint of one rank's layout"},
 		{"seed", n.Seed, false, "give a shorter seed"},
 		{"adapter", n.Adapter, false, "name the adapter's content by a digest"},
+		{"generation", n.Generation, false, "set a shorter store.generation"},
 	} {
 		switch {
 		case f.required && f.value == "":
@@ -158,6 +160,9 @@ func (n *Namespace) ID() (id ID) {
 	binary.LittleEndian.PutUint64(b[:], uint64(n.PageTokens))
 	binary.LittleEndian.PutUint64(b[8:], uint64(n.PageBytes))
 	writeField(h, b[:])
+	if n.Generation != "" {
+		writeField(h, []byte(n.Generation))
+	}
 	h.Sum(id[:0])
 	return id
 }

@@ -152,6 +152,8 @@ def test_pages_of_others_are_not_found(
             m.setattr(fake.server_args, what, value, raising=False)
             assert found() == 0, what
     monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.5.22")
+    assert found() == 1, "a release whose caches have the same values"
+    monkeypatch.setattr(names, "NUMERICS", "other")
     assert found() == 0
 
 

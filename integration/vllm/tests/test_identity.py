@@ -304,13 +304,20 @@ def test_packing_that_depends_on_the_block_size(
     assert answer["fingerprints"][0] == answer["fingerprints"][1]
 
 
-def test_engine_version(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_releases_whose_caches_have_the_same_values(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import vllm
 
     with monkeypatch.context() as m:
         m.setattr(vllm, "__version__", "0.99")
         newer = list(Engine())
-    assert named(check(Engine(), newer)) == {"identity.engine_version"}
+    answer = check(Engine(), newer)
+    assert answer["fingerprints"][0] == answer["fingerprints"][1]
+    with monkeypatch.context() as m:
+        m.setattr(layout, "NUMERICS", "other")
+        others = list(Engine())
+    assert named(check(Engine(), others)) == {"identity.numerics"}
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,11 @@ int64_t kvs_regions_drop(kvs_client *c, const uint32_t *numbers, uint32_t n);
  * released, and the session is replaced by one that presents this layout; running loads fail. KVS_E_ARG before kvs_start. */
 int kvs_describe(kvs_client *c, const void *layout, uint32_t layout_bytes);
 
+/* Worker: replaces the regions of kvs_start, too, for example because the engine gives the memory back for a while: n is 0 then, and layout NULL.
+ * As for kvs_describe, a session follows, and once kvs_connected returns 1 the sidecar accesses the former regions no more. The caller may then
+ * free them. KVS_E_ARG before kvs_start, and while regions of kvs_regions_add are there. */
+int kvs_replace(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes);
+
 /* Sends BYE and joins the background thread. Waits of other threads return, and from now on every call behaves as without a sidecar. Open leases
  * are forgotten: the sidecar fences them when this process ends. One thread calls it, once or more often. */
 void kvs_end(kvs_client *c);

@@ -133,6 +133,7 @@ _PROTOTYPES = {
     "kvs_open": (c_int, [POINTER(CConfig), POINTER(c_void_p)]),
     "kvs_start": (c_int, [c_void_p, POINTER(CRegion), c_uint32, c_char_p, c_uint32]),
     "kvs_describe": (c_int, [c_void_p, c_char_p, c_uint32]),
+    "kvs_replace": (c_int, [c_void_p, POINTER(CRegion), c_uint32, c_char_p, c_uint32]),
     "kvs_end": (None, [c_void_p]),
     "kvs_close": (None, [c_void_p]),
     "kvs_connected": (c_int, [c_void_p]),

@@ -118,18 +118,37 @@ class WorkerClient(_Client):
         ``layout`` is the map of docs/protocol.md section 3, with a dtype and what
         ``kvspray.identity`` asks for, without which a sidecar refuses it (see ``status().error``).
         Without a layout the client takes part in no transfer: it copies, and uses the store. The
-        regions must outlive the client; those of add_regions() need not.
+        regions must outlive the client, or a replace(); those of add_regions() need not.
         """
         h = self._handle()
         if h is None:
             raise KvsprayError("kvspray: register: the client is closed")
+        self._present("register", lib.kvs_start, h, regions, layout)
+
+    def replace(self, regions: Sequence[Region], layout: Mapping[str, Any] | None = None) -> None:
+        """Replaces the regions and the layout of register(). Without both, the engine takes its
+        memory back for a while.
+
+        Open source leases are released, running loads fail, and a new session follows. When
+        ``connected`` is true again, the sidecar accesses the former regions no more, and they may
+        be closed. Spaces of the store that have pieces in them must not be used any more.
+        """
+        h = self._handle()
+        if h is None:
+            raise KvsprayError("kvspray: replace: the client is closed")
+        self._present("replace", lib.kvs_replace, h, regions, layout)
+
+    def _present(
+        self, what: str, call: Callable[..., int], h: ctypes.c_void_p, regions: Sequence[Region],
+        layout: Mapping[str, Any] | None,
+    ) -> None:  # fmt: skip
         body = (
             None if layout is None else protocol.pack(protocol._ordered("REGISTER.layout", layout))
         )
         array = (_lib.CRegion * len(regions))(*[r._c for r in regions])
-        rc = lib.kvs_start(h, array, len(regions), body, len(body or b""))
+        rc = call(h, array, len(regions), body, len(body or b""))
         if rc != 0:
-            raise KvsprayError(f"kvspray: register: {self._why(rc)}")
+            raise KvsprayError(f"kvspray: {what}: {self._why(rc)}")
         self._numbers = {r.id: i for i, r in enumerate(regions)}
 
     def add_regions(self, regions: Sequence[Region], wait_s: float | None = 0) -> bool:

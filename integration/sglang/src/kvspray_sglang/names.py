@@ -1,4 +1,4 @@
-"""What the bytes of a page depend on besides its tokens: weights, ranks, versions.
+"""What the bytes of a page depend on besides its tokens: weights, ranks, arguments.
 
 SGLang's storage keys hold tokens; those of 0.5.23 also a cache_salt. Everything else goes into the
 namespace here, so that pages of other engines are not found.
@@ -24,6 +24,9 @@ from kvspray_sglang.pools import Pool
 from kvspray_sglang.settings import Settings
 
 ALGORITHM = "sglang-sha256"
+# Of the values in a cache. Raise it when a release of SGLang computes others for the same model and
+# arguments: its engines then neither pair with those before nor find their pages.
+NUMERICS = "1"
 _REMEDY = "set weights in hicache_storage_backend_extra_config"
 
 # Arguments of the server that change KV or its bytes, beside the checkpoint.
@@ -231,15 +234,13 @@ class Names:
         return self._make(dtype, digest, tokens, nbytes)
 
     def _all(self, pool: str) -> list[object]:
-        import sglang
-
         c = self._config
         names = ["pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size"]
         if not (c.is_mla_model and pool.startswith(_REPLICATED)):
             names += ["tp_rank", "tp_size"]
         ranks = {k: getattr(c, k, None) for k in names}
         return [
-            ranks, arguments(self._args), sglang.__version__, sys.byteorder, hidden_order(),
+            ranks, arguments(self._args), NUMERICS, sys.byteorder, hidden_order(),
         ]  # fmt: skip
 
     def _make(self, dtype: str, layout: str, tokens: int, nbytes: int) -> Namespace:

@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvspray")
 
+ASLEEP = "the engine sleeps"
+RETURN_S = 10.0  # for the sidecar to unmap a cache that is about to be freed
+
 
 class _SharedZeros(TorchFunctionMode):
     """Replaces the torch.zeros call that allocates vLLM's KV cache by memory that the sidecar can
@@ -80,8 +83,10 @@ class _SharedZeros(TorchFunctionMode):
 class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     # Of a worker whose engine uses the store, once its memory is registered.
     _saving: Saving | None = None
-    _regions: Sequence[shim.Memory] = ()
+    _regions: Sequence[shim.Memory] = ()  # what is registered
     _pieces: Sequence[tuple[int, int, int, int]] = ()
+    _storages: Sequence[caches.Storage] = ()  # what the regions are made of
+    _asleep = False  # vLLM has freed, or is about to free, the memory of the cache
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -241,7 +246,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             "identity": identity,
         }
         try:
-            regions = [self._memory_of(storage) for storage in described.storages]
+            regions = self._memory_of(described.storages)
             on_gpu = any(storage.device.type != "cpu" for storage in described.storages)
             signals = GpuSignals(self._worker_client.gpu_flags(logger)) if on_gpu else None
         except shim.ShimError as err:
@@ -253,8 +258,9 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 self._saving.set(None, str(err))
             return
         self._worker.set_flags(self._flag_of, signals)
+        self._regions, self._storages = regions, described.storages
         if self._saving is not None:
-            self._regions, self._pieces = regions, pages.pieces_of(groups)
+            self._pieces = pages.pieces_of(groups)
         self._worker_client.register(regions, self._layout)
         self._open_store()
         logger.info(
@@ -308,6 +314,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None and self._worker_client is not None
         self._worker.outdate()
         self._layout["identity"] = {**self._layout["identity"], "weights": str(self._generation)}
+        if self._asleep:
+            return  # the wake-up presents this layout
         self._open_store()
         try:
             self._worker_client.describe(self._layout)
@@ -327,10 +335,22 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             str(self._generation),
         )
 
-    def _memory_of(self, storage: caches.Storage) -> shim.Memory:
+    def _memory_of(self, storages: Sequence[caches.Storage]) -> list[shim.Memory]:
+        out: list[shim.Memory] = []
+        try:
+            for storage in storages:
+                out.append(self._region_of(storage))
+        except BaseException:
+            for region in out:
+                if region is not self.region:  # which vLLM's tensors are in
+                    region.close()
+            raise
+        return out
+
+    def _region_of(self, storage: caches.Storage) -> shim.Memory:
         assert self._worker_client is not None
         if storage.device.type != "cpu":
-            return self._worker_client.gpu_memory(storage.address, storage.nbytes)
+            return self._gpu_memory(storage)
         if self.region is not None and self.region.addr == storage.address:
             return self.region
         if self._settings.memory == "memfd":
@@ -339,6 +359,67 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 "set memory to auto or process"
             )
         return self._worker_client.process_memory(storage.address, storage.nbytes)
+
+    def _gpu_memory(self, storage: caches.Storage) -> shim.Memory:
+        assert self._worker_client is not None
+        try:
+            return self._worker_client.gpu_memory(storage.address, storage.nbytes)
+        except shim.ShimError:
+            # Only on some GPUs vLLM's sleep mode asks for memory that another process can map.
+            if not self._vllm_config.model_config.enable_sleep_mode:
+                raise
+            from kvspray_vllm import sleep
+
+            if not sleep.share(storage.address, storage.nbytes):
+                raise
+            return self._worker_client.gpu_memory(storage.address, storage.nbytes)
+
+    # ---- worker: sleep
+
+    def unregister_kv_caches(self) -> None:
+        """Memory that a sidecar maps stays in use, so it is taken back before vLLM frees it. A late
+        write meets no other data: a wake-up maps other memory at these addresses."""
+        assert self._worker is not None and self._worker_client is not None
+        if self._asleep or not self._regions or not self._gpu:
+            return
+        self._asleep = True
+        self._worker.outdate(ASLEEP)
+        self._worker.leave(ASLEEP)
+        if self._saving is not None:
+            self._saving.set(None, ASLEEP)
+        there = self._worker_client.connected
+        self._worker_client.replace([])
+        for region in self._regions:
+            region.close()
+        self._regions = ()
+        if (there or self._worker_client.holds()) and not self._worker_client.wait_connected(
+            RETURN_S
+        ):
+            logger.warning(
+                "kvspray: the sidecar has not answered for %d s, and may still map the KV cache, "
+                "whose memory is free once it does not",
+                RETURN_S,
+            )
+
+    def restore_kv_caches(self) -> None:
+        """After a wake-up: other memory, at the same addresses."""
+        assert self._worker is not None and self._worker_client is not None
+        if not self._asleep:
+            return
+        try:
+            regions = self._memory_of(self._storages)
+            self._worker_client.replace(regions, self._layout)
+        except (shim.ShimError, layout.Unsupported) as err:
+            logger.error(
+                "kvspray: this engine prefills locally until its next wake-up, because the KV "
+                "cache cannot be shared again: %s",
+                err,
+            )
+            return
+        self._asleep, self._regions = False, regions
+        self._open_store()
+        self._worker.rejoin()
+        logger.info("kvspray: awake: %d region(s) are registered again", len(regions))
 
     # ---- worker: each step
 
@@ -514,7 +595,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        return False  # vLLM 0.33 asks; see layout.check_config
+        return True
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

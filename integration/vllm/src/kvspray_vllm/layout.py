@@ -16,6 +16,7 @@ from kvspray import portable
 from kvspray_vllm.speculation import check_speculation, draft_in_cache
 from kvspray_vllm.strategies import TRANSPOSED
 from kvspray_vllm.strategies import Unsupported as Unsupported
+from kvspray_vllm.versions import CAPABILITIES, NUMERICS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,10 +49,10 @@ def check_config(config: VllmConfig) -> None:
     if device not in ("cpu", "cuda"):
         raise Unsupported(f"kvspray: device is {device}; engines on cpu and cuda are served")
     # After a sleep the addresses map other pages, while the sidecar still holds the first ones.
-    if device == "cuda" and config.model_config.enable_sleep_mode:
+    if device == "cuda" and config.model_config.enable_sleep_mode and not CAPABILITIES.sleeps:
         raise Unsupported(
-            "kvspray: enable_sleep_mode is on, and a KV cache that sleeps cannot be followed; "
-            "start without --enable-sleep-mode"
+            "kvspray: enable_sleep_mode is on, and this vLLM does not announce to a connector that "
+            "its KV cache sleeps; start without --enable-sleep-mode, or use vLLM 0.33 or later"
         )
     # vLLM 0.33 then drops nearly all tokens that a connector offers, and reports nothing.
     if config.aux_output_config.enable_return_routed_experts:
@@ -159,8 +160,6 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
     """What must be equal between prefill and decode: anything that changes the bytes of a token's
     KV. All of it is of the whole model: the sidecar compares stages with one another that have
     other layers."""
-    import vllm
-
     m = config.model_config
     hf: dict[str, Any] = m.hf_text_config.to_dict()
     # Names and paths of the same weights differ from host to host.
@@ -174,7 +173,7 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
     }
     return {
         "engine": "vllm",
-        "engine_version": vllm.__version__,
+        "numerics": NUMERICS,
         "model_config": hashlib.sha256(
             json.dumps(hf, sort_keys=True, default=str).encode()
         ).hexdigest()[:32],

@@ -231,6 +231,9 @@ class Memory:
     def kind(self) -> str:
         return self.region.kind.name.lower()
 
+    def close(self) -> None:
+        self.region.close()
+
 
 def _engine(engine_id: str) -> kvspray.EngineInfo:
     import vllm
@@ -297,6 +300,20 @@ class Worker:
 
     def describe(self, layout: Mapping[str, Any]) -> None:
         self._c.describe(layout)
+
+    def replace(self, memory: Sequence[Memory], layout: Mapping[str, Any] | None = None) -> None:
+        """What register has passed; nothing: the engine takes its memory back for a while."""
+        try:
+            self._c.replace([m.region for m in memory], layout)
+        except kvspray.KvsprayError as err:
+            raise ShimError(str(err)) from err
+
+    def wait_connected(self, seconds: float) -> bool:
+        return self._c.wait_connected(seconds)
+
+    def holds(self) -> bool:
+        """Whether a sidecar may still access memory that was taken back."""
+        return self._c.status().sidecars > 0
 
     def intent(
         self,

@@ -104,6 +104,24 @@ class Gpu:
         cumem.libcudart.cudaMemcpy(dst, src, nbytes)
 
 
+def share(address: int, nbytes: int) -> bool:
+    """Replaces memory of vLLM's allocator by memory that another process can map, at the same
+    addresses. What it held is lost: it is zero then. False: the allocator has no memory there."""
+    allocator = cumem.CuMemAllocator.instance
+    for ptr, data in allocator.pointer_to_data.items() if allocator is not None else ():
+        if not data.is_asleep and ptr <= address and address + nbytes <= ptr + data.handle[1]:
+            gpu = Gpu()
+            gpu.synchronize()
+            gpu.unmap(data.handle)
+            data.is_asleep = True  # if there is no new memory, vLLM must not free it once more
+            gpu.map(data.handle)
+            data.is_asleep = False
+            cumem.libcudart.cudaMemset(ptr, 0, data.handle[1])
+            gpu.synchronize()
+            return True
+    return False
+
+
 @dataclass(eq=False)
 class Slab:
     """Host memory for the allocations of one sleep."""

@@ -9,8 +9,13 @@ from typing import Any
 
 import vllm
 import vllm.device_allocator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 KNOWN = ("0.32", "0.33")  # tested: docs/vllm.md has how
+
+# Of the values in a cache. Raise it when a release of vLLM computes others for the same model and
+# settings: its engines then neither pair with those before nor find their pages.
+NUMERICS = "1"
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class Capabilities:
     store_source: Any
     # The tags of memory that may wake later than the rest. vLLM 0.31 wakes each tag by its name.
     deferrable_tags: Iterable[str]
+    # Whether vLLM calls the connector before its memory sleeps, and after it has woken.
+    sleeps: bool
 
 
 def _find() -> Capabilities:
@@ -33,7 +40,7 @@ def _find() -> Capabilities:
     except (ImportError, AttributeError):
         peer = store = None
     tags = getattr(vllm.device_allocator, "DEFERRABLE_TAGS", ("weights", "kv_cache"))
-    return Capabilities(peer, store, tags)
+    return Capabilities(peer, store, tags, hasattr(KVConnectorBase_V1, "restore_kv_caches"))
 
 
 CAPABILITIES = _find()

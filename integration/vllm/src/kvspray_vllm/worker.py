@@ -490,11 +490,11 @@ class WorkerSide:
         )
         return expect.tokens - first
 
-    def outdate(self) -> None:
-        """The engine's weights change: what has come of the loads under way was computed with
-        others."""
+    def outdate(self, why: str = "the weights have changed") -> None:
+        """What the cache holds is of no use any more, and neither is what has come of the loads
+        under way."""
         for load in self._loads.values():
-            load.outdated = load.outdated or "the weights have changed"
+            load.outdated = load.outdated or why
         self._outdated = True
 
     def leave(self, why: str) -> None:
