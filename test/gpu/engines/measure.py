@@ -32,6 +32,7 @@ import reload
 import reuse
 import sanitize
 import sleeping
+import slept
 import tracing
 import ttft
 from cluster import Failed
@@ -62,6 +63,10 @@ PARTS = {
     "sleep": (
         sleeping,
         "sleep and wake-up by vLLM's copies and by the sidecar's; engines of its own",
+    ),
+    "slept": (
+        slept,
+        "P and D sleep in turns between prompts: pages, tokens, memory; engines of their own",
     ),
     "weights": (
         reload,

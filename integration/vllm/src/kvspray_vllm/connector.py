@@ -54,6 +54,7 @@ logger = init_logger("vllm.kvspray")
 
 ASLEEP = "the engine sleeps"
 RETURN_S = 10.0  # for the sidecar to unmap a cache that is about to be freed
+LEND_S = 2.0  # for the sidecar to map it after a wake-up; later, transfers begin later
 
 
 class _SharedZeros(TorchFunctionMode):
@@ -419,6 +420,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._asleep, self._regions = False, regions
         self._open_store()
         self._worker.rejoin()
+        self._worker_client.wait_connected(LEND_S)
         logger.info("kvspray: awake: %d region(s) are registered again", len(regions))
 
     # ---- worker: each step
