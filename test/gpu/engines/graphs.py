@@ -38,7 +38,7 @@ VARIANTS: dict[str, tuple[str, bool, str, str, str]] = {
     "eager-triton": ("eager", False, "v2", "TRITON_ATTN", ""),
     "full-and-piecewise": ("FULL_AND_PIECEWISE", True, "v2", "FLASH_ATTN", ""),
 }
-BANDS = ((100, 200), (200, 300), (300, 500), (500, 1000), (1000, 4000))
+BANDS = ((1, 100), (100, 200), (200, 300), (300, 500), (500, 1000), (1000, 4000))
 LOGPROBS = 20
 TOKENS = 24  # of an answer: the later ones keep the other requests company
 STAGGER_S = 4.0  # between the starts of engines, whose imports take memory and processors
