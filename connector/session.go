@@ -272,11 +272,11 @@ func (c *session) onHello(h *msg.Hello) error {
 	c.s.hookSession(h.Role, 1)
 	o := &c.s.opt
 	c.send(&msg.Welcome{ID: h.ID, Version: v, Boot: o.Boot, Node: o.Node, Endpoint: o.Endpoint(),
-		Host: o.HostBoot, Features: o.Features,
+		HostBoot: o.HostBoot, Features: o.Features,
 		Fenced: h.Role == msg.RoleWorker, Limits: msg.Limits{Leases: uint64(o.Limits.Leases),
 			Copies: uint64(o.Limits.Copies), Regions: uint64(o.Limits.Regions),
 			RecordBytes: msg.MaxRecordBytes},
-		DeadlineMS: uint64(o.Deadline.Milliseconds()), PartnerMS: uint64(o.MatchTimeout.Milliseconds()),
+		DeadlineMS: uint64(o.Deadline.Milliseconds()), MatchTimeoutMS: uint64(o.MatchTimeout.Milliseconds()),
 		GraceMS: uint64(o.Grace.Milliseconds())})
 	c.log.Info("session", "version", v.String(), "pid", c.peer.PID, "uid", c.peer.UID)
 	return nil

@@ -227,7 +227,7 @@ func TestRetriesByReason(t *testing.T) {
 				}
 				if x.dst, err = de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: prompt,
 					Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
-					DeadlineMS: deadlineMS, PartnerMS: matchMS}); err != nil {
+					DeadlineMS: deadlineMS, MatchTimeoutMS: matchMS}); err != nil {
 					t.Fatal(err)
 				}
 				return x

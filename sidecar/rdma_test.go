@@ -387,7 +387,7 @@ func TestRDMAFaults(t *testing.T) {
 			}
 			dst, err := de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens,
 				Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{dt},
-				DeadlineMS: uint64(rdmaDeadline.Milliseconds()), PartnerMS: 20000})
+				DeadlineMS: uint64(rdmaDeadline.Milliseconds()), MatchTimeoutMS: 20000})
 			if err != nil {
 				t.Fatal(err)
 			}

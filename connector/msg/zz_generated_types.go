@@ -197,10 +197,10 @@ type Region struct {
 
 // FDs are indices into the packet's descriptors.
 type FDs struct {
-	Flags    uint32
-	Rings    uint32
-	Doorbell uint32 // wakes the sidecar
-	Bell     uint32 // wakes the shim
+	Flags     uint32
+	Rings     uint32
+	SQEventfd uint32 // wakes the sidecar
+	CQEventfd uint32 // wakes the shim
 }
 
 // Namespace describes what all pages of a store's namespace have in common.
@@ -285,18 +285,18 @@ func (*Hello) Type() Type { return TypeHello }
 
 // Welcome answers HELLO.
 type Welcome struct {
-	ID         uint64
-	Version    Version  // chosen
-	Boot       [16]byte // of the sidecar
-	Node       string   // name
-	Endpoint   string   // "host:port" that peers dial
-	Host       string   // kernel boot id
-	Features   []string
-	Fenced     bool // every lease of an earlier session with the same engine boot is fenced
-	Limits     Limits
-	DeadlineMS uint64
-	PartnerMS  uint64
-	GraceMS    uint64
+	ID             uint64
+	Version        Version  // chosen
+	Boot           [16]byte // of the sidecar
+	Node           string   // name
+	Endpoint       string   // "host:port" that peers dial
+	HostBoot       string   // kernel boot id
+	Features       []string
+	Fenced         bool // every lease of an earlier session with the same engine boot is fenced
+	Limits         Limits
+	DeadlineMS     uint64
+	MatchTimeoutMS uint64
+	GraceMS        uint64
 }
 
 // Type implements Message.
@@ -512,19 +512,19 @@ type Intent struct {
 
 // Expect is the body of EXPECT.
 type Expect struct {
-	Xfer        [16]byte
-	Hash        [32]byte
-	Peer        string     // endpoint of the source's sidecar
-	Tokens      uint32     // of the whole prompt
-	Skip        []uint32   // per group: tokens that the receiver already has
-	Blocks      [][]uint32 // per group, covering tokens from 0
-	Prio        uint32
-	DeadlineMS  uint64
-	PartnerMS   uint64
-	Req         string
-	After       uint64 // the stream mark before which the sidecar neither grants nor writes; 0: at once
-	Traceparent string // as in INTENT
-	StallMS     uint64 // longest wait without a byte or a sign of life of the other side; 0: until the deadline
+	Xfer           [16]byte
+	Hash           [32]byte
+	Peer           string     // endpoint of the source's sidecar
+	Tokens         uint32     // of the whole prompt
+	Skip           []uint32   // per group: tokens that the receiver already has
+	Blocks         [][]uint32 // per group, covering tokens from 0
+	Prio           uint32
+	DeadlineMS     uint64
+	MatchTimeoutMS uint64
+	Req            string
+	After          uint64 // the stream mark before which the sidecar neither grants nor writes; 0: at once
+	Traceparent    string // as in INTENT
+	StallMS        uint64 // longest wait without a byte or a sign of life of the other side; 0: until the deadline
 }
 
 // Cancel is the body of CANCEL.

@@ -139,8 +139,8 @@ void write_register(const kvs_client *c, struct mpw *w, const struct region_pack
 	mpw_map(w, 4);
 	mpw_put_uint(w, "flags", 0);
 	mpw_put_uint(w, "rings", 1);
-	mpw_put_uint(w, "doorbell", 2);
-	mpw_put_uint(w, "bell", 3);
+	mpw_put_uint(w, "sq_eventfd", 2);
+	mpw_put_uint(w, "cq_eventfd", 3);
 }
 
 /* ---- what is received ---- */
@@ -223,7 +223,7 @@ bool read_welcome(const uint8_t *body, size_t bytes, struct welcome *m)
 				    {.key = "limits", .raw = &limits},
 				    {.key = "features", .raw = &features},
 				    {.key = "deadline_ms", .num = &m->deadline_ms},
-				    {.key = "partner_ms", .num = &m->match_timeout_ms},
+				    {.key = "match_timeout_ms", .num = &m->match_timeout_ms},
 				    {.key = "grace_ms", .num = &m->grace_ms}};
 	const struct want limit[] = {{.key = "leases", .num = &m->leases}, {.key = "copies", .num = &m->copies}};
 	memset(m, 0, sizeof *m);

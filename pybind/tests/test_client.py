@@ -97,7 +97,7 @@ def test_destination_lease(sidecar: Make, worker: Make) -> None:
     r = s.record("EXPECT", lease=a)
     assert (
         r["body"]["skip"] == [16]
-        and r["body"]["partner_ms"] == 500
+        and r["body"]["match_timeout_ms"] == 500
         and list(r["body"])[0] == "xfer"
     )
     s.complete(

@@ -399,7 +399,7 @@ class WorkerClient(_Client):
                 blocks=table,
                 prio=prio,
                 deadline_ms=deadline,
-                partner_ms=min(deadline, _ms(match_timeout_s, match_timeout_ms)),
+                match_timeout_ms=min(deadline, _ms(match_timeout_s, match_timeout_ms)),
                 req=_req(req),
                 after=_after(after),
                 traceparent=_traceparent(traceparent),
