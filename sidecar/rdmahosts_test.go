@@ -340,7 +340,7 @@ func TestRDMAHostLost(t *testing.T) {
 	}
 	h.put("released", nil)
 	nothingOpen(t, n)
-	fmt.Printf("dead_path %s: the decode's host is gone: lanes gone after %d ms, its lease released "+
+	fmt.Printf("dead_after %s: the decode's host is gone: lanes gone after %d ms, its lease released "+
 		"after %d ms: %s\n", deadPath(t),
 		h.putAt("gone").Sub(h.putAt("killed")).Milliseconds(),
 		h.putAt("released").Sub(h.putAt("killed")).Milliseconds(), c.Sent.Reason)

@@ -49,7 +49,7 @@ func client(t *testing.T, h http.Handler) (*Client, *strings.Builder) {
 
 func TestPrints(t *testing.T) {
 	c, out := sidecar(t, map[string]string{"GET /v1/store": answerStat,
-		"GET /v1/store/keys":   `{"keys": ["aa", "bb"], "next": 9}`,
+		"GET /v1/store/keys": `{"keys": ["aa", "bb"], "next": 9}`,
 		"GET /v1/store/verify": `{"outcome": "hit", "tier": "disk", "bytes": 4096, "took_seconds": 0.002,
 			"crc32c": "00c0ffee"}`,
 		"POST /v1/store/drain": `{"drained": true, "durable": true}`})
