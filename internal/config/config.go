@@ -84,7 +84,7 @@ type Transports struct {
 type GDR struct {
 	Rails        []string `yaml:"rails" unit:"device, device/port or device/port@gid-index" doc:"Ports to use. Each is a rail. Without an index the sidecar chooses the GID: 'kvspray doctor' shows the tables, the choice and the reason." default:"every active port"`
 	QueuePairs   int      `yaml:"queue_pairs" unit:"queue pairs per pair of rails" doc:"Queue pairs per rail pair."`
-	DeadAfter     Duration `yaml:"dead_after" unit:"duration" doc:"Time before an unresponsive path is declared dead. Below the fabric's longest pause, healthy rails are dropped."`
+	DeadAfter    Duration `yaml:"dead_after" unit:"duration" doc:"Time before an unresponsive path is declared dead. Below the fabric's longest pause, healthy rails are dropped."`
 	Listen       string   `yaml:"listen" unit:"host" doc:"Address for opening lanes over InfiniBand ports. RoCE ports use the address of their GID." default:"the host of peer.listen"`
 	MTU          int      `yaml:"mtu" unit:"bytes: 256, 512, 1024, 2048 or 4096" doc:"Largest payload of a packet; both ends use the smaller value." default:"the port's"`
 	TrafficClass int      `yaml:"traffic_class" unit:"0 to 255" doc:"Traffic class of the packets: the DSCP, times four, on RoCE."`

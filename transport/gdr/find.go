@@ -16,7 +16,7 @@ import (
 type Options struct {
 	Rails        []string      // device[/port][@gid index]; none: every active port
 	Listen       string        // host for lanes if a port has no IP address (InfiniBand)
-	DeadAfter     time.Duration // time until a dead path is noticed
+	DeadAfter    time.Duration // time until a dead path is noticed
 	MTU          int           // largest MTU in bytes; 0: the port's
 	TrafficClass int
 	ServiceLevel int

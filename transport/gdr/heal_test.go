@@ -69,9 +69,9 @@ func moves(t *testing.T, p *transporttest.Pair, gen transfer.Gen) {
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 	src.Write(uint64(gen))
 	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen)
-	b.Sink.Seed.Store(uint64(gen))
+	b.Dest.Seed.Store(uint64(gen))
 	l := open(t, p, 0)
-	if r := p.A.MoveWait(l, b.Origin, src.All(), 1); r.Outcome != transfer.Landed || !b.Sink.Full() {
+	if r := p.A.MoveWait(l, b.Origin, src.All(), 1); r.Outcome != transfer.Landed || !b.Dest.Full() {
 		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	b.End(t)
