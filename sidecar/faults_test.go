@@ -299,7 +299,7 @@ func TestHTTP(t *testing.T) {
 	for path, want := range map[string]string{"/": "page.js", "/page/page.js": "/v1/live",
 		"/page/common.js": "export", "/page/page.css": "light-dark", "/healthz": "ok", "/readyz": "ready",
 		"/v1/node": p.Endpoint(), "/debug/state": "slices_in_flight", "/v1/layouts": `"layout"`,
-		"/metrics": `kvspray_transfer_transfers_total{outcome="ok",side="source"`} {
+		"/metrics": `kvspray_transfers_total{outcome="ok",side="source"`} {
 		// Engines get the completion before the counters change.
 		until(t, func() bool {
 			code, body := get(t, p, path)
