@@ -264,28 +264,35 @@ func TestBadPackets(t *testing.T) {
 }
 
 func TestVersions(t *testing.T) {
-	r := start(t, nil)
+	r := start(t, func(o *connector.Options) { o.Release = "0.5.0" })
 	for _, c := range []struct {
 		min, max msg.Version
-		ok       bool
+		remedy   string // empty: they have a version in common
 	}{
-		{msg.MakeVersion(1, 0), msg.MakeVersion(1, 9), true},
-		{msg.MakeVersion(0, 3), msg.MakeVersion(1, 0), true},
-		{msg.MakeVersion(2, 0), msg.MakeVersion(2, 1), false},
-		{msg.MakeVersion(0, 1), msg.MakeVersion(0, 9), false},
+		{msg.MakeVersion(1, 0), msg.MakeVersion(1, 9), ""},
+		{msg.MakeVersion(0, 3), msg.MakeVersion(1, 0), ""},
+		{msg.MakeVersion(2, 0), msg.MakeVersion(2, 1), "upgrade the sidecar"},
+		{msg.MakeVersion(0, 1), msg.MakeVersion(0, 9), "upgrade the package in the engine's"},
 	} {
 		w, err := connectortest.NewWorker(r.config(t, func(cfg *connectortest.Config) {
-			cfg.Min,
-				cfg.Max = c.min, c.max
+			cfg.Min, cfg.Max, cfg.Release = c.min, c.max, "0.9.0\n; rm"
 		}))
 		must(t, err)
 		_, err = w.Connect(testContext(t))
 		_ = w.Close()
 		var se *connectortest.ServerError
-		if c.ok != (err == nil) || !c.ok && (!errors.As(err, &se) || se.Code != msg.CodeVersion ||
-			!strings.Contains(se.Message, c.min.String()) ||
-			!strings.Contains(se.Message, msg.VersionMax.String())) {
-			t.Errorf("%s to %s: %v", c.min, c.max, err)
+		if c.remedy == "" {
+			must(t, err)
+			continue
+		}
+		if !errors.As(err, &se) || se.Code != msg.CodeVersion || !strings.Contains(se.Remedy, c.remedy) {
+			t.Fatalf("%s to %s: %v, want %q", c.min, c.max, err, c.remedy)
+		}
+		for _, name := range []string{c.min.String(), msg.VersionMax.String(), `"0.9.0\n; rm"`,
+			`"0.5.0"`} {
+			if !strings.Contains(se.Message, name) {
+				t.Errorf("%q does not name %s", se.Message, name)
+			}
 		}
 	}
 }

@@ -240,7 +240,7 @@ func (c *session) handle(p []byte, fds descriptorSet) error {
 }
 
 func (c *session) onHello(h *msg.Hello) error {
-	v, err := msg.Negotiate(h.Min, h.Max)
+	v, err := msg.Negotiate(h.Min, h.Max, h.Release, c.s.opt.Release)
 	if err != nil {
 		c.sendError(errorMessage(h.ID, msg.CodeVersion, err, true))
 		return errFatal
@@ -277,8 +277,8 @@ func (c *session) onHello(h *msg.Hello) error {
 			Copies: uint64(o.Limits.Copies), Regions: uint64(o.Limits.Regions),
 			RecordBytes: msg.MaxRecordBytes},
 		DeadlineMS: uint64(o.Deadline.Milliseconds()), MatchTimeoutMS: uint64(o.MatchTimeout.Milliseconds()),
-		GraceMS: uint64(o.Grace.Milliseconds())})
-	c.log.Info("session", "version", v.String(), "pid", c.peer.PID, "uid", c.peer.UID)
+		GraceMS: uint64(o.Grace.Milliseconds()), Release: o.Release})
+	c.log.Info("session", "version", v.String(), "release", h.Release, "pid", c.peer.PID, "uid", c.peer.UID)
 	return nil
 }
 

@@ -34,6 +34,7 @@ type Config struct {
 	SubmissionBytes, CompletionBytes int
 	Boot                             [16]byte    // random when zero
 	Min, Max                         msg.Version // version in HELLO; 0: the supported one
+	Release                          string
 	// Before may add regions before REGISTER, whose First and Regions Tamper then changes.
 	Before func(add func(first uint32, all []msg.Region, fds ...int) error) error
 	// Tamper may change the REGISTER message and its descriptors before it is sent.
@@ -184,7 +185,7 @@ func (w *Worker) Connect(ctx context.Context) (*msg.Registered, error) {
 
 func (w *Worker) register(ctx context.Context, c *conn) (*msg.Registered, error) {
 	welcome, err := c.hello(ctx, msg.Hello{Min: w.cfg.Min, Max: w.cfg.Max, Role: msg.RoleWorker,
-		Boot:   w.boot,
+		Boot: w.boot, Release: w.cfg.Release,
 		Engine: w.cfg.Engine, Ranks: w.cfg.Ranks, PID: uint32(os.Getpid())})
 	if err != nil {
 		return nil, err

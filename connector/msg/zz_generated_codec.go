@@ -624,6 +624,8 @@ func (m *Hello) read(r *reader) {
 			m.PID = r.u32()
 		case "features":
 			m.Features = r.strs(MaxFeatures)
+		case "release":
+			m.Release = r.str(MaxNameBytes)
 		default:
 			r.skip()
 		}
@@ -632,7 +634,11 @@ func (m *Hello) read(r *reader) {
 }
 
 func (m *Hello) append(b []byte) []byte {
-	b = appendMap(b, 9)
+	n := 9
+	if len(m.Release) > 0 {
+		n++
+	}
+	b = appendMap(b, n)
 	b = append(b, "\xa2id"...)
 	b = appendUint(b, m.ID)
 	b = append(b, "\xa3min"...)
@@ -651,6 +657,10 @@ func (m *Hello) append(b []byte) []byte {
 	b = appendUint(b, uint64(m.PID))
 	b = append(b, "\xa8features"...)
 	b = appendStrs(b, m.Features)
+	if len(m.Release) > 0 {
+		b = append(b, "\xa7release"...)
+		b = appendStr(b, m.Release)
+	}
 	return b
 }
 
@@ -688,6 +698,8 @@ func (m *Welcome) read(r *reader) {
 			m.MatchTimeoutMS = r.u64()
 		case "grace_ms":
 			m.GraceMS = r.u64()
+		case "release":
+			m.Release = r.str(MaxNameBytes)
 		default:
 			r.skip()
 		}
@@ -696,7 +708,11 @@ func (m *Welcome) read(r *reader) {
 }
 
 func (m *Welcome) append(b []byte) []byte {
-	b = appendMap(b, 12)
+	n := 12
+	if len(m.Release) > 0 {
+		n++
+	}
+	b = appendMap(b, n)
 	b = append(b, "\xa2id"...)
 	b = appendUint(b, m.ID)
 	b = append(b, "\xa7version"...)
@@ -721,6 +737,10 @@ func (m *Welcome) append(b []byte) []byte {
 	b = appendUint(b, m.MatchTimeoutMS)
 	b = append(b, "\xa8grace_ms"...)
 	b = appendUint(b, m.GraceMS)
+	if len(m.Release) > 0 {
+		b = append(b, "\xa7release"...)
+		b = appendStr(b, m.Release)
+	}
 	return b
 }
 

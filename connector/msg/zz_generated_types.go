@@ -278,6 +278,7 @@ type Hello struct {
 	Ranks    Ranks
 	PID      uint32
 	Features []string
+	Release  string // of the shim's package, for errors and logs
 }
 
 // Type implements Message.
@@ -297,6 +298,7 @@ type Welcome struct {
 	DeadlineMS     uint64
 	MatchTimeoutMS uint64
 	GraceMS        uint64
+	Release        string // of the sidecar, for errors and logs
 }
 
 // Type implements Message.

@@ -154,6 +154,8 @@ def test_version_refusal_heals_without_restart(sidecar: Make, worker: Make) -> N
     s.kill()
     s = sidecar(version=2 << 16)
     until(lambda: "chose protocol 2.0" in w.status().error, "the numbers are named")
+    for release in ('sidecar (release "0.9.0")', f'library (release "{kvspray.__version__}")'):
+        assert release in w.status().error
     s.kill()
     sidecar()
     assert w.wait_connected(TIMEOUT_S)

@@ -141,6 +141,7 @@ struct kvs_config {
 	uint32_t completion_bytes;
 	uint32_t deadline_ms; /* of a lease; 0: that of WELCOME, 30,000 before it */
 	uint32_t grace_ms;    /* at most this after a deadline, then a sidecar that does not answer is killed; 0: that of WELCOME */
+	const char *release;  /* of the package that contains this library, for errors and logs; NULL: unknown */
 };
 
 typedef struct kvs_client kvs_client;

@@ -108,7 +108,7 @@ RECORDS: dict[int, str] = {
 
 # The keys of every body in their order. A map within has the body's name and its key.
 ORDER: dict[str, tuple[str, ...]] = {
-    "HELLO": ("id", "min", "max", "role", "boot", "engine", "ranks", "pid", "features"),
+    "HELLO": ("id", "min", "max", "role", "boot", "engine", "ranks", "pid", "features", "release"),
     "HELLO.engine": ("name", "version", "id"),
     "HELLO.ranks": ("dp", "pp", "tp", "pcp", "dcp"),
     "WELCOME": (
@@ -124,6 +124,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "deadline_ms",
         "match_timeout_ms",
         "grace_ms",
+        "release",
     ),
     "WELCOME.limits": ("leases", "copies", "regions", "record_bytes"),
     "REGISTER": ("id", "session", "regions", "layout", "fds", "first"),
