@@ -114,7 +114,9 @@ func (r *Router) add(text string) error {
 // nameOf is a URL without what can differ in two URLs of the same server.
 func nameOf(text string) string {
 	if u, err := url.Parse(text); err == nil && u.Host != "" {
-		text = strings.ToLower(u.Scheme+"://"+u.Host) + u.Path
+		scheme, host := strings.ToLower(u.Scheme), strings.ToLower(u.Host)
+		host = strings.TrimSuffix(host, map[string]string{"http": ":80", "https": ":443"}[scheme])
+		text = scheme + "://" + host + u.Path
 	}
 	return strings.TrimRight(text, "/")
 }
