@@ -134,7 +134,7 @@ type SHM struct {
 type Transfer struct {
 	Deadline     Duration `yaml:"deadline" unit:"duration" doc:"Longest time of a transfer until its commit. After it the transfer is fenced, and the engine recomputes."`
 	MatchTimeout Duration `yaml:"match_timeout" unit:"duration" doc:"Match timeout: longest wait for the other side of a transfer."`
-	Hold         Duration `yaml:"hold" unit:"duration" doc:"Longest time that the blocks of a finished prefill are held for a decode engine that lives and whose request waits in its queue. At most 10m."`
+	Hold         Duration `yaml:"hold_timeout" unit:"duration" doc:"Longest time that the blocks of a finished prefill are held for a decode engine that lives and whose request waits in its queue. At most 10m."`
 	Grace        Duration `yaml:"grace" unit:"duration" doc:"Time after the deadline that a fence or a stopped sidecar has before the next stronger measure."`
 	MaxSlices    int      `yaml:"max_slices" unit:"slices" doc:"Largest number of slices in flight over all lanes of one peer."`
 	MaxAttempts  int      `yaml:"max_attempts" unit:"attempts" doc:"Attempts to move a chunk before the transfer fails with its blocks named."`

@@ -21,7 +21,7 @@ import (
 	"github.com/kvspray/kvspray/internal/redact"
 )
 
-// maxHold bounds transfer.hold: no lease lives longer.
+// maxHold bounds transfer.hold_timeout: no lease lives longer.
 const maxHold = Duration(10 * time.Minute)
 
 // Limits of a configuration.
@@ -102,8 +102,8 @@ func (c *Config) Validate() error {
 
 	v.duration("transfer.deadline", c.Transfer.Deadline, 100*time.Millisecond)
 	v.duration("transfer.match_timeout", c.Transfer.MatchTimeout, 100*time.Millisecond)
-	v.duration("transfer.hold", c.Transfer.Hold, 100*time.Millisecond)
-	v.check(c.Transfer.Hold <= maxHold, "transfer.hold", c.Transfer.Hold.String(),
+	v.duration("transfer.hold_timeout", c.Transfer.Hold, 100*time.Millisecond)
+	v.check(c.Transfer.Hold <= maxHold, "transfer.hold_timeout", c.Transfer.Hold.String(),
 		fmt.Sprintf("longer than %v", time.Duration(maxHold)), "make it shorter")
 	v.duration("transfer.grace", c.Transfer.Grace, 100*time.Millisecond)
 	v.check(c.Transfer.MatchTimeout <= c.Transfer.Deadline, "transfer.match_timeout",

@@ -46,7 +46,7 @@ var alerts = []rule{
 	alert("KvsprayGPULinkDead", `kvspray_gpu_link_state{state="dead"} > 0`, "", "warning",
 		"A PCIe link of a GPU of {{ $labels.instance }} is out of use",
 		"It stays unused until the sidecar restarts. The sidecar's log has the error."),
-	alert("KvsprayBackendDown", `kvspray_proxy_engine_up == 0`, "2m", "warning",
+	alert("KvsprayEngineDown", `kvspray_proxy_engine_up == 0`, "2m", "warning",
 		"Router {{ $labels.instance }} gets no answer from {{ $labels.role }} {{ $labels.url }}",
 		"Requests go to the others, or are computed by the decode engine."),
 	alert("KvsprayPrefillsAreLocal", `sum by (instance) (rate(kvspray_proxy_local_prefills_total`+
