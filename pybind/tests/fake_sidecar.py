@@ -261,7 +261,8 @@ class Fake:
             else True, "limits": {"leases": self.o.get("leases", 4096),
             "copies": self.o.get("copies", 64), "regions": 64, "record_bytes": 1 << 20},
             "deadline_ms": self.o["deadline_ms"], "match_timeout_ms": self.o["match_timeout_ms"],
-            "grace_ms": self.o["grace_ms"], "release": "0.9.0", "from-the-future": [{"a": -1, "b": 1.5, "c": None}],
+            "grace_ms": self.o["grace_ms"], "release": "0.9.0",
+            "from-the-future": [{"a": -1, "b": 1.5, "c": None}],
         }  # fmt: skip
         self.send(s, "WELCOME", welcome)
 
