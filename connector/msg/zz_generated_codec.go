@@ -2137,8 +2137,8 @@ func (m *Received) read(r *reader) {
 		switch string(r.key()) {
 		case "bytes":
 			m.Bytes = r.u64()
-		case "us":
-			m.US = r.u64()
+		case "took_us":
+			m.TookUS = r.u64()
 		case "transport":
 			m.Transport = r.str(MaxNameBytes)
 		case "reason":
@@ -2179,8 +2179,8 @@ func (m *Received) Append(b []byte) []byte {
 	b = appendMap(b, n)
 	b = append(b, "\xa5bytes"...)
 	b = appendUint(b, m.Bytes)
-	b = append(b, "\xa2us"...)
-	b = appendUint(b, m.US)
+	b = append(b, "\xa7took_us"...)
+	b = appendUint(b, m.TookUS)
 	b = append(b, "\xa9transport"...)
 	b = appendStr(b, clip(m.Transport, MaxNameBytes))
 	b = append(b, "\xa6reason"...)

@@ -585,7 +585,7 @@ type Load struct {
 // Received is the body of RECEIVED.
 type Received struct {
 	Bytes     uint64
-	US        uint64 // from EXPECT to the end
+	TookUS    uint64 // from EXPECT to the end
 	Transport string
 	Reason    string
 	Recompute [][2]uint32 // token ranges [start, end), empty: everything, for the status KVS_FAILED or KVS_EXPIRED; the blocks of all other tokens have their content

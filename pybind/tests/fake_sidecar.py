@@ -376,7 +376,7 @@ class Fake:
                 0,
                 lease,
                 msgpack.packb(
-                    {"bytes": 1, "us": 2, "transport": "tcp", "reason": "", "recompute": []}
+                    {"bytes": 1, "took_us": 2, "transport": "tcp", "reason": "", "recompute": []}
                 ),
             )
         elif kind == RECORDS["CANCEL"] and lease in self.left:
@@ -387,7 +387,7 @@ class Fake:
                 2,
                 lease,
                 msgpack.packb(
-                    {"bytes": 0, "us": 2, "transport": "", "reason": "", "recompute": []}
+                    {"bytes": 0, "took_us": 2, "transport": "", "reason": "", "recompute": []}
                 ),
             )
         elif kind == RECORDS["INTENT"]:

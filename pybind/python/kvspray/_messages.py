@@ -199,7 +199,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "PUT": ("space", "hashes", "hash_bytes", "blocks", "parent", "deadline_ms", "req", "after"),
     "LOAD": ("parts", "pages", "flag", "value", "deadline_ms", "req", "after"),
     "YIELD": (),
-    "RECEIVED": ("bytes", "us", "transport", "reason", "recompute", "pages"),
+    "RECEIVED": ("bytes", "took_us", "transport", "reason", "recompute", "pages"),
     "SENT": ("grants", "bytes", "reason"),
 }
 

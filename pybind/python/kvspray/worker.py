@@ -648,7 +648,7 @@ def _completion(lease: int, kind: int, status: int, body: bytes) -> Completion:
         received=kind == _lib.REC_RECEIVED,
         status=CompletionStatus(status) if 0 <= status <= 5 else CompletionStatus.FAILED,
         bytes=_int(m.get("bytes")),
-        us=_int(m.get("us")),
+        us=_int(m.get("took_us")),
         transport=str(m.get("transport", "")),
         reason=str(m.get("reason", "")),
         grants=_int(m.get("grants")),
