@@ -32,7 +32,7 @@ type completion struct {
 
 func encodeCompletion(c engines.Completion) completion {
 	if c.Received {
-		m := msg.Received{Bytes: c.Bytes, US: uint64(max(c.Took, 0).Microseconds()),
+		m := msg.Received{Bytes: c.Bytes, TookUS: uint64(max(c.Took, 0).Microseconds()),
 			Transport: c.Transport, Reason: c.Reason, Recompute: c.Recompute,
 			Pages: c.Pages}
 		return completion{board.RecReceived, c.Status, c.Lease.ID, m.Append(nil)}

@@ -79,9 +79,9 @@ func TestRegisterRefused(t *testing.T) {
 		"empty flags":    {replace(0, memfd(t, 0, sealed)), msg.CodeBoard, "fds.flags", ""},
 		"blank rings":    {replace(1, memfd(t, 1<<20, sealed)), msg.CodeBoard, "fds.rings", "magic"},
 		"huge rings":     {replace(1, memfd(t, 1<<33, sealed)), msg.CodeBoard, "fds.rings", "at most"},
-		"doorbell a memfd": {replace(2, memfd(t, 4096, sealed)), msg.CodeBoard,
-			"fds.doorbell", "eventfd"},
-		"blocking bell": {replace(3, blocking), msg.CodeBoard, "fds.bell", "blocks"},
+		"SQ eventfd a memfd": {replace(2, memfd(t, 4096, sealed)), msg.CodeBoard,
+			"fds.sq_eventfd", "eventfd"},
+		"blocking CQ eventfd": {replace(3, blocking), msg.CodeBoard, "fds.cq_eventfd", "blocks"},
 		"no descriptor": {func(m *msg.Register, fds []int) []int { return fds[:4] }, msg.CodeProtocol,
 			"regions[0].fd", "4 descriptors came"},
 		"index twice": {func(m *msg.Register, fds []int) []int { m.Regions[0].FD = 1; return fds },
@@ -264,28 +264,35 @@ func TestBadPackets(t *testing.T) {
 }
 
 func TestVersions(t *testing.T) {
-	r := start(t, nil)
+	r := start(t, func(o *connector.Options) { o.Release = "0.5.0" })
 	for _, c := range []struct {
 		min, max msg.Version
-		ok       bool
+		remedy   string // empty: they have a version in common
 	}{
-		{msg.MakeVersion(1, 0), msg.MakeVersion(1, 9), true},
-		{msg.MakeVersion(0, 3), msg.MakeVersion(1, 0), true},
-		{msg.MakeVersion(2, 0), msg.MakeVersion(2, 1), false},
-		{msg.MakeVersion(0, 1), msg.MakeVersion(0, 9), false},
+		{msg.MakeVersion(1, 0), msg.MakeVersion(1, 9), ""},
+		{msg.MakeVersion(0, 3), msg.MakeVersion(1, 0), ""},
+		{msg.MakeVersion(2, 0), msg.MakeVersion(2, 1), "upgrade the sidecar"},
+		{msg.MakeVersion(0, 1), msg.MakeVersion(0, 9), "upgrade the package in the engine's"},
 	} {
 		w, err := connectortest.NewWorker(r.config(t, func(cfg *connectortest.Config) {
-			cfg.Min,
-				cfg.Max = c.min, c.max
+			cfg.Min, cfg.Max, cfg.Release = c.min, c.max, "0.9.0\n; rm"
 		}))
 		must(t, err)
 		_, err = w.Connect(testContext(t))
 		_ = w.Close()
 		var se *connectortest.ServerError
-		if c.ok != (err == nil) || !c.ok && (!errors.As(err, &se) || se.Code != msg.CodeVersion ||
-			!strings.Contains(se.Message, c.min.String()) ||
-			!strings.Contains(se.Message, msg.VersionMax.String())) {
-			t.Errorf("%s to %s: %v", c.min, c.max, err)
+		if c.remedy == "" {
+			must(t, err)
+			continue
+		}
+		if !errors.As(err, &se) || se.Code != msg.CodeVersion || !strings.Contains(se.Remedy, c.remedy) {
+			t.Fatalf("%s to %s: %v, want %q", c.min, c.max, err, c.remedy)
+		}
+		for _, name := range []string{c.min.String(), msg.VersionMax.String(), `"0.9.0\n; rm"`,
+			`"0.5.0"`} {
+			if !strings.Contains(se.Message, name) {
+				t.Errorf("%q does not name %s", se.Message, name)
+			}
 		}
 	}
 }
@@ -520,36 +527,36 @@ func TestProcessRegion(t *testing.T) {
 // only itself.
 func TestBlockingEventfds(t *testing.T) {
 	r := start(t, nil)
-	var door, bell int
+	var sqEvent, cqEvent int
 	w := r.worker(t, func(c *connectortest.Config) {
 		c.Tamper = func(m *msg.Register, fds []int) []int {
 			var err error // of one description with those that are sent
-			door, err = unix.Dup(fds[m.FDs.Doorbell])
+			sqEvent, err = unix.Dup(fds[m.FDs.SQEventfd])
 			must(t, err)
-			bell, err = unix.Dup(fds[m.FDs.Bell])
+			cqEvent, err = unix.Dup(fds[m.FDs.CQEventfd])
 			must(t, err)
 			return fds
 		}
 	})
-	defer func() { _, _ = unix.Close(door), unix.Close(bell) }()
+	defer func() { _, _ = unix.Close(sqEvent), unix.Close(cqEvent) }()
 	_, err := w.Intent(intent(16, 1))
 	must(t, err)
 	r.rec.until(t, "intent", func() bool { return len(r.rec.intents) == 1 })
-	for _, fd := range []int{door, bell} {
+	for _, fd := range []int{sqEvent, cqEvent} {
 		fl, err := unix.FcntlInt(uintptr(fd), unix.F_GETFL, 0)
 		must(t, err)
 		_, err = unix.FcntlInt(uintptr(fd), unix.F_SETFL, fl&^unix.O_NONBLOCK)
 		must(t, err)
 	}
 	// The sidecar reads its SQ eventfd again, and it is empty.
-	_, err = unix.Write(door, binary.NativeEndian.AppendUint64(nil, 1))
+	_, err = unix.Write(sqEvent, binary.NativeEndian.AppendUint64(nil, 1))
 	must(t, err)
 	_, err = w.Intent(intent(16, 2))
 	must(t, err)
 	r.rec.until(t, "second intent", func() bool { return len(r.rec.intents) == 2 })
-	_, err = unix.Write(bell, binary.NativeEndian.AppendUint64(nil, ^uint64(0)-1))
+	_, err = unix.Write(cqEvent, binary.NativeEndian.AppendUint64(nil, ^uint64(0)-1))
 	must(t, err)
-	// The engine announces sleep, so that its bell is rung.
+	// The engine announces sleep, so that the sidecar writes to its CQ eventfd.
 	completions := board.SizeRingsHeader + board.SizeRing + 1<<20
 	binary.LittleEndian.PutUint32(w.RawRings()[completions+board.OffRingSleeping:], 1)
 	done := make(chan error, 3)

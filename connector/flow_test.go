@@ -117,7 +117,7 @@ func TestExpectAndRecompute(t *testing.T) {
 		Transport: "tcp", Recompute: [][2]uint32{{16, 48}}}))
 	c, err := w.Wait(testContext(t))
 	must(t, err)
-	if c.Received == nil || c.Status != board.Cancelled || c.Received.US != 3000 ||
+	if c.Received == nil || c.Status != board.Cancelled || c.Received.TookUS != 3000 ||
 		asJSON(c.Received.Recompute) != "[[16,48]]" || c.Received.Transport != "tcp" {
 		t.Fatalf("completion %+v %+v", c, c.Received)
 	}

@@ -76,6 +76,7 @@ type Options struct {
 	Socket   string        // path of the unix socket; a missing directory is made with mode 0700
 	Boot     transfer.Boot // of this sidecar
 	Node     string
+	Release  string        // of the build, for errors and logs
 	HostBoot string        // kernel boot id; read from /proc when empty
 	Endpoint func() string // "host:port" that peers dial; called for each WELCOME
 	// Events takes events, in their order for each worker, and does not block. It may change the

@@ -267,10 +267,10 @@ func (c *session) openBoard(in *memory.Intake, m *msg.Register) (*boardOf, error
 		return nil, refuse(msg.CodeBoard, "fds.rings", fmt.Errorf("session %x, REGISTER has %x",
 			b.rings.Session(), m.Session), "make fresh rings for every connection")
 	}
-	if b.sqEvent, err = in.Eventfd("fds.doorbell", m.FDs.Doorbell); err != nil {
+	if b.sqEvent, err = in.Eventfd("fds.sq_eventfd", m.FDs.SQEventfd); err != nil {
 		return nil, err
 	}
-	b.cqEvent, err = in.Eventfd("fds.bell", m.FDs.Bell)
+	b.cqEvent, err = in.Eventfd("fds.cq_eventfd", m.FDs.CQEventfd)
 	return b, err
 }
 

@@ -174,7 +174,7 @@ func (w *worker) expectLocked(rec board.Record) error {
 		Peer:   m.Peer,
 		Tokens: m.Tokens, Skip: m.Skip, Blocks: m.Blocks,
 		Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
-		MatchTimeout: w.s.duration(m.PartnerMS, w.s.opt.MatchTimeout), Req: m.Req,
+		MatchTimeout: w.s.duration(m.MatchTimeoutMS, w.s.opt.MatchTimeout), Req: m.Req,
 		Stall: w.s.duration(m.StallMS, 0),
 		Trace: placed(m.Traceparent)}
 	w.beginLocked(l, m.After, ex.Deadline, func(left time.Duration) {

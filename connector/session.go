@@ -240,7 +240,7 @@ func (c *session) handle(p []byte, fds descriptorSet) error {
 }
 
 func (c *session) onHello(h *msg.Hello) error {
-	v, err := msg.Negotiate(h.Min, h.Max)
+	v, err := msg.Negotiate(h.Min, h.Max, h.Release, c.s.opt.Release)
 	if err != nil {
 		c.sendError(errorMessage(h.ID, msg.CodeVersion, err, true))
 		return errFatal
@@ -272,13 +272,13 @@ func (c *session) onHello(h *msg.Hello) error {
 	c.s.hookSession(h.Role, 1)
 	o := &c.s.opt
 	c.send(&msg.Welcome{ID: h.ID, Version: v, Boot: o.Boot, Node: o.Node, Endpoint: o.Endpoint(),
-		Host: o.HostBoot, Features: o.Features,
+		HostBoot: o.HostBoot, Features: o.Features,
 		Fenced: h.Role == msg.RoleWorker, Limits: msg.Limits{Leases: uint64(o.Limits.Leases),
 			Copies: uint64(o.Limits.Copies), Regions: uint64(o.Limits.Regions),
 			RecordBytes: msg.MaxRecordBytes},
-		DeadlineMS: uint64(o.Deadline.Milliseconds()), PartnerMS: uint64(o.MatchTimeout.Milliseconds()),
-		GraceMS: uint64(o.Grace.Milliseconds())})
-	c.log.Info("session", "version", v.String(), "pid", c.peer.PID, "uid", c.peer.UID)
+		DeadlineMS: uint64(o.Deadline.Milliseconds()), MatchTimeoutMS: uint64(o.MatchTimeout.Milliseconds()),
+		GraceMS: uint64(o.Grace.Milliseconds()), Release: o.Release})
+	c.log.Info("session", "version", v.String(), "release", h.Release, "pid", c.peer.PID, "uid", c.peer.UID)
 	return nil
 }
 

@@ -65,7 +65,7 @@ func newGPU(g *GPUs, index int, c device.Card) (_ *GPU, err error) {
 	lend := g.cfg.Buffers * LendBytes
 	size := lend + g.cfg.Slots*SlotBytes
 	if u.arena, u.arenaPtr, err = u.dev.AllocHost(size); err != nil {
-		return nil, fmt.Errorf("%d MiB of pinned host memory: %w; lower transports.gpu.buffers",
+		return nil, fmt.Errorf("%d MiB of pinned host memory: %w; lower transports.gpu.pinned_buffers",
 			size>>20, err)
 	}
 	for off := 0; off < lend; off += LendBytes {

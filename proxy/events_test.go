@@ -167,8 +167,8 @@ func TestEventsDecide(t *testing.T) {
 	until(t, "no blocks", func() bool { return values(t, reg)["kv_blocks"] == 0 })
 	got := values(t, reg)
 	for name, want := range map[string]float64{"kv_events_total": 2, "kv_event_batches_total": 2,
-		"kv_event_gaps_total": 0, "kv_event_replays_total ok": 2, "tokenize_total asked": 1,
-		"tokenize_total kept": 2, "tokenize_total none": 1, "kv_event_voids_total gap": 0} {
+		"kv_event_gaps_total": 0, "kv_event_replays_total ok": 2, "tokenizations_total asked": 1,
+		"tokenizations_total kept": 2, "tokenizations_total none": 1, "kv_event_voids_total gap": 0} {
 		if got[name] != want {
 			t.Errorf("%s is %v, want %v", name, got[name], want)
 		}
@@ -259,7 +259,7 @@ func TestTokenizePausesOneEngine(t *testing.T) {
 	}
 	limit := 1 + int64(time.Since(began)/tokenizePause)
 	got := values(t, reg)
-	if n := a.asked.Load(); n > limit || got["tokenize_total asked"] < float64(8-limit) {
+	if n := a.asked.Load(); n > limit || got["tokenizations_total asked"] < float64(8-limit) {
 		t.Errorf("%d questions to an engine that does not answer, %v", n, got)
 	}
 	p.lost(p.decode.all[0])

@@ -86,7 +86,7 @@ func TestHealth(t *testing.T) {
 	}
 	defer resp.Body.Close()
 	if b, _ := io.ReadAll(resp.Body); !strings.Contains(string(b),
-		`kvspray_proxy_backend_up{role="decode"`) {
+		`kvspray_proxy_engine_up{role="decode"`) {
 		t.Errorf("%s", b)
 	}
 }

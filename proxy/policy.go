@@ -55,7 +55,7 @@ func newPlacing(cfg Config, reports []bool, same []int, reg prometheus.Registere
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts(opts("placement_index_blocks",
 			"Parts of prompts in the router's index.")),
 			func() float64 { return float64(p.Stats().Blocks) }),
-		prometheus.NewCounterFunc(prometheus.CounterOpts(opts("placement_index_forgotten_total",
+		prometheus.NewCounterFunc(prometheus.CounterOpts(opts("placement_index_blocks_evicted_total",
 			"Parts of prompts that left the index because it was full.")),
 			func() float64 { return float64(p.Stats().Forgot) }))
 	return x, nil

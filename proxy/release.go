@@ -19,7 +19,7 @@ const (
 )
 
 // heldWithout is how long a prefill's sidecar keeps a cache without a release.
-const heldWithout = "transfer.match_timeout, or transfer.hold while the decode engine lives"
+const heldWithout = "transfer.match_timeout, or transfer.hold_timeout while the decode engine lives"
 
 // hold is a prompt's cache that a prefill engine keeps for a decode engine.
 type hold struct {

@@ -27,7 +27,7 @@ func gpuTable(c *config.Config, log *slog.Logger) (*policy.Table, error) {
 		log.Info("table of GPUs", "path", path, "models", t.String())
 		return t, nil
 	case named:
-		return nil, fmt.Errorf("sidecar: transports.gpu.table: %w, or set it to off", err)
+		return nil, fmt.Errorf("sidecar: transports.gpu.calibration: %w, or set it to off", err)
 	case !errors.Is(err, fs.ErrNotExist):
 		log.Warn("table of GPUs not used", "err", err)
 	}
@@ -40,7 +40,7 @@ func CalibrateGPUs(ctx context.Context, c *config.Config, path string, log *slog
 	table []byte, err error) {
 	if path == "" {
 		if path, _ = c.Transports.GPU.TablePath(); path == "" {
-			return "", nil, errors.New("sidecar: calibrate: transports.gpu.table names no file: name one " +
+			return "", nil, errors.New("sidecar: calibrate: transports.gpu.calibration names no file: name one " +
 				"with --out, or set HOME")
 		}
 	}

@@ -61,7 +61,7 @@ func ends(t *testing.T, reg *prometheus.Registry) time.Time {
 	all, err := reg.Gather()
 	ok(t, err)
 	for _, f := range all {
-		if f.GetName() == "kvspray_control_certificate_expires_seconds" {
+		if f.GetName() == "kvspray_control_certificate_expiry_timestamp_seconds" {
 			return time.Unix(int64(f.GetMetric()[0].GetGauge().GetValue()), 0)
 		}
 	}

@@ -184,7 +184,7 @@ func TestCopies(t *testing.T) {
 			// The engine waits for nothing of what follows.
 			until(t, func() bool { open, _, _ := r.local.Count(); return open == 0 })
 			_, text := get(t, r, "/metrics")
-			for _, line := range []string{`kvspray_copy_copies_total{outcome="ok",path="` + where + `"} 2`,
+			for _, line := range []string{`kvspray_copies_total{method="` + where + `",outcome="ok"} 2`,
 				`kvspray_engine_records_total{type="copy"} 2`} {
 				if !strings.Contains(text, line) {
 					t.Errorf("no metric %s", line)

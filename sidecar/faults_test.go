@@ -42,7 +42,7 @@ func begin(t testing.TB, p *running, pe, de *engine, seed uint64, ready uint32,
 	}
 	if x.dst, err = de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens,
 		Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
-		DeadlineMS: deadlineMS, PartnerMS: matchMS}); err != nil {
+		DeadlineMS: deadlineMS, MatchTimeoutMS: matchMS}); err != nil {
 		t.Fatal(err)
 	}
 	return x
@@ -256,7 +256,7 @@ func TestAbsentPeer(t *testing.T) {
 			from := time.Now()
 			lease, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: peer,
 				Skip: []uint32{0}, Blocks: [][]uint32{dt},
-				DeadlineMS: 2000, PartnerMS: 300})
+				DeadlineMS: 2000, MatchTimeoutMS: 300})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -280,7 +280,7 @@ func TestHTTPIsNoPeer(t *testing.T) {
 	pr := newPrompt(64)
 	lease, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.HTTPAddr(),
 		Skip: []uint32{0}, Blocks: [][]uint32{{0, 1, 2, 3}},
-		DeadlineMS: 60000, PartnerMS: 60000})
+		DeadlineMS: 60000, MatchTimeoutMS: 60000})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -299,7 +299,7 @@ func TestHTTP(t *testing.T) {
 	for path, want := range map[string]string{"/": "page.js", "/page/page.js": "/v1/live",
 		"/page/common.js": "export", "/page/page.css": "light-dark", "/healthz": "ok", "/readyz": "ready",
 		"/v1/node": p.Endpoint(), "/debug/state": "slices_in_flight", "/v1/layouts": `"layout"`,
-		"/metrics": `kvspray_transfer_transfers_total{outcome="ok",side="source"`} {
+		"/metrics": `kvspray_transfers_total{outcome="ok",side="source"`} {
 		// Engines get the completion before the counters change.
 		until(t, func() bool {
 			code, body := get(t, p, path)
@@ -376,7 +376,7 @@ func TestClusterKey(t *testing.T) {
 			began := time.Now()
 			lease, err := se.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens,
 				Peer: c.at.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
-				DeadlineMS: 60000, PartnerMS: 60000})
+				DeadlineMS: 60000, MatchTimeoutMS: 60000})
 			if err != nil {
 				t.Fatal(err)
 			}

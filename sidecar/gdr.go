@@ -16,10 +16,10 @@ func newGDR(c *config.Config, changed func(), log *slog.Logger) *gdr.Backend {
 	if host == "" {
 		host, _, _ = net.SplitHostPort(c.Peer.Listen) // already checked
 	}
-	o := gdr.Options{Rails: g.Rails, Listen: host, DeadPath: time.Duration(g.DeadPath), MTU: g.MTU,
+	o := gdr.Options{Rails: g.Rails, Listen: host, DeadAfter: time.Duration(g.DeadAfter), MTU: g.MTU,
 		TrafficClass: g.TrafficClass, ServiceLevel: g.ServiceLevel}
 	// On a dead path the sender's timers end the lane; waits for the lane are longer than these
 	// timers.
 	return gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return gdr.Find(o) },
-		Patience: 2 * o.DeadPath, Changed: changed, Log: log})
+		Patience: 2 * o.DeadAfter, Changed: changed, Log: log})
 }

@@ -42,7 +42,7 @@ func newGPUs(c *config.Config, log *slog.Logger) (*gpus, error) {
 	if t.Enabled == config.Off {
 		return nil, nil
 	}
-	how, err := policy.ParseCopyMethod(t.Executor)
+	how, err := policy.ParseCopyMethod(t.CopyMethod)
 	if err != nil {
 		return nil, fmt.Errorf("sidecar: transports.gpu.copy_method: %w", err)
 	}

@@ -107,7 +107,7 @@ func TestFirstAfterIdle(t *testing.T) {
 		pt, dt := table(rng, 256, n), table(rng, 256, n)
 		dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens,
 			Peer: p.Endpoint(), Skip: []uint32{0},
-			Blocks: [][]uint32{dt}, DeadlineMS: deadlineMS, PartnerMS: deadlineMS})
+			Blocks: [][]uint32{dt}, DeadlineMS: deadlineMS, MatchTimeoutMS: deadlineMS})
 		ok(t, err)
 		until(t, func() bool {
 			return min(len(p.lanesTo(d.boot)), len(d.lanesTo(p.boot))) == conns

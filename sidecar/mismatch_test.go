@@ -41,7 +41,7 @@ func TestMismatchIsNamed(t *testing.T) {
 			Blocks: [][]uint32{{1, 2, 3, 4}}, Ready: 64, DeadlineMS: deadlineMS})
 		dst, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.Endpoint(),
 			Skip: []uint32{0}, Blocks: [][]uint32{{5, 6, 7, 8}},
-			DeadlineMS: deadlineMS, PartnerMS: matchMS})
+			DeadlineMS: deadlineMS, MatchTimeoutMS: matchMS})
 		if err != nil || err2 != nil {
 			t.Fatal(err, err2)
 		}
@@ -116,7 +116,7 @@ func TestUnlikeCellsAreNamed(t *testing.T) {
 				Blocks: [][]uint32{{1, 2, 3, 4}}, Ready: 64, DeadlineMS: deadlineMS})
 			dst, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.Endpoint(),
 				Skip: []uint32{0}, Blocks: [][]uint32{{5, 6, 7, 8}},
-				DeadlineMS: deadlineMS, PartnerMS: matchMS})
+				DeadlineMS: deadlineMS, MatchTimeoutMS: matchMS})
 			if err != nil || err2 != nil {
 				t.Fatal(err, err2)
 			}

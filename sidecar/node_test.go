@@ -273,7 +273,7 @@ func TestMoves(t *testing.T) {
 					Blocks: [][]uint32{pt}, Ready: tokens, DeadlineMS: deadlineMS}
 				expect := msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(),
 					Skip: []uint32{skip}, Blocks: [][]uint32{dt},
-					DeadlineMS: deadlineMS, PartnerMS: matchMS, Req: fmt.Sprint("req-", i)}
+					DeadlineMS: deadlineMS, MatchTimeoutMS: matchMS, Req: fmt.Sprint("req-", i)}
 				var src, dst uint64
 				var err, err2 error
 				if i%2 == 0 {

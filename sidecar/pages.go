@@ -186,16 +186,16 @@ func (p *pageStore) gone(w *engines.Worker) {
 func (p *pageStore) tiers(st *store.Stats) []nodeapi.StoreTier {
 	out := []nodeapi.StoreTier{{Name: "memory", Pages: uint64(st.Memory.Pages), Bytes: st.Memory.Bytes,
 		Capacity: p.store.Region().Size(), Hits: st.Hits[store.Memory], Evicted: st.Memory.Evicted,
-		EvictionAgeMS: st.Memory.EvictionAge.Milliseconds()}}
+		EvictionAge: st.Memory.EvictionAge.Seconds()}}
 	if len(p.cfg.Disk) > 0 {
 		out = append(out, nodeapi.StoreTier{Name: "disk", Pages: st.Disk.Pages, Bytes: st.Disk.Bytes,
 			Capacity: st.Disk.Capacity, Hits: st.Hits[store.Disk], Evicted: st.Disk.Evicted,
-			EvictionAgeMS: st.Disk.EvictionAge.Milliseconds(), Removed: st.Disk.Removed})
+			EvictionAge: st.Disk.EvictionAge.Seconds(), Removed: st.Disk.Removed})
 	}
 	if p.cfg.Object.Bucket != "" {
 		out = append(out, nodeapi.StoreTier{Name: "object", Pages: st.Object.Pages,
 			Bytes: st.Object.Bytes, Capacity: st.Object.Capacity, Hits: st.Hits[store.Object],
-			Evicted: st.Object.Evicted, EvictionAgeMS: st.Object.EvictionAge.Milliseconds(),
+			Evicted: st.Object.Evicted, EvictionAge: st.Object.EvictionAge.Seconds(),
 			Removed: st.Object.Removed, Problem: st.Object.Problem})
 	}
 	if p.exchange != nil {
@@ -233,7 +233,8 @@ func (p *pageStore) state() *nodeapi.Store {
 	out.Drained = p.service.Drained()
 	for i := range out.Tiers {
 		t := &out.Tiers[i]
-		t.Gets, t.GetUS = p.service.Waits(t.Name)
+		gets, took := p.service.Waits(t.Name)
+		t.Gets, t.GetSeconds = gets, took.Seconds()
 	}
 	out.Removals.Known, out.Removals.Pending = p.removals.Stats()
 	p.showPeers(out)

@@ -341,7 +341,7 @@ func TestOperatorsAskTheStore(t *testing.T) {
 	}
 	of := "namespace=" + st.Namespaces[0].ID
 	var keys nodeapi.StoreKeys
-	code, text := ask(t, r, "GET", "/v1/store/keys?"+of+"&tier=memory&first=0&most=2")
+	code, text := ask(t, r, "GET", "/v1/store/keys?"+of+"&tier=memory&first=0&limit=2")
 	if err := json.Unmarshal([]byte(text), &keys); err != nil || code != 200 || len(keys.Keys) != 2 ||
 		keys.Next == 0 {
 		t.Fatalf("%d %v %s", code, err, text)
@@ -363,8 +363,8 @@ func TestOperatorsAskTheStore(t *testing.T) {
 	}
 	for path, want := range map[string]int{
 		"/v1/store/verify?" + of + "&key=12":                                              400,
-		"/v1/store/keys?" + of + "&tier=memory&first=0&most=9999":                         400,
-		"/v1/store/keys?" + of + "&tier=tape&first=0&most=9":                              409,
+		"/v1/store/keys?" + of + "&tier=memory&first=0&limit=9999":                        400,
+		"/v1/store/keys?" + of + "&tier=tape&first=0&limit=9":                             409,
 		"/v1/store/verify?namespace=" + strings.Repeat("00", 32) + "&key=" + keys.Keys[0]: 409,
 	} {
 		if code, text := ask(t, r, "GET", path); code != want {

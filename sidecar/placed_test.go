@@ -185,7 +185,7 @@ func TestNearRailGoesFirst(t *testing.T) {
 				ok(t, err)
 				dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: few, Peer: p.Endpoint(),
 					Skip: []uint32{0}, Blocks: [][]uint32{dt},
-					DeadlineMS: deadlineMS, PartnerMS: matchMS})
+					DeadlineMS: deadlineMS, MatchTimeoutMS: matchMS})
 				ok(t, err)
 				bound(t, d)
 				pair := func(rail string) (v spray.PairView) {

@@ -232,7 +232,7 @@ func TestDestinationSidecarKilled(t *testing.T) {
 				Steps:  []msg.PendingStep{{Step: 1, End: tokens}}, DeadlineMS: deadlineMS})
 			_, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(),
 				Skip: []uint32{0}, Blocks: [][]uint32{rest},
-				DeadlineMS: deadlineMS, PartnerMS: matchMS})
+				DeadlineMS: deadlineMS, MatchTimeoutMS: matchMS})
 			if err != nil || err2 != nil {
 				t.Fatal(err, err2)
 			}
@@ -250,7 +250,7 @@ func TestDestinationSidecarKilled(t *testing.T) {
 			}
 			again := msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: p.Endpoint(),
 				Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
-				DeadlineMS: deadlineMS, PartnerMS: matchMS}
+				DeadlineMS: deadlineMS, MatchTimeoutMS: matchMS}
 			if err := de.Push(board.RecExpect, x.dst, again.Append(nil), false); err != nil {
 				t.Fatal(err)
 			}
@@ -297,7 +297,7 @@ func TestDestinationSidecarStopped(t *testing.T) {
 		}
 		dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(),
 			Skip: []uint32{0}, Blocks: [][]uint32{pt},
-			DeadlineMS: deadlineMS, PartnerMS: 1500})
+			DeadlineMS: deadlineMS, MatchTimeoutMS: 1500})
 		if err != nil {
 			t.Fatal(err)
 		}

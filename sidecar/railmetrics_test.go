@@ -73,7 +73,7 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 			open = append(open, x.src)
 		}
 	}
-	retries := func(reason string) float64 { return series(bad, "retries_total", "reason", reason) }
+	retries := func(reason string) float64 { return series(bad, "retransmissions_total", "reason", reason) }
 	ended := func() {
 		t.Helper()
 		for _, l := range open {
@@ -122,7 +122,7 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 		}
 	}
 	for _, reason := range []string{"failed", "refused", "lost"} {
-		if got := series(good, "retries_total", "reason", reason); got != 0 {
+		if got := series(good, "retransmissions_total", "reason", reason); got != 0 {
 			t.Errorf("%v retries (%s) of the rail to which nothing was done", got, reason)
 		}
 	}
@@ -201,7 +201,7 @@ func TestRetriesByReason(t *testing.T) {
 			retries := func(rail string) map[string]float64 {
 				all := map[string]float64{}
 				for _, r := range []string{"failed", "refused", "lost", "silence", "timeout"} {
-					all[r] = value(t, p, "kvspray_rail_retries_total", "transport", "tcp", "rail", rail,
+					all[r] = value(t, p, "kvspray_rail_retransmissions_total", "transport", "tcp", "rail", rail,
 						"reason", r)
 				}
 				return all
@@ -227,7 +227,7 @@ func TestRetriesByReason(t *testing.T) {
 				}
 				if x.dst, err = de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: prompt,
 					Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
-					DeadlineMS: deadlineMS, PartnerMS: matchMS}); err != nil {
+					DeadlineMS: deadlineMS, MatchTimeoutMS: matchMS}); err != nil {
 					t.Fatal(err)
 				}
 				return x

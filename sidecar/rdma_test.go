@@ -72,7 +72,7 @@ var stoodStill = sync.OnceValue(func() time.Duration {
 // quick reports whether the guest bears a sidecar's defaults: a processor for each rail, none of
 // which stands still for as long as the device's timers wait at least.
 func quick() bool {
-	low, _ := gdr.Timers(time.Duration(config.Default().Transports.GDR.DeadPath))
+	low, _ := gdr.Timers(time.Duration(config.Default().Transports.GDR.DeadAfter))
 	return runtime.NumCPU() >= rdmaRails && stoodStill() < low
 }
 
@@ -94,7 +94,7 @@ func queuePairs(t testing.TB) int {
 // conditions are those under which a table was made.
 func conditions(t testing.TB) string {
 	low, high := gdr.Timers(deadPath(t))
-	return fmt.Sprintf("dead_path %s, of which the device's timers take %s to %s; queue_pairs %d; a "+
+	return fmt.Sprintf("dead_after %s, of which the device's timers take %s to %s; queue_pairs %d; a "+
 		"busy processor stood still for %s", deadPath(t),
 		low.Round(100*time.Microsecond), high.Round(100*time.Microsecond), queuePairs(t),
 		stoodStill().Round(100*time.Microsecond))
@@ -113,7 +113,7 @@ func deadPath(t testing.TB) time.Duration {
 	s := os.Getenv("KVSPRAY_RDMA_DEAD_PATH")
 	if s == "" {
 		if quick() {
-			return time.Duration(config.Default().Transports.GDR.DeadPath)
+			return time.Duration(config.Default().Transports.GDR.DeadAfter)
 		}
 		return 500 * time.Millisecond
 	}
@@ -155,7 +155,7 @@ func overRDMA(t testing.TB, cluster, listen string, devices []string,
 		c.Transports.Order = []string{config.TransGDR}
 		c.Transports.GDR.Rails = devices
 		c.Transports.GDR.QueuePairs = queuePairs(t)
-		c.Transports.GDR.DeadPath = config.Duration(deadPath(t))
+		c.Transports.GDR.DeadAfter = config.Duration(deadPath(t))
 		c.Trace.BlockHashes = ""
 		c.Transfer.Deadline = config.Duration(rdmaDeadline)
 		c.Transfer.MaxAttempts = 64
@@ -387,7 +387,7 @@ func TestRDMAFaults(t *testing.T) {
 			}
 			dst, err := de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens,
 				Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{dt},
-				DeadlineMS: uint64(rdmaDeadline.Milliseconds()), PartnerMS: 20000})
+				DeadlineMS: uint64(rdmaDeadline.Milliseconds()), MatchTimeoutMS: 20000})
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -189,7 +189,7 @@ func rdmaIntent(x prompt, blocks []uint32) msg.Intent {
 func rdmaExpect(x prompt, blocks []uint32) msg.Expect {
 	return msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Peer: "10.9.0.1:" + rdmaPort,
 		Skip: []uint32{0}, Blocks: [][]uint32{blocks},
-		DeadlineMS: uint64(rdmaDeadline.Milliseconds()), PartnerMS: uint64(rdmaDeadline.Milliseconds())}
+		DeadlineMS: uint64(rdmaDeadline.Milliseconds()), MatchTimeoutMS: uint64(rdmaDeadline.Milliseconds())}
 }
 
 // TestRDMATwoHosts is one of two sidecars on two hosts, of which host 1 prefills and host 2
@@ -340,7 +340,7 @@ func TestRDMAHostLost(t *testing.T) {
 	}
 	h.put("released", nil)
 	nothingOpen(t, n)
-	fmt.Printf("dead_path %s: the decode's host is gone: lanes gone after %d ms, its lease released "+
+	fmt.Printf("dead_after %s: the decode's host is gone: lanes gone after %d ms, its lease released "+
 		"after %d ms: %s\n", deadPath(t),
 		h.putAt("gone").Sub(h.putAt("killed")).Milliseconds(),
 		h.putAt("released").Sub(h.putAt("killed")).Milliseconds(), c.Sent.Reason)

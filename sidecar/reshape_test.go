@@ -321,7 +321,7 @@ func move(t *testing.T, p *running, ps, ds []*fleetRank, rng *mrand.Rand, tokens
 		calls = append(calls, func() (err error) {
 			dst[i], err = d.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens,
 				Peer: p.Endpoint(), Skip: skip, Blocks: d.table,
-				DeadlineMS: deadlineMS, PartnerMS: matchMS, Req: req})
+				DeadlineMS: deadlineMS, MatchTimeoutMS: matchMS, Req: req})
 			return err
 		})
 	}

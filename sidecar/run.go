@@ -183,6 +183,7 @@ func (n *Node) listenEngines() (err error) {
 	n.engine, err = connector.New(connector.Options{
 		Devices: devices, Store: n.pages.serves(), Generation: n.cfg.Store.Generation,
 		Socket: n.cfg.Engine.Socket, Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host,
+		Release:  n.version,
 		Endpoint: n.Endpoint, Events: n.events.Handle, Copy: n.copies.start, Log: n.log,
 		Limits: connector.Limits{Sessions: n.cfg.Engine.MaxSessions, Leases: n.cfg.Engine.MaxLeases,
 			Regions: n.cfg.Engine.MaxRegions},

@@ -56,7 +56,7 @@ func moveTraced(t *testing.T, p, d *running, prefill, decode string) {
 	}
 	dst, err := de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: p.Endpoint(),
 		Skip: []uint32{0}, Blocks: [][]uint32{table(rng, 256, n)}, DeadlineMS: deadlineMS,
-		PartnerMS: matchMS, Req: "req-d", Traceparent: decode})
+		MatchTimeoutMS: matchMS, Req: "req-d", Traceparent: decode})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -93,7 +93,7 @@ func TestSpansOfATransfer(t *testing.T) {
 	began := time.Now()
 	moveTraced(t, p, d, prefillParent, decodeParent)
 	// On a busy machine a slice may be retransmitted, and the copies overlap.
-	again := value(t, p, "kvspray_rail_hedges_total") + value(t, p, "kvspray_rail_retries_total")
+	again := value(t, p, "kvspray_rail_hedges_total") + value(t, p, "kvspray_rail_retransmissions_total")
 	for _, r := range []*running{p, d} { // they export what waits
 		if err := r.stop(); err != nil {
 			t.Fatal(err)
@@ -281,7 +281,7 @@ func TestSpansOfAFailure(t *testing.T) {
 	x := newPrompt(tokens)
 	dst, err := de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: p.Endpoint(),
 		Skip: []uint32{0}, Blocks: [][]uint32{table(newRand(1), 256, blocksFor(tokens, 16))},
-		DeadlineMS: 500, PartnerMS: 200, Traceparent: decodeParent})
+		DeadlineMS: 500, MatchTimeoutMS: 200, Traceparent: decodeParent})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -293,7 +293,7 @@ func TestSpansOfAFailure(t *testing.T) {
 	}
 	all := col.Spans()
 	if len(all) != 1 || all[0].Name != "kvspray.receive" || all[0].Parent != decodeSpan ||
-		all[0].Text["kvspray.outcome"] != "expired" || !strings.Contains(all[0].Failed, "no partner") {
+		all[0].Text["kvspray.outcome"] != "expired" || !strings.Contains(all[0].Failed, "no source") {
 		t.Errorf("%+v", all)
 	}
 }

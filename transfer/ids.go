@@ -85,7 +85,7 @@ func (o Outcome) String() string {
 	case Rejected:
 		return "rejected"
 	case InDoubt:
-		return "in-doubt"
+		return "in_doubt"
 	}
 	return fmt.Sprintf("outcome(%d)", uint8(o))
 }
@@ -117,7 +117,7 @@ const (
 )
 
 var reasonNames = [reasonCount]string{"none", "unknown_slot", "stale_gen", "revoked", "range",
-	"length", "checksum", "disowned",
+	"length", "checksum", "source_invalidated",
 	"lane_lost", "source_gone", "memory", "timeout", "superseded",
 	"forged", "replayed", "reordered", "truncated"}
 

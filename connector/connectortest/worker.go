@@ -34,6 +34,7 @@ type Config struct {
 	SubmissionBytes, CompletionBytes int
 	Boot                             [16]byte    // random when zero
 	Min, Max                         msg.Version // version in HELLO; 0: the supported one
+	Release                          string
 	// Before may add regions before REGISTER, whose First and Regions Tamper then changes.
 	Before func(add func(first uint32, all []msg.Region, fds ...int) error) error
 	// Tamper may change the REGISTER message and its descriptors before it is sent.
@@ -57,14 +58,14 @@ type Worker struct {
 	flagsMem *memory
 	flags    *board.Flags
 
-	subMu sync.Mutex
-	rings *memory         // guarded by subMu
-	sub   *board.Producer // guarded by subMu
-	door  *os.File        // wakes the sidecar; guarded by subMu
-	lease uint64          // the last id given; guarded by subMu
+	subMu   sync.Mutex
+	rings   *memory         // guarded by subMu
+	sub     *board.Producer // guarded by subMu
+	sqEvent *os.File        // wakes the sidecar; guarded by subMu
+	lease   uint64          // the last id given; guarded by subMu
 
-	comp *board.Consumer // with Poll and Wait
-	bell *os.File        // wakes us
+	comp    *board.Consumer // with Poll and Wait
+	cqEvent *os.File        // wakes us
 }
 
 // memory is a sealed memfd, mapped.
@@ -184,7 +185,7 @@ func (w *Worker) Connect(ctx context.Context) (*msg.Registered, error) {
 
 func (w *Worker) register(ctx context.Context, c *conn) (*msg.Registered, error) {
 	welcome, err := c.hello(ctx, msg.Hello{Min: w.cfg.Min, Max: w.cfg.Max, Role: msg.RoleWorker,
-		Boot:   w.boot,
+		Boot: w.boot, Release: w.cfg.Release,
 		Engine: w.cfg.Engine, Ranks: w.cfg.Ranks, PID: uint32(os.Getpid())})
 	if err != nil {
 		return nil, err
@@ -199,21 +200,21 @@ func (w *Worker) register(ctx context.Context, c *conn) (*msg.Registered, error)
 		rings.close()
 		return nil, err
 	}
-	door, err := eventfd()
+	sqEvent, err := eventfd()
 	if err != nil {
 		rings.close()
 		return nil, err
 	}
-	bell, err := eventfd()
+	cqEvent, err := eventfd()
 	if err != nil {
 		rings.close()
-		_ = door.Close()
+		_ = sqEvent.Close()
 		return nil, err
 	}
 	w.subMu.Lock()
 	w.closeRingsLocked()
-	w.rings, w.sub, w.door = rings, view.SubmissionProducer(), door
-	w.comp, w.bell = view.CompletionConsumer(), bell
+	w.rings, w.sub, w.sqEvent = rings, view.SubmissionProducer(), sqEvent
+	w.comp, w.cqEvent = view.CompletionConsumer(), cqEvent
 	w.subMu.Unlock()
 	w.mu.Lock()
 	w.welcome = welcome
@@ -231,13 +232,13 @@ func (w *Worker) register(ctx context.Context, c *conn) (*msg.Registered, error)
 	}
 	id, ch := c.expect()
 	m := &msg.Register{ID: id, Session: session, FDs: msg.FDs{Flags: 0, Rings: 1,
-		Doorbell: 2, Bell: 3}}
+		SQEventfd: 2, CQEventfd: 3}}
 	if w.cfg.Layout != nil {
 		if m.Layout, err = w.cfg.Layout.Marshal(); err != nil {
 			return nil, err
 		}
 	}
-	fds := []int{w.flagsMem.fd, rings.fd, fdOf(door), fdOf(bell)}
+	fds := []int{w.flagsMem.fd, rings.fd, fdOf(sqEvent), fdOf(cqEvent)}
 	for _, r := range w.cfg.Regions {
 		kind := msg.KindMemfd
 		if r.Kind() == mem.KindProcess {
@@ -271,8 +272,8 @@ func (w *Worker) closeRingsLocked() {
 	if w.rings == nil {
 		return
 	}
-	_ = w.door.Close()
-	_ = w.bell.Close()
+	_ = w.sqEvent.Close()
+	_ = w.cqEvent.Close()
 	w.rings.close()
 	w.rings = nil
 }
@@ -327,7 +328,7 @@ func (w *Worker) pushLocked(typ uint16, lease, epoch uint64, body []byte) error 
 		return err
 	}
 	if wake {
-		return ring(w.door)
+		return ring(w.sqEvent)
 	}
 	return nil
 }
@@ -342,7 +343,7 @@ func (w *Worker) WakeConsumer() error {
 	if w.rings == nil {
 		return errDisconnected
 	}
-	return ring(w.door)
+	return ring(w.sqEvent)
 }
 
 func ring(f *os.File) error {
@@ -446,12 +447,12 @@ func (w *Worker) Poll() (Completion, bool, error) {
 	return c, err == nil, err
 }
 
-// Wait takes the next completion, sleeping on the bell until there is one.
+// Wait takes the next completion, sleeping on the CQ eventfd until there is one.
 func (w *Worker) Wait(ctx context.Context) (Completion, error) {
-	stop := context.AfterFunc(ctx, func() { _ = w.bell.SetReadDeadline(longAgo) })
+	stop := context.AfterFunc(ctx, func() { _ = w.cqEvent.SetReadDeadline(longAgo) })
 	defer func() {
 		if !stop() {
-			_ = w.bell.SetReadDeadline(never)
+			_ = w.cqEvent.SetReadDeadline(never)
 		}
 	}()
 	var count [8]byte
@@ -463,15 +464,15 @@ func (w *Worker) Wait(ctx context.Context) (Completion, error) {
 		if !w.comp.Sleep() {
 			continue
 		}
-		if _, err := w.bell.Read(count[:]); err != nil {
+		if _, err := w.cqEvent.Read(count[:]); err != nil {
 			if ctx.Err() != nil {
 				return Completion{}, ctx.Err()
 			}
 			if errors.Is(err, os.ErrDeadlineExceeded) {
-				_ = w.bell.SetReadDeadline(never) // left by an earlier Wait whose context ended
+				_ = w.cqEvent.SetReadDeadline(never) // left by an earlier Wait whose context ended
 				continue
 			}
-			return Completion{}, fmt.Errorf("bell: %w", err)
+			return Completion{}, fmt.Errorf("CQ eventfd: %w", err)
 		}
 	}
 }

@@ -53,7 +53,7 @@ func storeMessages() []storeMessage {
 		{"done", &Done{ID: 10, Members: 3, Confirmed: 2, Missing: "n: away"}, &Done{ID: 10}},
 		{"get", &fullGet, &get},
 		{"put", &fullPut, &put},
-		{"received-pages", &Received{Bytes: 1 << 33, US: 1500, Reason: "page 2: EIO", Pages: results},
+		{"received-pages", &Received{Bytes: 1 << 33, TookUS: 1500, Reason: "page 2: EIO", Pages: results},
 			&Received{Pages: results}},
 	}
 }

@@ -133,7 +133,7 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	sock("hello-worker", &Hello{ID: 1, Min: VersionMin, Max: VersionMax, Role: RoleWorker, Boot: boot,
 		Engine: Engine{"vllm", "0.32.0", "prefill-0"}, Ranks: Ranks{DP: Rank{0, 1}, PP: Rank{0, 1},
 			TP: Rank{1, 2}, PCP: Rank{0, 1}, DCP: Rank{0, 1}},
-		PID: 4242, Features: []string{"layer-flags"}})
+		PID: 4242, Features: []string{"layer-flags"}, Release: "0.1.0"})
 	sock("hello-scheduler", &Hello{ID: 1, Min: VersionMin, Max: VersionMax,
 		Role: RoleScheduler, Boot: boot,
 		Engine: Engine{"vllm", "0.32.0", "decode-0"}, Ranks: Ranks{DP: Rank{0, 1}, PP: Rank{0, 1},
@@ -148,16 +148,16 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 
 	sock("welcome", &Welcome{ID: 1, Version: VersionMax, Boot: b16(0x40), Node: "node-a",
 		Endpoint: "127.0.0.1:7411",
-		Host:     "5f0c2b1e-0000-4000-8000-123456789abc", Features: []string{}, Fenced: true,
+		HostBoot: "5f0c2b1e-0000-4000-8000-123456789abc", Features: []string{}, Fenced: true,
 		Limits:     Limits{4096, 64, 1024, 1 << 20},
-		DeadlineMS: 30000, PartnerMS: 10000, GraceMS: 5000})
+		DeadlineMS: 30000, MatchTimeoutMS: 10000, GraceMS: 5000, Release: "0.1.0"})
 	rawSock("welcome-older", TypeWelcome, kv{"id", 1, "version", uint64(VersionMin), "boot",
 		seq(16, 0x40)})
 	rawSock("welcome-newer", TypeWelcome, append(kv{"id", 1, "version", uint64(VersionMin), "boot",
-		seq(16, 0x40), "node", "n", "endpoint", "h:1", "host", "x",
+		seq(16, 0x40), "node", "n", "endpoint", "h:1", "host_boot", "x",
 		"features", []any{"teleport"}, "fenced", false, "limits", kv{"leases", 9, "regions", 9,
 			"record_bytes", 65536, "wishes", 3},
-		"deadline_ms", 1, "partner_ms", 2, "grace_ms", 3}, unknown...))
+		"deadline_ms", 1, "match_timeout_ms", 2, "grace_ms", 3}, unknown...))
 
 	sock("register", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3},
 		Regions: []Region{
@@ -170,11 +170,11 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 			[]any{kv{"tokens_per_block", 16, "strategy", "packed_nhd", "num_blocks", 128,
 				"layers", []any{kv{"name", "l0", "index", 0, "region", 0, "base", 0, "block_stride", 8192,
 					"page_bytes", 8192}}}}},
-		"fds", kv{"flags", 0, "rings", 1, "doorbell", 2, "bell", 3}})
+		"fds", kv{"flags", 0, "rings", 1, "sq_eventfd", 2, "cq_eventfd", 3}})
 	rawSock("register-newer", TypeRegister, append(kv{"id", 2, "session", session[:], "regions",
 		[]any{kv{"region", seq(16, 0xa0), "kind", "memfd",
 			"bytes", 1 << 21, "fd", 4, "numa", 1}}, "layout", json.RawMessage(lay), "fds",
-		kv{"flags", 0, "rings", 1, "doorbell", 2, "bell", 3, "siren", 7}}, unknown...))
+		kv{"flags", 0, "rings", 1, "sq_eventfd", 2, "cq_eventfd", 3, "siren", 7}}, unknown...))
 	sock("registered", &Registered{ID: 2, Fingerprint: b32(1), Geometry: b32(33)})
 	rawSock("registered-older", TypeRegistered, kv{"id", 2, "fingerprint", seq(32, 1)})
 	rawSock("registered-newer", TypeRegistered, append(kv{"id", 2, "fingerprint", seq(32, 1),
@@ -236,7 +236,7 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	rec("expect", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "10.0.0.1:7411",
 		Tokens: 2048, Skip: []uint32{512, 0},
 		Blocks: [][]uint32{{5, 6, 7}, {1 << 31}}, Prio: PrioDecodeWaits, DeadlineMS: 30000,
-		PartnerMS: 10000, Req: "cmpl-1"}).Append(nil))
+		MatchTimeoutMS: 10000, Req: "cmpl-1"}).Append(nil))
 	rec("expect-after", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "h:1", Tokens: 16,
 		Skip:   []uint32{0},
 		Blocks: [][]uint32{{1, 2}}, After: 1 << 40}).Append(nil))
@@ -245,14 +245,14 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 		Blocks: [][]uint32{{1, 2}}, Prio: PrioStream, DeadlineMS: 1, Req: "r",
 		Traceparent: goldenTraceparent}).Append(nil))
 	rec("expect-traced", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "h:1", Tokens: 16,
-		Skip: []uint32{0}, Blocks: [][]uint32{{1, 2}}, DeadlineMS: 1, PartnerMS: 1, Req: "r",
+		Skip: []uint32{0}, Blocks: [][]uint32{{1, 2}}, DeadlineMS: 1, MatchTimeoutMS: 1, Req: "r",
 		Traceparent: goldenTraceparent}).Append(nil))
 	rec("copy-after", "COPY", (&Copy{Dst: 1, Blocks: []CopyBlock{{1, 2, 3}}, DeadlineMS: 1,
 		After: 7}).Append(nil))
 	rec("expect-older", "EXPECT", with("peer", "h:1", "tokens", 16, "blocks", []any{blocks}))
 	rec("expect-newer", "EXPECT", with(append(kv{"peer", "h:1", "tokens", 16, "skip", []any{0},
 		"blocks", []any{blocks}, "prio", 0, "deadline_ms", 1,
-		"partner_ms", 1, "req", ""}, unknown...)...))
+		"match_timeout_ms", 1, "req", ""}, unknown...)...))
 	rec("step", "STEP", (&Step{Step: 70000, Reqs: []StepReq{{Lease: 1 << 33, End: 1024,
 		Blocks: [][]uint32{{7, 300, 70000}}, Attempt: 0},
 		{Lease: 2, End: 5, Blocks: [][]uint32{}, Attempt: 1}}}).Append(nil))
@@ -281,12 +281,12 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 		"value", 0}))
 	rec("load-newer", "LOAD", appendAny(nil, append(kv{"parts", seq(96, 0), "pages", seq(16, 0),
 		"flag", 1, "value", 5, "deadline_ms", 5, "req", ""}, unknown...)))
-	rec("received", "RECEIVED", (&Received{Bytes: 1 << 33, US: 1500, Transport: "tcp"}).Append(nil))
-	rec("received-failed", "RECEIVED", (&Received{Bytes: 65536, US: 30000000, Transport: "shm",
+	rec("received", "RECEIVED", (&Received{Bytes: 1 << 33, TookUS: 1500, Transport: "tcp"}).Append(nil))
+	rec("received-failed", "RECEIVED", (&Received{Bytes: 65536, TookUS: 30000000, Transport: "shm",
 		Reason:    "source lost",
 		Recompute: [][2]uint32{{0, 16}, {512, 2048}}}).Append(nil))
 	rec("received-older", "RECEIVED", appendAny(nil, kv{"bytes", 1}))
-	rec("received-newer", "RECEIVED", appendAny(nil, append(kv{"bytes", 1, "us", 2, "transport", "x",
+	rec("received-newer", "RECEIVED", appendAny(nil, append(kv{"bytes", 1, "took_us", 2, "transport", "x",
 		"reason", "", "recompute", []any{}}, unknown...)))
 	rec("sent", "SENT", (&Sent{Grants: 2, Bytes: 1 << 21}).Append(nil))
 	rec("sent-older", "SENT", appendAny(nil, kv{}))
@@ -512,8 +512,8 @@ func otherVersions(t testing.TB) map[string]any {
 			Features: []string{"teleport"}},
 		"welcome-older": &Welcome{ID: 1, Version: VersionMin, Boot: b16(0x40)},
 		"welcome-newer": &Welcome{ID: 1, Version: VersionMin, Boot: b16(0x40), Node: "n", Endpoint: "h:1",
-			Host: "x", Features: []string{"teleport"},
-			Limits: Limits{9, 0, 9, 65536}, DeadlineMS: 1, PartnerMS: 2, GraceMS: 3},
+			HostBoot: "x", Features: []string{"teleport"},
+			Limits: Limits{9, 0, 9, 65536}, DeadlineMS: 1, MatchTimeoutMS: 2, GraceMS: 3},
 		"copy-older": &Copy{Src: 1, Blocks: []CopyBlock{{0x0706050403020100, 0x0f0e0d0c0b0a0908,
 			0x1716151413121110}}},
 		"copy-newer": &Copy{Src: 1, DeadlineMS: 5, Blocks: []CopyBlock{{0x0706050403020100,
@@ -559,12 +559,12 @@ func otherVersions(t testing.TB) map[string]any {
 			Blocks: [][]uint32{{1, 2}},
 			Prio:   PrioStream, DeadlineMS: 1, Req: "r", Traceparent: goldenTraceparent},
 		"expect-traced": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0},
-			Blocks: [][]uint32{{1, 2}}, DeadlineMS: 1, PartnerMS: 1, Req: "r",
+			Blocks: [][]uint32{{1, 2}}, DeadlineMS: 1, MatchTimeoutMS: 1, Req: "r",
 			Traceparent: goldenTraceparent},
 		"copy-after":   &Copy{Dst: 1, Blocks: []CopyBlock{{1, 2, 3}}, DeadlineMS: 1, After: 7},
 		"expect-older": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Blocks: blocks},
 		"expect-newer": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0},
-			Blocks: blocks, DeadlineMS: 1, PartnerMS: 1},
+			Blocks: blocks, DeadlineMS: 1, MatchTimeoutMS: 1},
 		"step-older":     &Step{Step: 1, Reqs: []StepReq{{Lease: 1, End: 2}}},
 		"step-newer":     &Step{Step: 1, Reqs: []StepReq{{Lease: 1, End: 2, Blocks: blocks}}},
 		"cancel-older":   &Cancel{},
@@ -572,7 +572,7 @@ func otherVersions(t testing.TB) map[string]any {
 		"preempt-newer":  &Empty{},
 		"hold-newer":     &Empty{},
 		"received-older": &Received{Bytes: 1},
-		"received-newer": &Received{Bytes: 1, US: 2, Transport: "x"},
+		"received-newer": &Received{Bytes: 1, TookUS: 2, Transport: "x"},
 		"sent-older":     &Sent{},
 		"sent-newer":     &Sent{Reason: "expired"},
 	}
@@ -595,7 +595,7 @@ func TestNegotiate(t *testing.T) {
 		{MakeVersion(0, 1), MakeVersion(0, 9), 0, false},
 		{MakeVersion(1, 1), MakeVersion(1, 0), 0, false},
 	} {
-		got, err := Negotiate(c.min, c.max)
+		got, err := Negotiate(c.min, c.max, "", "")
 		if (err == nil) != c.ok || got != c.want {
 			t.Errorf("Negotiate(%s, %s) = %s, %v", c.min, c.max, got, err)
 		}

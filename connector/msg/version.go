@@ -22,8 +22,8 @@ var (
 	VersionMax = MakeVersion(1, 0)
 )
 
-// Negotiate picks the highest version that both sides support.
-func Negotiate(minV, maxV Version) (Version, error) {
+// Negotiate picks the highest version that both sides support. The releases are for the error.
+func Negotiate(minV, maxV Version, shim, sidecar string) (Version, error) {
 	if minV > maxV {
 		return 0, &Error{Message: "HELLO", Field: "min", Problem: fmt.Sprintf("%s is above max %s",
 			minV, maxV)}
@@ -31,9 +31,24 @@ func Negotiate(minV, maxV Version) (Version, error) {
 	v := min(maxV, VersionMax)
 	if v < max(minV, VersionMin) {
 		return 0, &Error{Message: "HELLO", Field: "max",
-			Problem: fmt.Sprintf("the shim supports %s to %s, the sidecar %s to %s", minV, maxV, VersionMin,
-				VersionMax),
-			Remedy: "upgrade the older of the two"}
+			Problem: fmt.Sprintf("the engine's kvspray package (%s) supports protocol %s to %s, the "+
+				"sidecar (%s) %s to %s", release(shim), minV, maxV, release(sidecar), VersionMin, VersionMax),
+			Remedy: remedy(minV > VersionMax)}
 	}
 	return v, nil
+}
+
+func release(r string) string {
+	if r == "" {
+		return "of an unknown release"
+	}
+	return fmt.Sprintf("release %.64q", r)
+}
+
+func remedy(oldSidecar bool) string {
+	if oldSidecar {
+		return "upgrade the sidecar to the package's release, and restart it"
+	}
+	return "upgrade the package in the engine's environment to the sidecar's release, and restart " +
+		"the engine"
 }

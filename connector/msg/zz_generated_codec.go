@@ -276,7 +276,7 @@ func (m *Region) append(b []byte) []byte {
 	return b
 }
 
-var requiredFDs = []string{"flags", "rings", "doorbell", "bell"}
+var requiredFDs = []string{"flags", "rings", "sq_eventfd", "cq_eventfd"}
 
 func (m *FDs) read(r *reader) {
 	*m = FDs{}
@@ -289,11 +289,11 @@ func (m *FDs) read(r *reader) {
 		case "rings":
 			m.Rings = r.u32()
 			got |= 1 << 1
-		case "doorbell":
-			m.Doorbell = r.u32()
+		case "sq_eventfd":
+			m.SQEventfd = r.u32()
 			got |= 1 << 2
-		case "bell":
-			m.Bell = r.u32()
+		case "cq_eventfd":
+			m.CQEventfd = r.u32()
 			got |= 1 << 3
 		default:
 			r.skip()
@@ -308,10 +308,10 @@ func (m *FDs) append(b []byte) []byte {
 	b = appendUint(b, uint64(m.Flags))
 	b = append(b, "\xa5rings"...)
 	b = appendUint(b, uint64(m.Rings))
-	b = append(b, "\xa8doorbell"...)
-	b = appendUint(b, uint64(m.Doorbell))
-	b = append(b, "\xa4bell"...)
-	b = appendUint(b, uint64(m.Bell))
+	b = append(b, "\xaasq_eventfd"...)
+	b = appendUint(b, uint64(m.SQEventfd))
+	b = append(b, "\xaacq_eventfd"...)
+	b = appendUint(b, uint64(m.CQEventfd))
 	return b
 }
 
@@ -624,6 +624,8 @@ func (m *Hello) read(r *reader) {
 			m.PID = r.u32()
 		case "features":
 			m.Features = r.strs(MaxFeatures)
+		case "release":
+			m.Release = r.str(MaxNameBytes)
 		default:
 			r.skip()
 		}
@@ -632,7 +634,11 @@ func (m *Hello) read(r *reader) {
 }
 
 func (m *Hello) append(b []byte) []byte {
-	b = appendMap(b, 9)
+	n := 9
+	if len(m.Release) > 0 {
+		n++
+	}
+	b = appendMap(b, n)
 	b = append(b, "\xa2id"...)
 	b = appendUint(b, m.ID)
 	b = append(b, "\xa3min"...)
@@ -651,6 +657,10 @@ func (m *Hello) append(b []byte) []byte {
 	b = appendUint(b, uint64(m.PID))
 	b = append(b, "\xa8features"...)
 	b = appendStrs(b, m.Features)
+	if len(m.Release) > 0 {
+		b = append(b, "\xa7release"...)
+		b = appendStr(b, m.Release)
+	}
 	return b
 }
 
@@ -674,8 +684,8 @@ func (m *Welcome) read(r *reader) {
 			m.Node = r.str(MaxNameBytes)
 		case "endpoint":
 			m.Endpoint = r.str(MaxNameBytes)
-		case "host":
-			m.Host = r.str(MaxNameBytes)
+		case "host_boot":
+			m.HostBoot = r.str(MaxNameBytes)
 		case "features":
 			m.Features = r.strs(MaxFeatures)
 		case "fenced":
@@ -684,10 +694,12 @@ func (m *Welcome) read(r *reader) {
 			m.Limits.read(r)
 		case "deadline_ms":
 			m.DeadlineMS = r.u64()
-		case "partner_ms":
-			m.PartnerMS = r.u64()
+		case "match_timeout_ms":
+			m.MatchTimeoutMS = r.u64()
 		case "grace_ms":
 			m.GraceMS = r.u64()
+		case "release":
+			m.Release = r.str(MaxNameBytes)
 		default:
 			r.skip()
 		}
@@ -696,7 +708,11 @@ func (m *Welcome) read(r *reader) {
 }
 
 func (m *Welcome) append(b []byte) []byte {
-	b = appendMap(b, 12)
+	n := 12
+	if len(m.Release) > 0 {
+		n++
+	}
+	b = appendMap(b, n)
 	b = append(b, "\xa2id"...)
 	b = appendUint(b, m.ID)
 	b = append(b, "\xa7version"...)
@@ -707,8 +723,8 @@ func (m *Welcome) append(b []byte) []byte {
 	b = appendStr(b, m.Node)
 	b = append(b, "\xa8endpoint"...)
 	b = appendStr(b, m.Endpoint)
-	b = append(b, "\xa4host"...)
-	b = appendStr(b, m.Host)
+	b = append(b, "\xa9host_boot"...)
+	b = appendStr(b, m.HostBoot)
 	b = append(b, "\xa8features"...)
 	b = appendStrs(b, m.Features)
 	b = append(b, "\xa6fenced"...)
@@ -717,10 +733,14 @@ func (m *Welcome) append(b []byte) []byte {
 	b = m.Limits.append(b)
 	b = append(b, "\xabdeadline_ms"...)
 	b = appendUint(b, m.DeadlineMS)
-	b = append(b, "\xaapartner_ms"...)
-	b = appendUint(b, m.PartnerMS)
+	b = append(b, "\xb0match_timeout_ms"...)
+	b = appendUint(b, m.MatchTimeoutMS)
 	b = append(b, "\xa8grace_ms"...)
 	b = appendUint(b, m.GraceMS)
+	if len(m.Release) > 0 {
+		b = append(b, "\xa7release"...)
+		b = appendStr(b, m.Release)
+	}
 	return b
 }
 
@@ -1682,8 +1702,8 @@ func (m *Expect) read(r *reader) {
 			m.Prio = r.u32()
 		case "deadline_ms":
 			m.DeadlineMS = r.u64()
-		case "partner_ms":
-			m.PartnerMS = r.u64()
+		case "match_timeout_ms":
+			m.MatchTimeoutMS = r.u64()
 		case "req":
 			m.Req = r.str(MaxReqBytes)
 		case "after":
@@ -1737,8 +1757,8 @@ func (m *Expect) Append(b []byte) []byte {
 	b = appendUint(b, uint64(m.Prio))
 	b = append(b, "\xabdeadline_ms"...)
 	b = appendUint(b, m.DeadlineMS)
-	b = append(b, "\xaapartner_ms"...)
-	b = appendUint(b, m.PartnerMS)
+	b = append(b, "\xb0match_timeout_ms"...)
+	b = appendUint(b, m.MatchTimeoutMS)
 	b = append(b, "\xa3req"...)
 	b = appendStr(b, m.Req)
 	if m.After != 0 {
@@ -2117,8 +2137,8 @@ func (m *Received) read(r *reader) {
 		switch string(r.key()) {
 		case "bytes":
 			m.Bytes = r.u64()
-		case "us":
-			m.US = r.u64()
+		case "took_us":
+			m.TookUS = r.u64()
 		case "transport":
 			m.Transport = r.str(MaxNameBytes)
 		case "reason":
@@ -2159,8 +2179,8 @@ func (m *Received) Append(b []byte) []byte {
 	b = appendMap(b, n)
 	b = append(b, "\xa5bytes"...)
 	b = appendUint(b, m.Bytes)
-	b = append(b, "\xa2us"...)
-	b = appendUint(b, m.US)
+	b = append(b, "\xa7took_us"...)
+	b = appendUint(b, m.TookUS)
 	b = append(b, "\xa9transport"...)
 	b = appendStr(b, clip(m.Transport, MaxNameBytes))
 	b = append(b, "\xa6reason"...)

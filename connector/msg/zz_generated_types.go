@@ -197,10 +197,10 @@ type Region struct {
 
 // FDs are indices into the packet's descriptors.
 type FDs struct {
-	Flags    uint32
-	Rings    uint32
-	Doorbell uint32 // wakes the sidecar
-	Bell     uint32 // wakes the shim
+	Flags     uint32
+	Rings     uint32
+	SQEventfd uint32 // wakes the sidecar
+	CQEventfd uint32 // wakes the shim
 }
 
 // Namespace describes what all pages of a store's namespace have in common.
@@ -278,6 +278,7 @@ type Hello struct {
 	Ranks    Ranks
 	PID      uint32
 	Features []string
+	Release  string // of the shim's package, for errors and logs
 }
 
 // Type implements Message.
@@ -285,18 +286,19 @@ func (*Hello) Type() Type { return TypeHello }
 
 // Welcome answers HELLO.
 type Welcome struct {
-	ID         uint64
-	Version    Version  // chosen
-	Boot       [16]byte // of the sidecar
-	Node       string   // name
-	Endpoint   string   // "host:port" that peers dial
-	Host       string   // kernel boot id
-	Features   []string
-	Fenced     bool // every lease of an earlier session with the same engine boot is fenced
-	Limits     Limits
-	DeadlineMS uint64
-	PartnerMS  uint64
-	GraceMS    uint64
+	ID             uint64
+	Version        Version  // chosen
+	Boot           [16]byte // of the sidecar
+	Node           string   // name
+	Endpoint       string   // "host:port" that peers dial
+	HostBoot       string   // kernel boot id
+	Features       []string
+	Fenced         bool // every lease of an earlier session with the same engine boot is fenced
+	Limits         Limits
+	DeadlineMS     uint64
+	MatchTimeoutMS uint64
+	GraceMS        uint64
+	Release        string // of the sidecar, for errors and logs
 }
 
 // Type implements Message.
@@ -512,19 +514,19 @@ type Intent struct {
 
 // Expect is the body of EXPECT.
 type Expect struct {
-	Xfer        [16]byte
-	Hash        [32]byte
-	Peer        string     // endpoint of the source's sidecar
-	Tokens      uint32     // of the whole prompt
-	Skip        []uint32   // per group: tokens that the receiver already has
-	Blocks      [][]uint32 // per group, covering tokens from 0
-	Prio        uint32
-	DeadlineMS  uint64
-	PartnerMS   uint64
-	Req         string
-	After       uint64 // the stream mark before which the sidecar neither grants nor writes; 0: at once
-	Traceparent string // as in INTENT
-	StallMS     uint64 // longest wait without a byte or a sign of life of the other side; 0: until the deadline
+	Xfer           [16]byte
+	Hash           [32]byte
+	Peer           string     // endpoint of the source's sidecar
+	Tokens         uint32     // of the whole prompt
+	Skip           []uint32   // per group: tokens that the receiver already has
+	Blocks         [][]uint32 // per group, covering tokens from 0
+	Prio           uint32
+	DeadlineMS     uint64
+	MatchTimeoutMS uint64
+	Req            string
+	After          uint64 // the stream mark before which the sidecar neither grants nor writes; 0: at once
+	Traceparent    string // as in INTENT
+	StallMS        uint64 // longest wait without a byte or a sign of life of the other side; 0: until the deadline
 }
 
 // Cancel is the body of CANCEL.
@@ -583,7 +585,7 @@ type Load struct {
 // Received is the body of RECEIVED.
 type Received struct {
 	Bytes     uint64
-	US        uint64 // from EXPECT to the end
+	TookUS    uint64 // from EXPECT to the end
 	Transport string
 	Reason    string
 	Recompute [][2]uint32 // token ranges [start, end), empty: everything, for the status KVS_FAILED or KVS_EXPIRED; the blocks of all other tokens have their content

@@ -115,7 +115,7 @@ func (x *loadedExec) begin() {
 		Grant: &peerv1.Grant{
 			Xfer: k.Xfer[:], Hash: k.Hash[:], Destination: frame.Lease(dst), Gen: gen, Tokens: x.tokens,
 			Skip: []uint32{0}, Fingerprint: x.w.Fingerprint[:],
-			Geometry: x.w.Geometry[:], DeadlineMs: frame.Millis(frame.MaxDeadline), PartnerMs: 10000,
+			Geometry: x.w.Geometry[:], DeadlineMs: frame.Millis(frame.MaxDeadline), MatchTimeoutMs: 10000,
 			Priority: 1,
 			Team:     make([]byte, 16), TeamSize: 1, Traceparent: []byte(benchTraceparent),
 			PlanVersion: simPlanner{}.Version(),

@@ -231,7 +231,7 @@ func TestRefusedAfterBinding(t *testing.T) {
 		d.event(func() {
 			if err := d.ex.Message(s.now, p.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
 				GrantReply: &peerv1.GrantReply{
-					Destination: frame.Lease(dst.id), Code: peerv1.GrantReply_NO_PARTNER,
+					Destination: frame.Lease(dst.id), Code: peerv1.GrantReply_NO_SOURCE,
 					Message: "rank pp0/tp1 " +
 						"has not come", Gen: gen}}}); err != nil {
 				t.Error(err)

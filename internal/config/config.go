@@ -84,7 +84,7 @@ type Transports struct {
 type GDR struct {
 	Rails        []string `yaml:"rails" unit:"device, device/port or device/port@gid-index" doc:"Ports to use. Each is a rail. Without an index the sidecar chooses the GID: 'kvspray doctor' shows the tables, the choice and the reason." default:"every active port"`
 	QueuePairs   int      `yaml:"queue_pairs" unit:"queue pairs per pair of rails" doc:"Queue pairs per rail pair."`
-	DeadPath     Duration `yaml:"dead_path" unit:"duration" doc:"Time before an unresponsive path is declared dead. Below the fabric's longest pause, healthy rails are dropped."`
+	DeadAfter    Duration `yaml:"dead_after" unit:"duration" doc:"Time before an unresponsive path is declared dead. Below the fabric's longest pause, healthy rails are dropped."`
 	Listen       string   `yaml:"listen" unit:"host" doc:"Address for opening lanes over InfiniBand ports. RoCE ports use the address of their GID." default:"the host of peer.listen"`
 	MTU          int      `yaml:"mtu" unit:"bytes: 256, 512, 1024, 2048 or 4096" doc:"Largest payload of a packet; both ends use the smaller value." default:"the port's"`
 	TrafficClass int      `yaml:"traffic_class" unit:"0 to 255" doc:"Traffic class of the packets: the DSCP, times four, on RoCE."`
@@ -93,12 +93,12 @@ type GDR struct {
 
 // GPU configures the access to GPU memory.
 type GPU struct {
-	Enabled  string `yaml:"enabled" unit:"auto or off" doc:"auto: used if there is an NVIDIA driver. off: engines that register GPU memory are refused."`
-	Executor string `yaml:"copy_method" unit:"auto, pack or copy" doc:"How scattered blocks are copied between a GPU and the host. pack: a kernel packs them on the GPU; beside a busy engine it waits unless MPS runs. copy: the copy engine copies each piece separately. auto: the faster method, learned under the current load."`
-	Buffers  int    `yaml:"buffers" unit:"buffers of 1 MiB" doc:"Pinned host memory per GPU for the use of lanes."`
-	Table    string `yaml:"table" unit:"path, auto or off" doc:"Results of kvspray calibrate for this host's GPU models. auto: the default file in the user's cache directory, if it exists. off: built-in or learned values."`
-	Stage    Size   `yaml:"stage" unit:"bytes" doc:"Size of one staging buffer of the copy between two GPUs. Each GPU has 8 for every direction in use; a GPU that two engines share has 16."`
-	Memory   Size   `yaml:"memory" unit:"bytes" doc:"Limit of the memory that this sidecar allocates on each GPU: 64 MiB of staging, the staging buffers of copies between GPUs, and 48 MiB for each other GPU whose copies it relays. Copies for which no buffers are left go through host memory. The driver's context, about 0.5 GiB, is not included."`
+	Enabled    string `yaml:"enabled" unit:"auto or off" doc:"auto: used if there is an NVIDIA driver. off: engines that register GPU memory are refused."`
+	CopyMethod string `yaml:"copy_method" unit:"auto, pack or copy" doc:"How scattered blocks are copied between a GPU and the host. pack: a kernel packs them on the GPU; beside a busy engine it waits unless MPS runs. copy: the copy engine copies each piece separately. auto: the faster method, learned under the current load."`
+	Buffers    int    `yaml:"pinned_buffers" unit:"buffers of 1 MiB" doc:"Pinned host memory per GPU for the use of lanes."`
+	Table      string `yaml:"calibration" unit:"path, auto or off" doc:"Results of kvspray calibrate for this host's GPU models. auto: the default file in the user's cache directory, if it exists. off: built-in or learned values."`
+	Stage      Size   `yaml:"staging_buffer" unit:"bytes" doc:"Size of one staging buffer of the copy between two GPUs. Each GPU has 8 for every direction in use; a GPU that two engines share has 16."`
+	Memory     Size   `yaml:"memory" unit:"bytes" doc:"Limit of the memory that this sidecar allocates on each GPU: 64 MiB of staging, the staging buffers of copies between GPUs, and 48 MiB for each other GPU whose copies it relays. Copies for which no buffers are left go through host memory. The driver's context, about 0.5 GiB, is not included."`
 
 	Open   []string `yaml:"open" unit:"GPUs" doc:"GPUs whose context and staging the sidecar takes at its start, so that an engine that starts later counts them: numbers, UUIDs as nvidia-smi -L prints them, or all. Other GPUs are opened when an engine registers memory of them."`
 	Relays []string `yaml:"relays" unit:"GPUs" doc:"GPUs whose PCIe links carry bytes of copies of other GPUs, even if no engine registers memory of them: numbers, UUIDs or all, as in open. The sidecar opens them at its start: a context of about 0.5 GiB, 64 MiB of staging, and 48 MiB for each GPU whose copies they relay. A GPU whose memory an engine has registered relays in any case. Of the relays of a GPU at most 7 are used: other PCIe switches and the same NUMA node first."`
@@ -121,7 +121,7 @@ type Rail struct {
 	Exclude   bool   `yaml:"exclude" unit:"true or false" doc:"Exclude interfaces matched by match." default:"false"`
 	Advertise string `yaml:"advertise" unit:"host:port" doc:"Address that peers dial, if it differs from the bound address. Port 0 means the bound port." default:"the bound address"`
 	Speed     Rate   `yaml:"speed" unit:"bits per second" doc:"Speed of the rail, if the kernel does not report it." default:"asked from the kernel"`
-	Tier      int    `yaml:"tier" unit:"0 to 3" doc:"Distance of the rail from all memory of this node: 1 same PCIe switch, 2 same NUMA node, 3 other node. A distant rail waits until the nearer ones are busy." default:"0: asked from the PCI tree, for each engine's memory"`
+	Tier      int    `yaml:"distance" unit:"0 to 3" doc:"Distance of the rail from all memory of this node: 1 same PCIe switch, 2 same NUMA node, 3 other node. A distant rail waits until the nearer ones are busy." default:"0: asked from the PCI tree, for each engine's memory"`
 }
 
 // SHM configures the shm backend.
@@ -134,7 +134,7 @@ type SHM struct {
 type Transfer struct {
 	Deadline     Duration `yaml:"deadline" unit:"duration" doc:"Longest time of a transfer until its commit. After it the transfer is fenced, and the engine recomputes."`
 	MatchTimeout Duration `yaml:"match_timeout" unit:"duration" doc:"Match timeout: longest wait for the other side of a transfer."`
-	Hold         Duration `yaml:"hold" unit:"duration" doc:"Longest time that the blocks of a finished prefill are held for a decode engine that lives and whose request waits in its queue. At most 10m."`
+	Hold         Duration `yaml:"hold_timeout" unit:"duration" doc:"Longest time that the blocks of a finished prefill are held for a decode engine that lives and whose request waits in its queue. At most 10m."`
 	Grace        Duration `yaml:"grace" unit:"duration" doc:"Time after the deadline that a fence or a stopped sidecar has before the next stronger measure."`
 	MaxSlices    int      `yaml:"max_slices" unit:"slices" doc:"Largest number of slices in flight over all lanes of one peer."`
 	MaxAttempts  int      `yaml:"max_attempts" unit:"attempts" doc:"Attempts to move a chunk before the transfer fails with its blocks named."`
@@ -148,19 +148,19 @@ type Store struct {
 	Object      StoreObject  `yaml:"object" doc:"Object store below memory and disk, over S3's API. Off unless its bucket is set. The sidecar does not start with a service that does not list in the order of names, or that ignores If-Match and If-None-Match. Credentials come from the environment, the shared credentials file or the instance's role."`
 	Segment     Size         `yaml:"segment" unit:"bytes" doc:"Segment of a new disk tier: what is written in sequence, and cleaned together. A power of two of 1MiB to 1GiB. An existing store keeps its own." default:"64MiB, less if a disk is smaller than 1GiB"`
 	EraseWithin Duration     `yaml:"erase_within" unit:"duration" doc:"Time in which the bytes of removed namespaces are overwritten on disks. A page of a removed namespace is not served from the confirmation of the removal on. A shorter time causes more writes: the other pages of a segment are moved first."`
-	Quota       Portion      `yaml:"quota" unit:"bytes or percent" doc:"Most memory of one namespace: the cache of one model on one rank, and of one tenant. A namespace that has it gives up its own pages for new ones. 0B: no limit."`
+	Quota       Portion      `yaml:"memory_quota" unit:"bytes or percent" doc:"Maximum memory of one namespace: the cache of one model on one rank, and of one tenant. A namespace that has it gives up its own pages for new ones. 0B: no limit."`
 	Generation  string       `yaml:"generation" unit:"text" doc:"Part of the name of all pages. Sidecars find the pages of their own generation only, so another text than before makes every earlier page unfindable, for instance after a kernel of the engines has computed wrong values. Give all sidecars one text."`
 	Directory   string       `yaml:"directory" unit:"embedded, redis or off" doc:"Where sidecars look for pages that others hold. embedded: in the sidecars themselves. redis: in a Redis or Valkey service. off: not at all. It has effect with peer.gossip, and only hints are kept there."`
 	Redis       StoreRedis   `yaml:"redis" doc:"The service of store.directory redis."`
-	DiskQuota   Portion      `yaml:"disk_quota" unit:"bytes or percent" doc:"Most disk space of one namespace. 0B: no limit."`
-	ObjectQuota Portion      `yaml:"object_quota" unit:"bytes or percent" doc:"Most of the object store for one namespace. 0B: no limit."`
+	DiskQuota   Portion      `yaml:"disk_quota" unit:"bytes or percent" doc:"Maximum disk space of one namespace. 0B: no limit."`
+	ObjectQuota Portion      `yaml:"object_quota" unit:"bytes or percent" doc:"Maximum of the object store for one namespace. 0B: no limit."`
 	Namespaces  []StoreQuota `yaml:"namespaces" doc:"Namespaces with other quotas than these."`
 }
 
 // StoreQuota are the quotas of one namespace.
 type StoreQuota struct {
 	ID          string  `yaml:"id" unit:"64 hexadecimal digits" doc:"The namespace, as 'kvspray store ls' prints it." default:"required"`
-	Quota       Portion `yaml:"quota" unit:"bytes or percent" doc:"As store.quota." default:"store.quota"`
+	Quota       Portion `yaml:"memory_quota" unit:"bytes or percent" doc:"As store.memory_quota." default:"store.memory_quota"`
 	DiskQuota   Portion `yaml:"disk_quota" unit:"bytes or percent" doc:"As store.disk_quota." default:"store.disk_quota"`
 	ObjectQuota Portion `yaml:"object_quota" unit:"bytes or percent" doc:"As store.object_quota." default:"store.object_quota"`
 }
@@ -290,9 +290,9 @@ func defaults() *Config {
 			Order: []string{TransSHM, TransTCP},
 			Idle:  Duration(time.Minute),
 			TCP:   TCP{Connections: 2, Integrity: CRC32C, Slice: 1 << 20},
-			GPU: GPU{Enabled: Auto, Executor: Auto, Buffers: 128, Table: Auto, Stage: 32 << 20,
+			GPU: GPU{Enabled: Auto, CopyMethod: Auto, Buffers: 128, Table: Auto, Stage: 32 << 20,
 				Memory: 2 << 30},
-			GDR: GDR{QueuePairs: 2, DeadPath: Duration(50 * time.Millisecond)},
+			GDR: GDR{QueuePairs: 2, DeadAfter: Duration(50 * time.Millisecond)},
 		},
 		Transfer: Transfer{
 			Deadline: Duration(30 * time.Second), MatchTimeout: Duration(10 * time.Second),

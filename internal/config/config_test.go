@@ -137,22 +137,22 @@ func TestMistakes(t *testing.T) {
 			"endpoint: \"ftp://a\"}}", []string{"store.object.endpoint", "not a URL"}},
 		"odd segment": {"store: {memory: 1GiB, segment: 3MiB}", []string{"store.segment",
 			"power of two"}},
-		"large quota": {"store: {memory: 1GiB, quota: 2GiB}", []string{"store.quota",
+		"large quota": {"store: {memory: 1GiB, memory_quota: 2GiB}", []string{"store.memory_quota",
 			"more than store.memory (1GiB)"}},
-		"no portion": {"store: {memory: 1GiB, quota: 101%}", []string{"store.quota", "50%"}},
-		"no part":    {"store: {memory: 1GiB, quota: 0%}", []string{"store.quota", "50%"}},
-		"bare quota": {"store: {memory: 1GiB, quota: 12}", []string{"store.quota", "32GiB or 50%"}},
+		"no portion": {"store: {memory: 1GiB, memory_quota: 101%}", []string{"store.memory_quota", "50%"}},
+		"no part":    {"store: {memory: 1GiB, memory_quota: 0%}", []string{"store.memory_quota", "50%"}},
+		"bare quota": {"store: {memory: 1GiB, memory_quota: 12}", []string{"store.memory_quota", "32GiB or 50%"}},
 		"quota of no disk": {"store: {memory: 1GiB, disk_quota: 10%}", []string{"store.disk_quota",
 			"there is no disk"}},
 		"quota of no bucket": {"store: {memory: 1GiB, object_quota: 1GiB}",
 			[]string{"store.object_quota", "there is no object store"}},
-		"short namespace": {"store: {memory: 1GiB, namespaces: [{id: ab, quota: 1%}]}",
+		"short namespace": {"store: {memory: 1GiB, namespaces: [{id: ab, memory_quota: 1%}]}",
 			[]string{"store.namespaces[0].id", "64 hexadecimal"}},
 		"namespace twice": {"store: {memory: 1GiB, namespaces: [{id: " + strings.Repeat("ab", 32) +
 			"}, {id: " + strings.Repeat("AB", 32) + "}]}", []string{"store.namespaces[1].id",
 			"also the id of store.namespaces[0]"}},
 		"large part": {"store: {memory: 1GiB, namespaces: [{id: " + strings.Repeat("ab", 32) +
-			", quota: 2GiB}]}", []string{"store.namespaces[0].quota", "more than store.memory"}},
+			", memory_quota: 2GiB}]}", []string{"store.namespaces[0].memory_quota", "more than store.memory"}},
 		"directory elsewhere": {"store: {memory: 1GiB, directory: etcd}", []string{"store.directory",
 			`"etcd"`}},
 		"redis without address": {"peer: {gossip: {join: [a:1]}}\n" +
@@ -195,8 +195,8 @@ func TestMistakes(t *testing.T) {
 		"gdr rail twice": {"transports: {gdr: {rails: [a, a]}}",
 			[]string{"transports.gdr.rails[1]", "twice"}},
 		"gdr mtu": {"transports: {gdr: {mtu: 1500}}", []string{"transports.gdr.mtu", "1024"}},
-		"gdr timer": {"transports: {gdr: {dead_path: 1us}}",
-			[]string{"transports.gdr.dead_path"}},
+		"gdr timer": {"transports: {gdr: {dead_after: 1us}}",
+			[]string{"transports.gdr.dead_after"}},
 		"transport twice": {"transports: {order: [tcp, tcp]}",
 			[]string{"transports.order[1]", "twice"}},
 		"rail twice": {"transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\"}, {name: " +
@@ -222,8 +222,8 @@ func TestMistakes(t *testing.T) {
 			[]string{"transports.gpu.open", "16 at most, or all"}},
 		"gpu memory": {"transports: {gpu: {memory: 1MiB}}", []string{"transports.gpu.memory",
 			`"1MiB"`, "outside 64MiB to 64GiB"}},
-		"tier": {"transports: {tcp: {rails: [{match: a, tier: 4}]}}",
-			[]string{"rails[0].tier", "outside 0 to 3"}},
+		"distance": {"transports: {tcp: {rails: [{match: a, distance: 4}]}}",
+			[]string{"rails[0].distance", "outside 0 to 3"}},
 		"absurd speed": {"transports: {tcp: {rails: [{match: a, speed: 99999gbit}]}}",
 			[]string{"rails[0].speed", "faster than any rail"}},
 		"rails": {"transports: {tcp: {rails: everything}}", []string{"transports.tcp.rails",
@@ -302,7 +302,7 @@ func TestRailPatterns(t *testing.T) {
 		{keyed + "transports: {tcp: {rails: auto}}", "", "eth0 eth1 ib0"},
 		{keyed + "transports: {tcp: {rails: [{match: eth1, exclude: true}, {match: \"eth*\"}]}}",
 			"", "eth0"},
-		{keyed + "transports: {tcp: {rails: [{match: \"ib[0-9]\", speed: 200gbit, tier: 1}, {name: a, " +
+		{keyed + "transports: {tcp: {rails: [{match: \"ib[0-9]\", speed: 200gbit, distance: 1}, {name: a, " +
 			"listen: \"127.0.0.1:0\"}]}}", "a", "ib0"},
 	} {
 		c, err := Parse("f.yaml", []byte(x.yaml))

@@ -29,7 +29,7 @@ type Router struct {
 	TokenBytes     Size   `yaml:"token_bytes" unit:"bytes" doc:"KV cache of one token, all layers and ranks, for a policy."`
 
 	MaxBody   Size `yaml:"max_body" unit:"bytes" doc:"Largest body of a request."`
-	MaxBodies Size `yaml:"max_bodies" unit:"bytes" doc:"Bodies of all requests in flight, with their copies; others get 503. More than three times max_body."`
+	MaxBodies Size `yaml:"max_body_total" unit:"bytes" doc:"Bodies of all requests in flight, with their copies; others get 503. More than three times max_body."`
 
 	SlowAfter        Duration `yaml:"slow_after" unit:"duration" doc:"Time without an answer to a health check after which an engine is slow: it gets requests only if no engine is better."`
 	SilentAfter      Duration `yaml:"silent_after" unit:"duration" doc:"Time without an answer to a health check and without a byte of any request after which an engine is silent: a better engine takes over its requests that have no byte yet. After five times as long it is down."`
@@ -114,7 +114,9 @@ func (r *Router) add(text string) error {
 // nameOf is a URL without what can differ in two URLs of the same server.
 func nameOf(text string) string {
 	if u, err := url.Parse(text); err == nil && u.Host != "" {
-		text = strings.ToLower(u.Scheme+"://"+u.Host) + u.Path
+		scheme, host := strings.ToLower(u.Scheme), strings.ToLower(u.Host)
+		host = strings.TrimSuffix(host, map[string]string{"http": ":80", "https": ":443"}[scheme])
+		text = scheme + "://" + host + u.Path
 	}
 	return strings.TrimRight(text, "/")
 }
@@ -146,7 +148,7 @@ func (r *Router) validate() error {
 	v.between("replicate_after", r.ReplicateAfter, 0, math.MaxInt32)
 	v.size("token_bytes", r.TokenBytes, 1, 1<<40)
 	v.size("max_body", r.MaxBody, 1, 1<<40)
-	v.check(r.MaxBodies/MaxBodyCopies > r.MaxBody, "max_bodies", r.MaxBodies.String(),
+	v.check(r.MaxBodies/MaxBodyCopies > r.MaxBody, "max_body_total", r.MaxBodies.String(),
 		fmt.Sprintf("not more than %d times max_body, %s: the router holds up to %[1]d copies of a body",
 			MaxBodyCopies, r.MaxBody), "raise it, or lower max_body")
 	for _, d := range []struct {

@@ -21,7 +21,7 @@ import (
 	"github.com/kvspray/kvspray/internal/redact"
 )
 
-// maxHold bounds transfer.hold: no lease lives longer.
+// maxHold bounds transfer.hold_timeout: no lease lives longer.
 const maxHold = Duration(10 * time.Minute)
 
 // Limits of a configuration.
@@ -103,8 +103,8 @@ func (c *Config) Validate() error {
 
 	v.duration("transfer.deadline", c.Transfer.Deadline, 100*time.Millisecond)
 	v.duration("transfer.match_timeout", c.Transfer.MatchTimeout, 100*time.Millisecond)
-	v.duration("transfer.hold", c.Transfer.Hold, 100*time.Millisecond)
-	v.check(c.Transfer.Hold <= maxHold, "transfer.hold", c.Transfer.Hold.String(),
+	v.duration("transfer.hold_timeout", c.Transfer.Hold, 100*time.Millisecond)
+	v.check(c.Transfer.Hold <= maxHold, "transfer.hold_timeout", c.Transfer.Hold.String(),
 		fmt.Sprintf("longer than %v", time.Duration(maxHold)), "make it shorter")
 	v.duration("transfer.grace", c.Transfer.Grace, 100*time.Millisecond)
 	v.check(c.Transfer.MatchTimeout <= c.Transfer.Deadline, "transfer.match_timeout",
@@ -225,7 +225,7 @@ var hostName = regexp.MustCompile(`^(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?$
 // quotas checks those of all namespaces, or of one.
 func (v *checker) quotas(prefix string, memory, disk, object Portion) {
 	st := &v.c.Store
-	v.check(memory.Of(st.Memory) <= uint64(st.Memory), prefix+"quota", string(memory),
+	v.check(memory.Of(st.Memory) <= uint64(st.Memory), prefix+"memory_quota", string(memory),
 		"more than store.memory ("+st.Memory.String()+")", "lower it, or leave it out")
 	for _, q := range []struct {
 		key, tier, what string
@@ -291,8 +291,8 @@ func (v *checker) gdr() {
 		v.check(!slices.Contains(g.Rails[:i], r), key, r, "named twice", "keep one")
 	}
 	v.between("transports.gdr.queue_pairs", g.QueuePairs, 1, maxConnections)
-	v.duration("transports.gdr.dead_path", g.DeadPath, time.Millisecond)
-	v.check(g.DeadPath <= Duration(10*time.Second), "transports.gdr.dead_path", g.DeadPath.String(),
+	v.duration("transports.gdr.dead_after", g.DeadAfter, time.Millisecond)
+	v.check(g.DeadAfter <= Duration(10*time.Second), "transports.gdr.dead_after", g.DeadAfter.String(),
 		"longer than any transfer may wait", "10s at most")
 	v.check(slices.Contains([]int{0, 256, 512, 1024, 2048, 4096}, g.MTU), "transports.gdr.mtu",
 		strconv.Itoa(g.MTU), "not an MTU of RDMA", "256, 512, 1024, 2048 or 4096")
@@ -317,7 +317,7 @@ func (v *checker) transports() {
 	names := map[string]bool{}
 	for i, r := range t.TCP.Rails {
 		key := fmt.Sprintf("transports.tcp.rails[%d]", i)
-		v.between(key+".tier", r.Tier, 0, 3)
+		v.between(key+".distance", r.Tier, 0, 3)
 		v.check(r.Speed <= 10_000*1e9, key+".speed", r.Speed.String(), "faster than any rail",
 			"10000gbit at most")
 		if r.Match != "" {
@@ -347,11 +347,11 @@ func (v *checker) transports() {
 		"not an absolute path", "start it with /")
 	v.between("transports.shm.copy_threads", t.SHM.CopyThreads, 0, maxThreads)
 	v.oneOf("transports.gpu.enabled", t.GPU.Enabled, Auto, Off)
-	v.oneOf("transports.gpu.copy_method", t.GPU.Executor, Auto, "pack", "copy")
-	v.check(t.GPU.Table != "", "transports.gpu.table", "", "empty", "use auto, off, or a path")
-	v.between("transports.gpu.buffers", t.GPU.Buffers, 8, 4096)
+	v.oneOf("transports.gpu.copy_method", t.GPU.CopyMethod, Auto, "pack", "copy")
+	v.check(t.GPU.Table != "", "transports.gpu.calibration", "", "empty", "use auto, off, or a path")
+	v.between("transports.gpu.pinned_buffers", t.GPU.Buffers, 8, 4096)
 	v.check(t.GPU.Stage >= minStage && t.GPU.Stage <= maxStage && t.GPU.Stage%minStage == 0,
-		"transports.gpu.stage", t.GPU.Stage.String(),
+		"transports.gpu.staging_buffer", t.GPU.Stage.String(),
 		"not a multiple of 1MiB between 1MiB and 64MiB", "16MiB reaches nine tenths of NVLink, 64MiB a "+
 			"little more")
 	v.check(t.GPU.Memory >= minGPUMemory && t.GPU.Memory <= maxGPUMemory, "transports.gpu.memory",

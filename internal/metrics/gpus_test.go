@@ -26,7 +26,7 @@ func TestMemory(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, want := range map[string]int{"memory_bytes": 2 * maxGPUs, "pinned_host_bytes": maxGPUs,
-		"memory_limit_bytes": maxGPUs, "free_bytes": 1} {
+		"memory_limit_bytes": maxGPUs, "memory_free_bytes": 1} {
 		if n, err := testutil.GatherAndCount(reg, "kvspray_gpu_"+name); err != nil || n != want {
 			t.Errorf("%s: %d series, want %d: %v", name, n, want, err)
 		}

@@ -108,7 +108,7 @@ func secondsFast() []float64 { return prometheus.ExponentialBuckets(50e-6, 2, 20
 func New(reg prometheus.Registerer) *Set {
 	s := &Set{
 		rails: map[string]bool{},
-		transfers: counters("transfer", "transfers_total", "Transfers that ended.",
+		transfers: counters("", "transfers_total", "Transfers that ended.",
 			"side", "outcome", "transport"),
 		bytes: counters("transfer", "payload_bytes_total", "Payload bytes that landed (destination) or "+
 			"were confirmed (source), by how their transfer ended.",
@@ -126,7 +126,7 @@ func New(reg prometheus.Registerer) *Set {
 		railLanes: gauges("rail", "lanes", "Lanes that are up.", "transport", "rail"),
 		slices: counters("lane", "slices_total", "Attempts to move a slice, by outcome.", "transport",
 			"outcome", "reason"),
-		refused: counters("lane", "refused_frames_total", "Discarded frames.", "transport", "reason"),
+		refused: counters("lane", "frames_refused_total", "Discarded frames.", "transport", "reason"),
 		leases:  gauges("lease", "open", "Open leases.", "side"),
 		quarantine: prometheus.NewGauge(gaugeOpts("lease", "quarantined", "Parts of leases, at either "+
 			"end, whose fence has failed and is retried: their blocks are withheld from the engine.")),
@@ -134,7 +134,7 @@ func New(reg prometheus.Registerer) *Set {
 		fenceTime: prometheus.NewHistogram(opts("lease", "fence_duration_seconds",
 			"Time from the revocation of a lease to its last fence acknowledgement.")),
 		control: counters("control", "messages_total", "Messages on control lanes.", "direction", "type"),
-		expires: prometheus.NewGauge(gaugeOpts("control", "certificate_expires_seconds",
+		expires: prometheus.NewGauge(gaugeOpts("control", "certificate_expiry_timestamp_seconds",
 			"Unix time at which the certificate of this node, or its authority, ends; 0: never, or no "+
 				"certificate.")),
 		hellos: prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kvspray",
@@ -145,13 +145,13 @@ func New(reg prometheus.Registerer) *Set {
 			"Peers with an open control session.")),
 		sessions: gauges("engine", "sessions", "Engine sessions.", "role"),
 		records:  counters("engine", "records_total", "Records taken from engines.", "type"),
-		copies: counters("copy", "copies_total",
-			"Ended copies between two regions of an engine.", "outcome", "path"),
+		copies: counters("", "copies_total",
+			"Ended copies between two regions of an engine.", "outcome", "method"),
 		copyBytes: counters("copy", "bytes_total",
-			"Bytes that copies moved, including failed ones.", "path"),
+			"Bytes that copies moved, including failed ones.", "method"),
 		copyTime: prometheus.NewHistogramVec(opts("copy", "duration_seconds", "Time from an engine's "+
 			"request to the end of its copy."),
-			[]string{"path"}),
+			[]string{"method"}),
 		registerErr: counters("engine", "refusals_total", "Refused connections, messages and records "+
 			"of engines.",
 			"kind"),
@@ -305,7 +305,7 @@ var controlTypes = map[string]bool{"await": true, "admitted": true, "grant": tru
 	"session_over": true, "check": true, "checked": true,
 	"commit": true, "credit": true, "rails": true, "ping": true, "pong": true,
 	"page_hints": true, "page_lookup": true, "page_holders": true, "page_request": true,
-	"page_offer": true}
+	"page_offer": true, "page_removals": true, "page_removed": true}
 
 // Control counts one control message; typ is the field's name in ControlFrame.
 func (s *Set) Control(d Direction, typ string) {
@@ -364,18 +364,18 @@ func (s *Set) EngineRefused(kind string) {
 	s.registerErr.WithLabelValues(kind).Inc()
 }
 
-var copyPaths = [...]string{"host", "staged", "packed", "peer", "direct", "multipath"}
+var copyMethods = [...]string{"host", "staged", "packed", "peer", "direct", "multipath"}
 
-// CopyEnded counts one copy and its bytes; path is the one that moved most, empty if nothing moved.
-func (s *Set) CopyEnded(outcome Outcome, path string, bytes uint64, took time.Duration) {
-	if path == "" {
-		path = noTransport
-	} else if !slices.Contains(copyPaths[:], path) {
-		path = otherName
+// CopyEnded counts one copy and its bytes; method is the one that moved most bytes, empty if nothing moved.
+func (s *Set) CopyEnded(outcome Outcome, method string, bytes uint64, took time.Duration) {
+	if method == "" {
+		method = noTransport
+	} else if !slices.Contains(copyMethods[:], method) {
+		method = otherName
 	}
-	s.copies.WithLabelValues(string(outcomeLabel(outcome)), path).Inc()
-	s.copyBytes.WithLabelValues(path).Add(float64(bytes))
-	s.copyTime.WithLabelValues(path).Observe(took.Seconds())
+	s.copies.WithLabelValues(string(outcomeLabel(outcome)), method).Inc()
+	s.copyBytes.WithLabelValues(method).Add(float64(bytes))
+	s.copyTime.WithLabelValues(method).Observe(took.Seconds())
 }
 
 // Draining sets whether new leases are refused.

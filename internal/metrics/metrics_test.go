@@ -77,11 +77,13 @@ func TestNames(t *testing.T) {
 	if len(families) != 35 {
 		t.Errorf("%d families, want 35: every collector is registered and exercised", len(families))
 	}
-	shape := regexp.MustCompile(`^kvspray_(transfer|rail|lane|lease|control|engine|sidecar)_[a-z_]+$`)
+	shape := regexp.MustCompile(`^kvspray_(transfers_total|` +
+		`(transfer|rail|lane|lease|control|engine|sidecar)_[a-z_]+)$`)
 	for _, f := range families {
 		name := f.GetName()
 		if !shape.MatchString(name) {
-			t.Errorf("%s does not follow kvspray_<subsystem>_<noun>_<unit>", name)
+			t.Errorf("%s does not follow kvspray_<subsystem>_<noun>_<unit> or kvspray_<subsystems>_total",
+				name)
 		}
 		counter := f.GetType().String() == "COUNTER"
 		if counter != strings.HasSuffix(name, "_total") {

@@ -47,7 +47,7 @@ var (
 	railSlices   = railDesc("slices_total", "Slices given to a rail and ended, by outcome.", "outcome")
 	railSuspects = railDesc("suspicions_total", "Lanes without progress for so long that their "+
 		"chunks went to other lanes.")
-	railRetries  = railDesc("retries_total", "Slices given out again, by reason.", "reason")
+	railRetries  = railDesc("retransmissions_total", "Slices sent again, by reason.", "reason")
 	railHedges   = railDesc("hedges_total", "Second copies of late slices near the end of a transfer.")
 	railExcluded = railDesc("exclusions_total", "Exclusions of a rail pair.")
 	railAgain    = railDesc("readmissions_total",

@@ -63,7 +63,7 @@ var (
 		[]string{"tier"}, nil)
 	storeCapacity = prometheus.NewDesc("kvspray_store_tier_capacity_bytes",
 		"Bytes that a tier can hold.", []string{"tier"}, nil)
-	storeEvicted = prometheus.NewDesc("kvspray_store_evicted_total",
+	storeEvicted = prometheus.NewDesc("kvspray_store_pages_evicted_total",
 		"Pages that a tier gave up for others.", []string{"tier"}, nil)
 	spaceBytes = prometheus.NewDesc("kvspray_store_namespace_bytes",
 		"Bytes of a namespace's pages in a tier. The label is the beginning of its id; other: those "+
@@ -74,9 +74,9 @@ var (
 	spaceResults = prometheus.NewDesc("kvspray_store_namespace_pages_total",
 		"Pages of a namespace that engines got or put, by result.",
 		[]string{"namespace", "result"}, nil)
-	storeDamaged = prometheus.NewDesc("kvspray_store_damaged_total",
+	storeDamaged = prometheus.NewDesc("kvspray_store_pages_damaged_total",
 		"Pages that differed from what was put. They were dropped and not delivered.", nil, nil)
-	storeFailed = prometheus.NewDesc("kvspray_store_failed_segments_total",
+	storeFailed = prometheus.NewDesc("kvspray_store_segments_failed_total",
 		"Segments of disks that could not be written or synced.", nil, nil)
 )
 

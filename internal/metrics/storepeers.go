@@ -12,6 +12,7 @@ type StorePeers struct {
 	fetches   *prometheus.HistogramVec
 	bytes     *prometheus.CounterVec
 	pages     *prometheus.CounterVec
+	damaged   prometheus.Counter
 	announced *prometheus.CounterVec
 }
 
@@ -28,12 +29,16 @@ func NewStorePeers(reg prometheus.Registerer) (*StorePeers, error) {
 			"Time from a request to a holder to its end."), []string{"outcome"}),
 		bytes: counter("bytes_total", "Bytes of pages that came from other nodes, or went there.",
 			"direction"),
-		pages: counter("pages_total", "Pages that came from other nodes, went there, or were damaged "+
-			"on the way.", "direction"),
+		pages: counter("pages_total", "Pages that came from other nodes, or went there.",
+			"direction"),
+		damaged: prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kvspray",
+			Subsystem: "store_peer", Name: "pages_damaged_total",
+			Help: "Pages of other nodes that differed from their checksums. They were dropped."}),
 		announced: counter("announcements_total", "Calls that announced held pages to the directory.",
 			"outcome"),
 	}
-	for _, c := range []prometheus.Collector{p.lookups, p.fetches, p.bytes, p.pages, p.announced} {
+	for _, c := range []prometheus.Collector{p.lookups, p.fetches, p.bytes, p.pages, p.damaged,
+		p.announced} {
 		if err := reg.Register(c); err != nil {
 			return nil, err
 		}
@@ -61,7 +66,7 @@ func (p *StorePeers) Fetched(outcome string, pages, bytes int, took time.Duratio
 }
 
 // Damaged counts pages of peers that differed from their checksums.
-func (p *StorePeers) Damaged(pages int) { p.pages.WithLabelValues("damaged").Add(float64(pages)) }
+func (p *StorePeers) Damaged(pages int) { p.damaged.Add(float64(pages)) }
 
 // Served counts pages that a peer got.
 func (p *StorePeers) Served(pages int, bytes uint64) {

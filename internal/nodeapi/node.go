@@ -12,7 +12,7 @@ type Node struct {
 	Version    string   `json:"version"`
 	Endpoint   string   `json:"endpoint"`
 	Transports []string `json:"transports"`
-	Sessions   []string `json:"sessions"` // registered engine workers
+	Workers    []string `json:"workers"` // registered ones of engines
 	Ready      bool     `json:"ready"`
 	Draining   bool     `json:"draining"`
 	Leaving    bool     `json:"leaving"` // routers choose other engines

@@ -63,7 +63,7 @@ type Link struct {
 	Age       float64 `json:"sample_age_seconds"`
 	InFlight  uint64  `json:"in_flight_bytes"`
 	Window    uint64  `json:"window_bytes"`
-	Delay     float64 `json:"least_delay_seconds"`
+	Delay     float64 `json:"min_delay_seconds"`
 	Fixed     float64 `json:"fixed_seconds"`
 	Factor    float64 `json:"factor"`
 	Error     float64 `json:"prediction_error"`

@@ -50,10 +50,10 @@ type StoreTier struct {
 	Hits     uint64 `json:"hits"` // pages
 	Evicted  uint64 `json:"evicted"`
 	// how long the pages that were given up lately had not been used
-	EvictionAgeMS int64 `json:"eviction_age_ms"`
+	EvictionAge float64 `json:"eviction_age_seconds"`
 	// gets whose slowest page came from this tier, and the time that they took in all
-	Gets  uint64 `json:"gets"`
-	GetUS uint64 `json:"get_us"`
+	Gets       uint64  `json:"gets"`
+	GetSeconds float64 `json:"get_seconds"`
 	// of segments and objects that may still have bytes of removed pages: they are overwritten,
 	// deleted
 	Removed uint64 `json:"removed_bytes,omitempty"`
@@ -81,12 +81,12 @@ type StoreKeys struct {
 
 // StoreVerified is a page that was read and compared with its checksum.
 type StoreVerified struct {
-	Outcome string `json:"outcome"` // hit, miss, damaged, failed
-	Tier    string `json:"tier,omitempty"`
-	Bytes   uint64 `json:"bytes,omitempty"`
-	CRC32C  string `json:"crc32c,omitempty"`
-	TookUS  int64  `json:"took_us"`
-	Problem string `json:"problem,omitempty"`
+	Outcome string  `json:"outcome"` // hit, miss, damaged, failed
+	Tier    string  `json:"tier,omitempty"`
+	Bytes   uint64  `json:"bytes,omitempty"`
+	CRC32C  string  `json:"crc32c,omitempty"`
+	Took    float64 `json:"took_seconds"`
+	Problem string  `json:"problem,omitempty"`
 }
 
 // StoreDrained is the answer to a drain.

@@ -223,7 +223,7 @@ func (p *Pair) expectNothing() (uint64, error) {
 	_, _ = crand.Read(h[:])
 	return p.dst.Expect(msg.Expect{Xfer: x, Hash: h, Tokens: uint32(p.n) * tokensPerBlock,
 		Peer: p.field.nodes[p.from].peer, Skip: []uint32{0},
-		Blocks: [][]uint32{t}, PartnerMS: uint64(meetPatience.Milliseconds())})
+		Blocks: [][]uint32{t}, MatchTimeoutMS: uint64(meetPatience.Milliseconds())})
 }
 
 // Order is how a transfer is wanted.

@@ -464,7 +464,7 @@ class Soak:
 
     def all_up(self) -> bool:
         routers = [p.metrics() for p in self.pair.proxies.values()]
-        return all(total(m, "kvspray_proxy_backend_up", role="decode") >= 1 for m in routers)
+        return all(total(m, "kvspray_proxy_engine_up", role="decode") >= 1 for m in routers)
 
     # ---- what is seen
 

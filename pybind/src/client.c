@@ -64,6 +64,7 @@ void client_put(kvs_client *c)
 	landings_free(c);
 	free(c->engine_name);
 	free(c->engine_version);
+	free(c->release);
 	free(c->engine_id);
 	free(c->layout);
 	free(c->packet);
@@ -114,12 +115,13 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	}
 	c->engine_name = strdup(config->engine_name ? config->engine_name : "");
 	c->engine_version = strdup(config->engine_version ? config->engine_version : "");
+	c->release = strdup(config->release ? config->release : "");
 	c->engine_id = strdup(config->engine_id ? config->engine_id : "");
 	c->packet = malloc(KVS_PACKET_MAX_BYTES);
 	c->record = malloc(comp);
 	c->cq_eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	c->ctl_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-	if (!c->engine_name || !c->engine_version || !c->engine_id || !c->packet || !c->record || c->cq_eventfd < 0 || c->ctl_fd < 0 ||
+	if (!c->engine_name || !c->engine_version || !c->engine_id || !c->release || !c->packet || !c->record || c->cq_eventfd < 0 || c->ctl_fd < 0 ||
 	    kvs_random(c->boot, sizeof c->boot) < 0 || kvs_random(&c->rng, sizeof c->rng) < 0 || flags_make(c) < 0) {
 		int err = errno;
 		client_put(c);

@@ -147,7 +147,7 @@ struct kvs_client {
 	uint8_t boot[16];
 	char path[sizeof ((struct sockaddr_un *)0)->sun_path];
 	bool default_path;
-	char *engine_name, *engine_version, *engine_id;
+	char *engine_name, *engine_version, *engine_id, *release;
 	uint32_t ranks[10];
 	uint32_t submission_bytes, completion_bytes;
 	int flags_fd, cq_eventfd, ctl_fd;
@@ -284,8 +284,8 @@ struct welcome {
 	uint64_t id, version, leases, copies, deadline_ms, match_timeout_ms, grace_ms;
 	bool fenced, can_store;
 	const uint8_t *boot;
-	const char *node, *endpoint;
-	uint32_t node_bytes, endpoint_bytes;
+	const char *node, *endpoint, *release;
+	uint32_t node_bytes, endpoint_bytes, release_bytes;
 };
 
 struct refusal { /* ERROR */

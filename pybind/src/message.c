@@ -67,7 +67,7 @@ void write_hello(const kvs_client *c, struct mpw *w)
 {
 	static const char *const rank_names[5] = {"dp", "pp", "tp", "pcp", "dcp"};
 	const uint32_t version = KVS_PROTOCOL_MAJOR << 16 | KVS_PROTOCOL_MINOR;
-	mpw_map(w, 9);
+	mpw_map(w, 10);
 	mpw_put_uint(w, "id", c->hello_msg);
 	mpw_put_uint(w, "min", version);
 	mpw_put_uint(w, "max", version);
@@ -89,6 +89,7 @@ void write_hello(const kvs_client *c, struct mpw *w)
 	mpw_put_uint(w, "pid", (uint64_t)getpid());
 	mpw_str(w, "features");
 	mpw_array(w, 0);
+	mpw_put_str(w, "release", c->release);
 }
 
 static void write_regions(struct mpw *w, const struct region_packet *p)
@@ -139,8 +140,8 @@ void write_register(const kvs_client *c, struct mpw *w, const struct region_pack
 	mpw_map(w, 4);
 	mpw_put_uint(w, "flags", 0);
 	mpw_put_uint(w, "rings", 1);
-	mpw_put_uint(w, "doorbell", 2);
-	mpw_put_uint(w, "bell", 3);
+	mpw_put_uint(w, "sq_eventfd", 2);
+	mpw_put_uint(w, "cq_eventfd", 3);
 }
 
 /* ---- what is received ---- */
@@ -223,8 +224,9 @@ bool read_welcome(const uint8_t *body, size_t bytes, struct welcome *m)
 				    {.key = "limits", .raw = &limits},
 				    {.key = "features", .raw = &features},
 				    {.key = "deadline_ms", .num = &m->deadline_ms},
-				    {.key = "partner_ms", .num = &m->match_timeout_ms},
-				    {.key = "grace_ms", .num = &m->grace_ms}};
+				    {.key = "match_timeout_ms", .num = &m->match_timeout_ms},
+				    {.key = "grace_ms", .num = &m->grace_ms},
+				    {.key = "release", .str = &m->release, .bytes = &m->release_bytes}};
 	const struct want limit[] = {{.key = "leases", .num = &m->leases}, {.key = "copies", .num = &m->copies}};
 	memset(m, 0, sizeof *m);
 	return READ_MAP(mpr_make(body, bytes), want) && boot_bytes == 16 && (!limits.p || READ_MAP(limits, limit)) &&

@@ -190,8 +190,9 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 		return;
 	}
 	if (m.version >> 16 != KVS_PROTOCOL_MAJOR || (m.version & 0xffff) > KVS_PROTOCOL_MINOR) {
-		log_error(c, "sidecar chose protocol %u.%u, this library supports %u.%u: upgrade the older of the two", (unsigned)(m.version >> 16),
-		          (unsigned)(m.version & 0xffff), KVS_PROTOCOL_MAJOR, KVS_PROTOCOL_MINOR);
+		log_error(c, "sidecar (release \"%.*s\") chose protocol %u.%u, this library (release \"%s\") supports %u.%u: upgrade the older of the two",
+		          (int)(m.release_bytes > 64 ? 64 : m.release_bytes), m.release_bytes ? m.release : "", (unsigned)(m.version >> 16),
+		          (unsigned)(m.version & 0xffff), c->release, KVS_PROTOCOL_MAJOR, KVS_PROTOCOL_MINOR);
 		c->info.refusals++;
 		session_refused(c, now);
 		return;

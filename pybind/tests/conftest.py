@@ -83,7 +83,7 @@ class Sidecar:
         options = {
             "socket": str(socket),
             "deadline_ms": DEADLINE_MS,
-            "partner_ms": 500,
+            "match_timeout_ms": 500,
             "grace_ms": 400,
             **options,
         }

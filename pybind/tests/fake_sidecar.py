@@ -135,7 +135,7 @@ class Session:
         self.fds: list[int] = []
         self.rings: mmap.mmap | None = None
         self.flags: mmap.mmap | None = None
-        self.doorbell = self.bell = -1
+        self.sq_eventfd = self.cq_eventfd = -1
         self.role = ""
         self.flags_at = (0, 0, 0)  # layer flags, load flags, source epoch
 
@@ -256,12 +256,13 @@ class Fake:
         self.session = s
         welcome = {
             "id": m["id"], "version": version, "boot": self.boot, "node": "fake",
-            "endpoint": self.o.get("endpoint", "127.0.0.1:7001"), "host": "h",
+            "endpoint": self.o.get("endpoint", "127.0.0.1:7001"), "host_boot": "h",
             "features": self.o.get("features", ["x"]), "fenced": self.fenced.pop(0) if self.fenced
             else True, "limits": {"leases": self.o.get("leases", 4096),
             "copies": self.o.get("copies", 64), "regions": 64, "record_bytes": 1 << 20},
-            "deadline_ms": self.o["deadline_ms"], "partner_ms": self.o["partner_ms"],
-            "grace_ms": self.o["grace_ms"], "from-the-future": [{"a": -1, "b": 1.5, "c": None}],
+            "deadline_ms": self.o["deadline_ms"], "match_timeout_ms": self.o["match_timeout_ms"],
+            "grace_ms": self.o["grace_ms"], "release": "0.9.0",
+            "from-the-future": [{"a": -1, "b": 1.5, "c": None}],
         }  # fmt: skip
         self.send(s, "WELCOME", welcome)
 
@@ -281,7 +282,7 @@ class Fake:
             )
             return
         at = m["fds"]
-        s.doorbell, s.bell = fds[at["doorbell"]], fds[at["bell"]]
+        s.sq_eventfd, s.cq_eventfd = fds[at["sq_eventfd"]], fds[at["cq_eventfd"]]
         seals = [fcntl_seals(fds[i]) for i in (at["flags"], at["rings"])]
         s.rings = mmap.mmap(fds[at["rings"]], os.fstat(fds[at["rings"]]).st_size)
         s.flags = mmap.mmap(fds[at["flags"]], os.fstat(fds[at["flags"]]).st_size)
@@ -323,7 +324,7 @@ class Fake:
         self.sources.clear()
         self.sub = Ring(s.rings, sub, sub_bytes)
         self.comp = Ring(s.rings, comp, comp_bytes)
-        self.sel.register(s.doorbell, selectors.EVENT_READ, lambda: self.drain(s))
+        self.sel.register(s.sq_eventfd, selectors.EVENT_READ, lambda: self.drain(s))
         regions = [
             {k: v.hex() if isinstance(v, bytes) else v for k, v in r.items()} for r in m["regions"]
         ]
@@ -340,7 +341,7 @@ class Fake:
         if s.rings is None:
             return  # dropped in the same turn
         try:
-            os.read(s.doorbell, 8)
+            os.read(s.sq_eventfd, 8)
         except BlockingIOError:
             pass
         while self.reading and s.rings is not None:
@@ -375,7 +376,7 @@ class Fake:
                 0,
                 lease,
                 msgpack.packb(
-                    {"bytes": 1, "us": 2, "transport": "tcp", "reason": "", "recompute": []}
+                    {"bytes": 1, "took_us": 2, "transport": "tcp", "reason": "", "recompute": []}
                 ),
             )
         elif kind == RECORDS["CANCEL"] and lease in self.left:
@@ -386,7 +387,7 @@ class Fake:
                 2,
                 lease,
                 msgpack.packb(
-                    {"bytes": 0, "us": 2, "transport": "", "reason": "", "recompute": []}
+                    {"bytes": 0, "took_us": 2, "transport": "", "reason": "", "recompute": []}
                 ),
             )
         elif kind == RECORDS["INTENT"]:
@@ -407,13 +408,13 @@ class Fake:
         if not ok:
             emit("completion-full")
         if self.comp.asleep():
-            os.write(s.bell, struct.pack("<Q", 1))
+            os.write(s.cq_eventfd, struct.pack("<Q", 1))
 
     def drop(self, s: Session) -> None:
         self.sel.unregister(s.sock)
         s.sock.close()
-        if s.doorbell >= 0 and s.rings is not None:
-            self.sel.unregister(s.doorbell)
+        if s.sq_eventfd >= 0 and s.rings is not None:
+            self.sel.unregister(s.sq_eventfd)
         for fd in s.fds:
             os.close(fd)
         s.fds, s.rings = [], None
@@ -459,7 +460,7 @@ class Fake:
             ring.store({"head": HEAD, "tail": TAIL}[c["word"]], c["value"])
             if c["ring"] == "comp" and ring.asleep():
                 assert s is not None
-                os.write(s.bell, struct.pack("<Q", 1))
+                os.write(s.cq_eventfd, struct.pack("<Q", 1))
         elif cmd == "send":
             assert s is not None
             self.send(s, c["name"], c["body"])

@@ -97,7 +97,7 @@ def test_destination_lease(sidecar: Make, worker: Make) -> None:
     r = s.record("EXPECT", lease=a)
     assert (
         r["body"]["skip"] == [16]
-        and r["body"]["partner_ms"] == 500
+        and r["body"]["match_timeout_ms"] == 500
         and list(r["body"])[0] == "xfer"
     )
     s.complete(
@@ -105,7 +105,7 @@ def test_destination_lease(sidecar: Make, worker: Make) -> None:
         "RECEIVED",
         1,
         bytes=5,
-        us=6,
+        took_us=6,
         transport="tcp",
         reason="checksum",
         recompute=[[0, 16], [32, 40]],
@@ -119,7 +119,7 @@ def test_destination_lease(sidecar: Make, worker: Make) -> None:
     )
     assert w.cancel(a, "abort")
     assert s.record("CANCEL", lease=a)["body"] == {"reason": "abort"}
-    s.complete(a, "RECEIVED", 2, bytes=0, us=0, transport="", reason="cancelled", recompute=[])
+    s.complete(a, "RECEIVED", 2, bytes=0, took_us=0, transport="", reason="cancelled", recompute=[])
     assert poll_one(w).status == CompletionStatus.CANCELLED
     assert w.status().source_epoch == 0  # destination blocks have no source epoch
 
@@ -189,7 +189,7 @@ def test_what_was_sent_before_death_counts(sidecar: Make, worker: Make) -> None:
     w = worker()
     dst = expect(w)
     s.record("EXPECT")
-    s.complete(dst, "RECEIVED", 0, bytes=9, us=1, transport="shm", reason="", recompute=[])
+    s.complete(dst, "RECEIVED", 0, bytes=9, took_us=1, transport="shm", reason="", recompute=[])
     s.command("ping")
     s.expect("pong")
     s.kill()

@@ -154,6 +154,8 @@ def test_version_refusal_heals_without_restart(sidecar: Make, worker: Make) -> N
     s.kill()
     s = sidecar(version=2 << 16)
     until(lambda: "chose protocol 2.0" in w.status().error, "the numbers are named")
+    for release in ('sidecar (release "0.9.0")', f'library (release "{kvspray.__version__}")'):
+        assert release in w.status().error
     s.kill()
     sidecar()
     assert w.wait_connected(TIMEOUT_S)
@@ -270,7 +272,7 @@ def test_drain(sidecar: Make, worker: Make) -> None:
     s.command("send", name="BYE", body={"reason": "SIGTERM"})
     until(lambda: not w.connected, "draining")
     assert w.status().degraded and w.expect(XFER, HASH, "a:1", 40, 0, [[1]]) == 0
-    s.complete(dst, "RECEIVED", 0, bytes=1, us=1, transport="tcp", reason="", recompute=[])
+    s.complete(dst, "RECEIVED", 0, bytes=1, took_us=1, transport="tcp", reason="", recompute=[])
     assert poll_one(w).ok
 
 
@@ -342,7 +344,7 @@ def test_forked_child_is_inert(sidecar: Make, worker: Make) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     s.command("flags")
     assert s.expect("flags")["layers"][0] == 0
-    s.complete(lease, "RECEIVED", 0, bytes=1, us=1, transport="tcp", reason="", recompute=[])
+    s.complete(lease, "RECEIVED", 0, bytes=1, took_us=1, transport="tcp", reason="", recompute=[])
     assert poll_one(w).ok and w.connected
 
 

@@ -60,7 +60,7 @@ def test_copy(sidecar: Make, two: Make) -> None:
     blocks = kvspray.protocol.pack_copies([(0, 4096, 10), (1 << 40, 0, 3)])
     assert r["body"] == {"src": 0, "dst": 1, "blocks": blocks, "deadline_ms": 15000, "req": "load"}
     assert kvspray.protocol.encode("COPY", r["body"]).hex() == r["hex"]
-    s.complete(lease, "RECEIVED", 0, bytes=13, us=7, transport="host", reason="", recompute=[])
+    s.complete(lease, "RECEIVED", 0, bytes=13, took_us=7, transport="host", reason="", recompute=[])
     assert ended(w, lease) == kvspray.Completion(
         lease, True, CompletionStatus.OK, bytes=13, us=7, transport="host"
     )
@@ -69,7 +69,9 @@ def test_copy(sidecar: Make, two: Make) -> None:
     assert s.record("COPY", lease=again)["body"]["src"] == 1
     assert w.cancel(again, "not needed")
     assert s.record("CANCEL", lease=again)["body"] == {"reason": "not needed"}
-    s.complete(again, "RECEIVED", 2, bytes=0, us=7, transport="", reason="cancelled", recompute=[])
+    s.complete(
+        again, "RECEIVED", 2, bytes=0, took_us=7, transport="", reason="cancelled", recompute=[]
+    )
     assert ended(w, again).status == CompletionStatus.CANCELLED
 
 
@@ -104,7 +106,7 @@ def test_more_copies_than_the_sidecar_takes(sidecar: Make, two: Make) -> None:
         == kvspray.LATER
     )
     assert w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]]) > 0
-    s.complete(first, "RECEIVED", 0, bytes=8, us=7, transport="host", reason="", recompute=[])
+    s.complete(first, "RECEIVED", 0, bytes=8, took_us=7, transport="host", reason="", recompute=[])
     ended(w, first)
     assert w.copy(cache, host, [(0, 0, 8)]) > 0
 
@@ -203,7 +205,9 @@ def test_load(sidecar: Make, two: Make) -> None:
         "after": 9,
     }
     assert r["body"] == want and kvspray.protocol.encode("LOAD", want).hex() == r["hex"]
-    s.complete(lease, "RECEIVED", 0, bytes=13, us=7, transport="direct", reason="", recompute=[])
+    s.complete(
+        lease, "RECEIVED", 0, bytes=13, took_us=7, transport="direct", reason="", recompute=[]
+    )
     assert ended(w, lease).ok
     lease = w.load(parts(cache, host), pages, 0, 0)
     s.record("LOAD", lease=lease)
@@ -339,7 +343,7 @@ def test_what_waits_for_a_load_goes_on(sidecar: Make, two: Make) -> None:
     s: Sidecar = sidecar()
     w, cache, host = two()
     arrived = [word() for _ in range(5)]
-    refused = {"bytes": 0, "us": 1, "transport": "", "reason": "no", "recompute": []}
+    refused = {"bytes": 0, "took_us": 1, "transport": "", "reason": "no", "recompute": []}
     value = 10
     leases: list[int] = []
 
@@ -425,6 +429,6 @@ def test_close_waits_for_loads(sidecar: Make, two: Make) -> None:
     closer.start()
     closer.join(0.3)
     assert closer.is_alive() and x.value == 1 << 62
-    s.complete(lease, "RECEIVED", 4, bytes=0, us=1, transport="", reason="no", recompute=[])
+    s.complete(lease, "RECEIVED", 4, bytes=0, took_us=1, transport="", reason="no", recompute=[])
     closer.join(TIMEOUT_S)
     assert not closer.is_alive() and x.value == 0

@@ -373,7 +373,14 @@ def answer(s: Sidecar, status: CompletionStatus, reason: str) -> None:
     copy = s.record("COPY")
     assert copy["body"]["req"] == "preload" and len(copy["body"]["blocks"]) == 24
     s.complete(
-        copy["lease"], "RECEIVED", status, bytes=0, us=1, transport="", reason=reason, recompute=[]
+        copy["lease"],
+        "RECEIVED",
+        status,
+        bytes=0,
+        took_us=1,
+        transport="",
+        reason=reason,
+        recompute=[],
     )
 
 

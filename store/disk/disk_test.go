@@ -1,6 +1,7 @@
 package disk
 
 import (
+	"bytes"
 	"errors"
 	"os"
 	"path/filepath"
@@ -422,7 +423,14 @@ func TestRefusesPathsByName(t *testing.T) {
 	}
 	_, _ = f.WriteAt([]byte{3, 0}, 12)
 	_ = f.Close()
+	before, err := os.ReadFile(c)
+	if err != nil {
+		t.Fatal(err)
+	}
 	refuse(config(c), c, "format 3", "reads format 1", "newer release")
+	if after, err := os.ReadFile(c); err != nil || !bytes.Equal(after, before) {
+		t.Errorf("%s was touched: %v", c, err)
+	}
 	refuse(Config{Devices: []Device{{filepath.Join(dir, "small"), 1 << 20}}}, "size 1048576",
 		"raise it")
 	refuse(Config{Devices: []Device{{filepath.Join(dir, "huge"), 1 << 50}}}, "lower size")

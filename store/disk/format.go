@@ -31,7 +31,7 @@ const (
 	magicSegment = "KVSPSEG\x01"
 	magicTable   = "KVSPTAB\x01"
 	magicEnd     = "KVSPEND\x01"
-	magicLedger  = "KVSPCHK\x02"
+	magicLedger  = "KVSPLED\x01"
 )
 
 // kind is what a table describes.

@@ -6,7 +6,6 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/store/disk/disktest"
-	"github.com/kvspray/kvspray/store/offheap"
 	"github.com/kvspray/kvspray/store/page"
 	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
@@ -208,32 +207,6 @@ func TestLedgerCopies(t *testing.T) {
 	}
 	if files[0].Ops() != ops {
 		t.Error("a store that is refused was written to")
-	}
-}
-
-// Builds before eras wrote format 1, too, with another record of namespaces: their stores are
-// refused, not read.
-func TestRefusesTheRecordOfAnEarlierBuild(t *testing.T) {
-	files := sims(1, simBytes, 1)
-	tier := start(t, files)
-	_, _ = load(tier, 0, 0, 20)
-	_ = tier.Close()
-	buf, err := offheap.New[byte](ledgerBytes)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer buf.Free()
-	encodeLedger(buf.Elems(), tier.id, 1<<20, tier.ledger.limit, nil)
-	copy(buf.Elems(), "KVSPCHK\x01")
-	seal(buf.Elems())
-	for copy := range 2 {
-		if err := files[0].WriteAt([][]byte{buf.Elems()}, ledgerPlace(copy)); err != nil {
-			t.Fatal(err)
-		}
-	}
-	_, err = OpenFiles([]OpenDevice{{"sim", files[0], simBytes}}, Config{SegmentBytes: simSegment})
-	if err == nil || !strings.Contains(err.Error(), "both copies") {
-		t.Errorf("%v", err)
 	}
 }
 

@@ -65,7 +65,7 @@ func (l *List) Len() int { return len(l.entries) }
 var (
 	ErrAhead = fmt.Errorf("the removal's time is more than %v ahead of this node's clock; set the "+
 		"clocks of both nodes", MaxAhead)
-	ErrFull = fmt.Errorf("this node remembers removals of %d namespaces, the most that it can, and "+
+	ErrFull = fmt.Errorf("this node remembers removals of %d namespaces, its limit, and "+
 		"none of the others is earlier and done; try again later", Max)
 )
 

@@ -202,7 +202,7 @@ def router(
 
 
 def looked_up(r: Router) -> bool:
-    return r.value("tokenize_total") > 0
+    return r.value("tokenizations_total") > 0
 
 
 def test_predicted_hits_are_those_of_the_engines(engines: list[Engine], router: Router) -> None:
@@ -217,7 +217,7 @@ def test_predicted_hits_are_those_of_the_engines(engines: list[Engine], router: 
     assert score.false < score.requests / 100
     assert score.right >= 0.95 * score.found
     assert router.value("kv_event_voids_total") == router.value("kv_event_gaps_total") == 0
-    assert router.value("tokenize_total", result="failed") == 0
+    assert router.value("tokenizations_total", result="failed") == 0
 
     # A few at once: blocks come and go between a prediction and the engine's own look.
     with concurrent.futures.ThreadPoolExecutor(4) as pool:

@@ -45,7 +45,7 @@ class Node(Cluster):
     def copies(self, outcome: str = "ok") -> float:
         return rig.total(
             rig.parse_metrics(rig.get(self.sd.url + "/metrics")),
-            "kvspray_copy_copies_total",
+            "kvspray_copies_total",
             outcome=outcome,
         )
 

@@ -360,7 +360,7 @@ def test_metrics_of_both_sides(c: Cluster) -> None:
     c.settle()
     p, d = c.p.metrics(), c.d.metrics()
     assert rig.total(p, "vllm:kvspray_transfers_total", side="sent", outcome="ok") > 0
-    assert rig.total(d, "vllm:kvspray_transfer_seconds_count") == rig.total(
+    assert rig.total(d, "vllm:kvspray_xfer_time_seconds_count") == rig.total(
         d, "vllm:kvspray_transfers_total", side="received", outcome="ok"
     )
     assert rig.total(p, "vllm:kvspray_bytes_total", side="sent") > 0

@@ -9,6 +9,6 @@ export PYTHONPATH=$PWD/.build/gpu/py
 gpus=$(seq -s, 0 $(($(nvidia-smi --list-gpus | wc -l) - 1)))
 rc=0
 time .build/gpu/kvspray calibrate --out "$out/gpu-table.json" || rc=$?
-python3 test/gpu/copies.py --kvspray .build/gpu/kvspray --gpus "$gpus" --set transports.gpu.table="${TABLE:-$out/gpu-table.json}" --json "$out/copies.json" || rc=$?
+python3 test/gpu/copies.py --kvspray .build/gpu/kvspray --gpus "$gpus" --set transports.gpu.calibration="${TABLE:-$out/gpu-table.json}" --json "$out/copies.json" || rc=$?
 .build/gpu/kvspray-bench gpu multipath --repeat 5 --json "$out/multipath.json" || rc=$?
 exit $rc

@@ -12,6 +12,6 @@ gpus=$(nvidia-smi --list-gpus | wc -l)
 .build/gpu/kvspray-bench gpu --json "$out/gpu.json" --html "$out/gpu.html" || rc=$?
 python3 test/gpu/e2e.py --kvspray .build/gpu/kvspray --gpus 0,$((gpus > 1 ? 1 : 0)) --json "$out/e2e.json" || rc=$?
 .build/gpu/kvspray calibrate --out "$out/gpu-table.json" || rc=$?
-python3 test/gpu/copies.py --set transports.gpu.table="$out/gpu-table.json" --kvspray .build/gpu/kvspray --gpus "$(seq -s, 0 $((gpus - 1)))" --json "$out/copies.json" || rc=$?
-python3 test/gpu/links.py --set transports.gpu.table="$out/gpu-table.json" --kvspray .build/gpu/kvspray --gpus "$(seq -s, 0 $((gpus - 1)))" --json "$out/links.json" || rc=$?
+python3 test/gpu/copies.py --set transports.gpu.calibration="$out/gpu-table.json" --kvspray .build/gpu/kvspray --gpus "$(seq -s, 0 $((gpus - 1)))" --json "$out/copies.json" || rc=$?
+python3 test/gpu/links.py --set transports.gpu.calibration="$out/gpu-table.json" --kvspray .build/gpu/kvspray --gpus "$(seq -s, 0 $((gpus - 1)))" --json "$out/links.json" || rc=$?
 exit $rc

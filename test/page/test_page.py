@@ -137,7 +137,7 @@ def test_healthy(page: Page, pair: Pair) -> None:
     expect(page.locator("#peers-table tbody")).to_contain_text("prefill")
     expect(page.locator("#successes tbody tr").first).to_contain_text("96 MiB")
     failed = page.locator("#failures tbody tr").last
-    for text in ("lost-", "expired", "no partner", "kvspray ping"):
+    for text in ("lost-", "expired", "no source", "kvspray ping"):
         expect(failed).to_contain_text(text)
     # A string in wait_for_function would need the page's permission to evaluate it.
     expect(page.locator(".tile").nth(1).locator("b")).to_have_text(re.compile("[1-9]"))

@@ -404,7 +404,7 @@ class Demo:
         v.hashes = block_hashes(sp.lines(sp.hashes)), block_hashes(sd.lines(sd.hashes))
         metrics = [s.metrics() for s in self.sidecars]
         v.refused = int(
-            sum(total(m, "kvspray_lane_refused_frames_total", reason="checksum") for m in metrics)
+            sum(total(m, "kvspray_lane_frames_refused_total", reason="checksum") for m in metrics)
         )
         v.retries = int(
             sum(

@@ -94,7 +94,7 @@ def test_conversations(servers: tuple[Server, Server], sidecar: rig.Sidecar) -> 
     print(f"prompts of {prompts} tokens, of which the store had {cached}")
     assert all(hits >= n // PAGE * PAGE - PAGE for n, hits in zip(prompts, cached, strict=True))
     assert found(sidecar) >= sum(cached[1:]) // PAGE
-    copies = counted(sidecar, "kvspray_copy_copies_total", outcome="ok")
+    copies = counted(sidecar, "kvspray_copies_total", outcome="ok")
     print(f"{copies:.0f} copies from the host pool by the sidecar")
     assert copies > 0
 

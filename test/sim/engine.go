@@ -421,7 +421,7 @@ func (k *sink) Bytes(r transfer.Range) (uint64, error) { return k.plan.space.Byt
 // Device implements transport.Memory.
 func (k *sink) Device() mem.Device { return nil }
 
-// WriteWord implements simfabric.WordSink.
+// WriteWord implements simfabric.WordMemory.
 func (k *sink) WriteWord(chunk uint32, w uint64) {
 	k.write(chunk)
 	layer, i := k.plan.place(chunk)

@@ -121,9 +121,9 @@ func TestNoFaultCommits(t *testing.T) {
 					seed := uint64(run + 1)
 					src.Write(seed)
 					b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, transfer.Gen(run+1))
-					b.Sink.Seed.Store(seed) // each Landed is checked against it
+					b.Dest.Seed.Store(seed) // each Landed is checked against it
 					landed := spread(p, lanes, b)
-					full := b.Sink.Full()
+					full := b.Dest.Full()
 					if kind == Duplicate && plan.Extra(kind, transfer.Landed) == 0 {
 						// before the fence, once: all others race with it
 						until(t, "duplicates are gone", plan.Quiet)

@@ -45,7 +45,7 @@ func TestScript(t *testing.T) {
 			src, dst := transporttest.NewMemory(t, s), transporttest.NewMemory(t, s)
 			src.Write(9)
 			b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-			b.Sink.Seed.Store(9)
+			b.Dest.Seed.Store(9)
 			for i := range uint32(3) {
 				began := time.Now()
 				res := p.A.MoveWait(l, b.Origin, transfer.Range{First: 4 * i, Count: 4}, 1)

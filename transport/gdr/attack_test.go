@@ -87,7 +87,7 @@ func lateWrite(t *testing.T, p *transporttest.Pair, w holder, src, dst *transpor
 		// Another lane brings everything; it takes the chunks over from the frozen one, which the
 		// receiver stops.
 		if r := p.A.MoveWait(open(t, p, 1), b.Origin, src.All(), 2); r.Outcome != transfer.Landed ||
-			!b.Sink.Full() {
+			!b.Dest.Full() {
 			t.Fatalf("the retry: %s %s: %v", r.Outcome, r.Reason, r.Err)
 		}
 	}
@@ -297,7 +297,7 @@ func TestKeysEnd(t *testing.T) {
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 	src.Write(seedOld)
 	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-	bind.Sink.Seed.Store(seedOld)
+	bind.Dest.Seed.Store(seedOld)
 	f.Hold(a.(*lane).q.Num())
 	res := p.A.Move(a, bind.Origin, src.All(), 1)
 	until(t, "writes are under way", writing(a))
@@ -335,7 +335,7 @@ func TestDeviceKeysEnd(t *testing.T) {
 	const limit = 50
 	for gen := transfer.Gen(1); ; gen++ {
 		bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen)
-		bind.Sink.Seed.Store(seedOld)
+		bind.Dest.Seed.Store(seedOld)
 		l := open(t, p, 0)
 		dev, err := p.B.Backend.(*Backend).rails[0].current()
 		if err != nil {
@@ -370,7 +370,7 @@ func TestDeviceKeysEnd(t *testing.T) {
 				r = p.A.MoveWait(l, bind.Origin, slice(i), attempt)
 			}
 		}
-		if !bind.Sink.Full() {
+		if !bind.Dest.Full() {
 			t.Fatal("not full")
 		}
 		_ = l.Close()

@@ -16,7 +16,7 @@ import (
 type Options struct {
 	Rails        []string      // device[/port][@gid index]; none: every active port
 	Listen       string        // host for lanes if a port has no IP address (InfiniBand)
-	DeadPath     time.Duration // time until a dead path is noticed
+	DeadAfter    time.Duration // time until a dead path is noticed
 	MTU          int           // largest MTU in bytes; 0: the port's
 	TrafficClass int
 	ServiceLevel int
@@ -35,7 +35,7 @@ func timer(d time.Duration) uint8 {
 	return uint8(max(bits.Len64(n)-1, 1))
 }
 
-// Timers returns the time in which a device's own timers give up a path under a dead_path: the
+// Timers returns the time in which a device's own timers give up a path under a dead_after: the
 // configured time-outs, and twice that, which the device may take.
 func Timers(deadPath time.Duration) (lowest, highest time.Duration) {
 	lowest = (retries + 1) * (timerUnit << timer(deadPath))
@@ -122,7 +122,7 @@ func Find(o Options) ([]Rail, error) {
 		}
 		cfg := verbs.Config{Device: x.p.Device, Port: x.p.Num, GIDIndex: x.gid,
 			TrafficClass: uint8(o.TrafficClass), ServiceLevel: uint8(o.ServiceLevel),
-			Timer: timer(o.DeadPath), Retries: retries}
+			Timer: timer(o.DeadAfter), Retries: retries}
 		if o.MTU > 0 {
 			cfg.MTU = verbs.MTU(bits.Len(uint(o.MTU)) - 8)
 		}

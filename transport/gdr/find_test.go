@@ -25,7 +25,7 @@ func TestTimers(t *testing.T) {
 	for d, want := range map[time.Duration]time.Duration{50 * time.Millisecond: 16777216,
 		500 * time.Millisecond: 134217728} {
 		if low, high := Timers(d); low != want || high != 2*want {
-			t.Errorf("dead_path %s: %s to %s, want %s to twice that", d, low, high, want)
+			t.Errorf("dead_after %s: %s to %s, want %s to twice that", d, low, high, want)
 		}
 	}
 }

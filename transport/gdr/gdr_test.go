@@ -86,13 +86,13 @@ func TestContent(t *testing.T) {
 		src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, other)
 		src.Write(5)
 		bind := transporttest.NewBind(t, from, to, src, dst, 3, 9)
-		bind.Sink.Seed.Store(5) // Landed compares every chunk
+		bind.Dest.Seed.Store(5) // Landed compares every chunk
 		for _, r := range []transfer.Range{{Count: 10}, {First: 10, Count: 14}, {First: 5, Count: 8}} {
 			if res := from.MoveWait(l, bind.Origin, r, 1); res.Outcome != transfer.Landed {
 				t.Fatalf("%v: %s %s: %v", r, res.Outcome, res.Reason, res.Err)
 			}
 		}
-		if !bind.Sink.Full() {
+		if !bind.Dest.Full() {
 			t.Fatal("not full")
 		}
 		bind.End(t)
@@ -145,7 +145,7 @@ func TestSilentNIC(t *testing.T) {
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 	src.Write(5)
 	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-	bind.Sink.Seed.Store(5)
+	bind.Dest.Seed.Store(5)
 	f.LoseAnswers(a.(*lane).q.Num())
 	res := p.A.Move(a, bind.Origin, src.All(), 1)
 	until(t, "writes are under way", writing(a))

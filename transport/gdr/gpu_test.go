@@ -121,13 +121,13 @@ func TestGPUMemory(t *testing.T) {
 				l.dev.keys.part = 64 << 10 // as a device that limits one registration
 			}
 			bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-			bind.Sink.Seed.Store(seedOld)
+			bind.Dest.Seed.Store(seedOld)
 			r := p.A.MoveWait(a, bind.Origin, src.All(), 1)
 			if r.Outcome != c.outcome || c.outcome != transfer.Landed &&
 				(r.Reason != transfer.ReasonMemory || !strings.Contains(r.Err.Error(), c.contains)) {
 				t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 			}
-			if full := bind.Sink.Full(); full != (c.outcome == transfer.Landed) {
+			if full := bind.Dest.Full(); full != (c.outcome == transfer.Landed) {
 				t.Errorf("full: %v", full)
 			}
 			if n := to.flushes.Load(); (n > 0) != to.unordered {
@@ -160,14 +160,14 @@ func TestGPUFlush(t *testing.T) {
 	to.flushErr.Store(&errGPU)
 	a, _ := p.Dial()
 	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-	bind.Sink.Seed.Store(seedOld)
+	bind.Dest.Seed.Store(seedOld)
 	if r := p.A.MoveWait(a, bind.Origin, src.All(), 1); r.Outcome != transfer.Rejected ||
-		r.Reason != transfer.ReasonMemory || bind.Sink.Full() {
+		r.Reason != transfer.ReasonMemory || bind.Dest.Full() {
 		t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	to.flushErr.Store(nil)
 	if r := p.A.MoveWait(a, bind.Origin, src.All(), 2); r.Outcome != transfer.Landed ||
-		!bind.Sink.Full() {
+		!bind.Dest.Full() {
 		t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	if here.is(func(d *oddDevice) bool { return d.inlined != 0 }) {

@@ -69,9 +69,9 @@ func moves(t *testing.T, p *transporttest.Pair, gen transfer.Gen) {
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 	src.Write(uint64(gen))
 	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen)
-	b.Sink.Seed.Store(uint64(gen))
+	b.Dest.Seed.Store(uint64(gen))
 	l := open(t, p, 0)
-	if r := p.A.MoveWait(l, b.Origin, src.All(), 1); r.Outcome != transfer.Landed || !b.Sink.Full() {
+	if r := p.A.MoveWait(l, b.Origin, src.All(), 1); r.Outcome != transfer.Landed || !b.Dest.Full() {
 		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	b.End(t)
@@ -187,9 +187,9 @@ func TestPortState(t *testing.T) {
 	moves(t, p, 1)
 }
 
-// TestDeadPathWaitsForNoTimerOfOurs: when the NIC's timers have given a path up, its slices are
+// TestDeadAfterWaitsForNoTimerOfOurs: when the NIC's timers have given a path up, its slices are
 // notified of without any wait of gdr's: all of them are longer here than the test has time.
-func TestDeadPathWaitsForNoTimerOfOurs(t *testing.T) {
+func TestDeadAfterWaitsForNoTimerOfOurs(t *testing.T) {
 	f, p, _, _ := oddPair(t, func(c *Config) {
 		c.Patience, c.Silence, c.Drain = time.Hour, time.Hour,
 			time.Hour
@@ -208,10 +208,10 @@ func TestDeadPathWaitsForNoTimerOfOurs(t *testing.T) {
 	b.End(t)
 }
 
-// TestDeviceDeadPath measures how long it takes until a dead path is noticed, and its slice
-// reported, under the timers of each dead_path, in a guest that does nothing else. It judges no
+// TestDeviceDeadAfter measures how long it takes until a dead path is noticed, and its slice
+// reported, under the timers of each dead_after, in a guest that does nothing else. It judges no
 // time: an emulated processor has no fixed speed.
-func TestDeviceDeadPath(t *testing.T) {
+func TestDeviceDeadAfter(t *testing.T) {
 	ends(t) // or skip
 	drop := func(how string) {
 		if out, err := exec.Command("iptables", how, "INPUT", "-i", "r0b", "-p", "udp", "--dport", "4791",
@@ -262,7 +262,7 @@ func TestDeviceDeadPath(t *testing.T) {
 			ms(2*unit), ms(noticed[runs/2]), ms(noticed[0]), ms(noticed[runs-1]),
 			ms(notified[runs/2]), ms(notified[0]), ms(notified[runs-1]))
 	}
-	fmt.Printf("| dead_path | the timers take, ms | noticed after, median (range) | slices "+
+	fmt.Printf("| dead_after | the timers take, ms | noticed after, median (range) | slices "+
 		"reported after |\n|---|---|---|---|\n%s", table.String())
 }
 

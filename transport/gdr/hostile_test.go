@@ -58,7 +58,7 @@ func underWay(t *testing.T, f *fake.Fabric, p *transporttest.Pair) (here, there 
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 	src.Write(seedOld)
 	b = transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-	b.Sink.Seed.Store(seedOld)
+	b.Dest.Seed.Store(seedOld)
 	f.Hold(here.q.Num())
 	res = p.A.Move(here, b.Origin, src.All(), 1)
 	until(t, "messages are on the wire", func() bool { return f.Held(here.q.Num()) > 0 })
@@ -163,7 +163,7 @@ func TestLaterAttemptWaits(t *testing.T) {
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 	src.Write(seedOld)
 	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-	b.Sink.Seed.Store(seedOld)
+	b.Dest.Seed.Store(seedOld)
 	first := p.A.Move(x, b.Origin, src.All(), 1)
 	until(t, "the first attempt holds the chunks", func() bool {
 		var probe transport.Claim
@@ -226,7 +226,7 @@ func TestDeviceThatDoesNotAnswer(t *testing.T) {
 		func() bool { return here.is(func(d *oddDevice) bool { return d.waiting >= 2 }) })
 	src := transporttest.NewMemory(t, shape)
 	grant := &transport.Grant{Peer: p.B.Boot, Slot: 7, Gen: 1,
-		Memory: transporttest.NewBind(t, p.B, p.A, src, transporttest.NewMemory(t, shape), 7, 1).Sink}
+		Memory: transporttest.NewBind(t, p.B, p.A, src, transporttest.NewMemory(t, shape), 7, 1).Dest}
 	for range 100 { // whenever the dialler takes its locks
 		within(t, "Grant", func() {
 			if _, err := backend.Grant(grant); err != nil {
@@ -278,7 +278,7 @@ func TestKeysEndUnderOthers(t *testing.T) {
 	_ = x
 	l := y.(*lane)
 	_ = there
-	blocks, err := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1).Sink.Resolve(nil, dst.All())
+	blocks, err := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1).Dest.Resolve(nil, dst.All())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -19,7 +19,7 @@ func TestLiars(t *testing.T) {
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 	src.Write(seedOld)
 	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-	bind.Sink.Seed.Store(seedOld)
+	bind.Dest.Seed.Store(seedOld)
 	one := transfer.Range{First: 3, Count: 1}
 	verdict := func(imm uint32) func(*testing.T, *lane) {
 		return func(t *testing.T, l *lane) {
@@ -174,7 +174,7 @@ func TestLongAsk(t *testing.T) {
 
 func total64(t *testing.T, b *transporttest.Bind, r transfer.Range) uint64 {
 	t.Helper()
-	n, err := b.Sink.Bytes(r)
+	n, err := b.Dest.Bytes(r)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -60,7 +60,7 @@ func TestStoppedPeerIsNotLost(t *testing.T) {
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 	src.Write(seedOld)
 	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-	b.Sink.Seed.Store(seedOld)
+	b.Dest.Seed.Store(seedOld)
 	there.mu.Lock() // none of its goroutines gets past this
 	res := p.A.Move(here, b.Origin, src.All(), 1)
 	began := time.Now()

@@ -60,12 +60,12 @@ func landsIn(t *testing.T, seed uint64, change func(*fake.Fabric) func(verbs.Dev
 		b.Grant.Landed = func(l transport.Lane, r transfer.Range, fresh uint32) {
 			f.Still(func() { // look at the memory while nothing moves
 				for c := r.First; c < r.End(); c++ {
-					if _, ok := b.Sink.Holds(content, int(c)); !ok {
+					if _, ok := b.Dest.Holds(content, int(c)); !ok {
 						amiss.Add(1)
 					}
 				}
 			})
-			b.Sink.Landed(l, r, fresh)
+			b.Dest.Landed(l, r, fresh)
 		}
 		binds = append(binds, b)
 		for i := range uint32(6) {
@@ -77,7 +77,7 @@ func landsIn(t *testing.T, seed uint64, change func(*fake.Fabric) func(verbs.Dev
 	}
 	all.Wait()
 	for _, b := range binds {
-		landed += b.Sink.Count()
+		landed += b.Dest.Count()
 		b.End(t)
 	}
 	return int(amiss.Load()), landed

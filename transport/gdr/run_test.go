@@ -277,14 +277,14 @@ func TestEvenMemory(t *testing.T) {
 		src.Write(5)
 		bind := transporttest.NewBind(t, p.A, p.B, src, dst, transfer.Slot(i), 1)
 		// Landed compares every chunk
-		bind.Sink.Seed.Store(5)
+		bind.Dest.Seed.Store(5)
 		// a part first: the rest finds it landed
 		for _, r := range []transfer.Range{{First: 3, Count: 4}, src.All()} {
 			if res := p.A.MoveWait(a, bind.Origin, r, 1); res.Outcome != transfer.Landed {
 				t.Fatalf("%s %s: %v", res.Outcome, res.Reason, res.Err)
 			}
 		}
-		if !bind.Sink.Full() {
+		if !bind.Dest.Full() {
 			t.Fatal("not full")
 		}
 		bind.End(t)

@@ -56,7 +56,7 @@ func TestLaterAttemptLooksFirst(t *testing.T) {
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 	src.Write(seedOld)
 	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-	b.Sink.Seed.Store(seedOld)
+	b.Dest.Seed.Store(seedOld)
 	x, far, first := under(t, f, p, b, src.All())
 	wake := make(chan struct{})
 	awake := sync.OnceFunc(func() { close(wake) })
@@ -92,7 +92,7 @@ func TestLaterAttemptStopsNoOther(t *testing.T) {
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 	src.Write(seedOld)
 	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-	b.Sink.Seed.Store(seedOld)
+	b.Dest.Seed.Store(seedOld)
 	_, deadEnd, dead := under(t, f, p, b, transfer.Range{Count: 4})
 	x, farEnd, alive := under(t, f, p, b, transfer.Range{First: 4, Count: 4})
 	stale(deadEnd)
@@ -164,7 +164,7 @@ func TestSlowLaneIsWaitedFor(t *testing.T) {
 	slice := func() (b *transporttest.Bind, res <-chan transport.Result) {
 		gen++
 		b = transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen)
-		b.Sink.Seed.Store(seedOld)
+		b.Dest.Seed.Store(seedOld)
 		f.Hold(here.q.Num())
 		res = p.A.Move(here, b.Origin, src.All(), 1)
 		until(t, "messages are on the wire", func() bool { return f.Held(here.q.Num()) > 0 })

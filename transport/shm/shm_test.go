@@ -297,7 +297,7 @@ func testRefusals(t *testing.T, n, each uint64) {
 			transfer.ReasonRevoked, false},
 		"closed origin": {func(o *transport.Origin, _ *transport.Grant) { o.Revoke() },
 			transfer.NotLanded, transfer.ReasonSourceGone, true},
-		"disowned": {func(o *transport.Origin, _ *transport.Grant) { o.Valid = invalid },
+		"invalidated": {func(o *transport.Origin, _ *transport.Grant) { o.Valid = invalid },
 			transfer.NotLanded, transfer.ReasonInvalidated, true},
 		"other length": {func(_ *transport.Origin, g *transport.Grant) {
 			m := newMemory(t, n-each, each, 3)

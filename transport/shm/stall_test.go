@@ -38,7 +38,7 @@ func TestSlicesWaitForPulls(t *testing.T) {
 		landed bool
 	}{
 		{name: "all land", valid: true, landed: true},
-		{name: "disowned"},
+		{name: "invalidated"},
 		{name: "the lane is lost", valid: true, end: func(p *pair) error { return p.lane.Close() }},
 	} {
 		t.Run(c.name, func(t *testing.T) {

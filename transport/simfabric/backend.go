@@ -20,8 +20,8 @@ type WordSource interface {
 	ReadWord(chunk uint32) uint64
 }
 
-// WordSink is the memory of a grant that is modeled.
-type WordSink interface {
+// WordMemory is the memory of a grant that is modeled.
+type WordMemory interface {
 	transport.Memory
 	WriteWord(chunk uint32, word uint64)
 }

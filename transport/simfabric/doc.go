@@ -16,7 +16,7 @@
 // time, the kernel's buffers.
 //
 // Content is bytes, and one word per chunk if the memories of an origin and a grant implement
-// WordSource and WordSink.
+// WordSource and WordMemory.
 //
 // Everything happens in Step and Run, in the order of time and then of scheduling; the only
 // randomness is the seed's. The same seed and the same calls give the same events, of which Trace

@@ -109,7 +109,7 @@ func (e *end) open(fl *flight) transfer.Reason {
 	if n != fl.total {
 		return transfer.ReasonLength
 	}
-	if _, ok := g.Memory.(WordSink); ok != (fl.words != nil) || e.f.cfg.OneSided && !ok {
+	if _, ok := g.Memory.(WordMemory); ok != (fl.words != nil) || e.f.cfg.OneSided && !ok {
 		return transfer.ReasonMemory
 	} else if !ok {
 		if _, err := g.Memory.Resolve(nil, r); err != nil {
@@ -142,7 +142,7 @@ func (e *end) place(fl *flight, idx uint32) {
 		fl.words[idx] == padding {
 		return
 	}
-	fl.grant.Memory.(WordSink).WriteWord(chunk, fl.words[idx])
+	fl.grant.Memory.(WordMemory).WriteWord(chunk, fl.words[idx])
 }
 
 // write writes one chunk, unless it has landed before or another attempt may write it by now.
@@ -164,7 +164,7 @@ func (e *end) write(fl *flight, idx uint32) {
 	switch {
 	case !fresh:
 	case fl.words != nil:
-		fl.grant.Memory.(WordSink).WriteWord(chunk, fl.words[idx])
+		fl.grant.Memory.(WordMemory).WriteWord(chunk, fl.words[idx])
 	default:
 		blocks, err := fl.grant.Memory.Resolve(nil, one)
 		if err == nil {

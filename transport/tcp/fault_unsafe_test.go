@@ -144,7 +144,7 @@ func TestDamageOnTheWire(t *testing.T) {
 			b.End(t)
 			continue
 		}
-		b.Sink.Seed.Store(5)
+		b.Dest.Seed.Store(5)
 		if r.Outcome != transfer.Rejected || r.Reason != transfer.ReasonChecksum {
 			t.Fatalf("crc32c: %s %s: %v", r.Outcome, r.Reason, r.Err)
 		}
@@ -178,7 +178,7 @@ func TestCutAnywhere(t *testing.T) {
 			return io.ErrUnexpectedEOF
 		})
 		b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, transfer.Gen(run+1))
-		b.Sink.Seed.Store(5)
+		b.Dest.Seed.Store(5)
 		for i := range uint32(8) {
 			r := p.A.MoveWait(a, b.Origin, transfer.Range{First: 3 * i, Count: 3}, 1)
 			switch {
@@ -340,7 +340,7 @@ func TestProcessMemory(t *testing.T) {
 			processMemory(t, dst)
 		}
 		b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-		b.Sink.Seed.Store(5)
+		b.Dest.Seed.Store(5)
 		if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome != transfer.Landed {
 			t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 		}
@@ -375,7 +375,7 @@ func TestFaultingMemory(t *testing.T) {
 		t.Errorf("destination faults: %s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	protect(dst, unix.PROT_READ|unix.PROT_WRITE)
-	b.Sink.Seed.Store(5)
+	b.Dest.Seed.Store(5)
 	if r := p.A.MoveWait(a, b.Origin, src.All(), 3); r.Outcome != transfer.Landed {
 		t.Errorf("the lane did not survive: %s %s: %v", r.Outcome, r.Reason, r.Err)
 	}

@@ -183,7 +183,7 @@ func TestSealedOnPath(t *testing.T) {
 				t.Errorf("it landed")
 			}
 			await(t, c.why.String()+" is counted", func() bool { return p.B.RefusedFor(c.why) == 1 })
-			if bind.Sink.Full() {
+			if bind.Dest.Full() {
 				t.Error("the grant is full")
 			}
 			after := content(t, dst)

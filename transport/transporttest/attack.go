@@ -77,7 +77,7 @@ func testFenceAttack(t *testing.T, f Factory, success bool) {
 			// Retries are still in flight when the last chunk lands.
 			until(t, "all chunks landed", func() bool {
 				p.A.usable(lanes...)
-				return b.Sink.Full()
+				return b.Dest.Full()
 			})
 		} else {
 			n := 1 + rand.Int64N(6)
@@ -147,7 +147,7 @@ func testSourceAttack(t *testing.T, f Factory, closed bool) {
 	for run := range runs {
 		src.Write(5)
 		b := NewBind(t, p.A, p.B, src, dst, 1, transfer.Gen(run+1))
-		b.Sink.Expect(5) // Landed checks each chunk against it
+		b.Dest.Expect(5) // Landed checks each chunk against it
 		push := push(p.A, lanes, b.Origin, src.Chunks(), 1)
 		n := 1 + rand.Int64N(6)
 		until(t, "some slices ended", func() bool { return push.ended.Load() >= n })

@@ -14,7 +14,7 @@ type Bind struct {
 	from, to *End
 	Grant    *transport.Grant
 	Origin   *transport.Origin
-	Sink     *Sink
+	Dest     *Dest
 	Source   *Source
 }
 
@@ -35,10 +35,10 @@ func NewBind(tb testing.TB, from, to *End, src, dst *Memory, slot transfer.Slot,
 func (b *Bind) bindGrant(tb testing.TB, dst *Memory, peer transfer.Boot, slot transfer.Slot,
 	gen transfer.Gen) []byte {
 	tb.Helper()
-	b.Sink = &Sink{Memory: dst, tb: tb, landed: make([]atomic.Uint32, dst.Chunks())}
-	b.Grant = &transport.Grant{Peer: peer, Slot: slot, Gen: gen, Memory: b.Sink, Landed: b.Sink.Landed}
+	b.Dest = &Dest{Memory: dst, tb: tb, landed: make([]atomic.Uint32, dst.Chunks())}
+	b.Grant = &transport.Grant{Peer: peer, Slot: slot, Gen: gen, Memory: b.Dest, Landed: b.Dest.Landed}
 	b.Grant.Receipt.Reset(dst.Chunks())
-	b.Sink.grant = b.Grant
+	b.Dest.grant = b.Grant
 	if b.to.far != nil {
 		return b.to.far.newGrant(tb, b)
 	}
@@ -69,15 +69,15 @@ func (b *Bind) bindOrigin(src *Memory, peer transfer.Boot, slot transfer.Slot, g
 
 // enter and leave hold the grant's guard, like a writer.
 func (b *Bind) enter() bool {
-	if b.Sink.far != nil {
-		return b.Sink.far.do(FarCall{Op: opEnter}).OK
+	if b.Dest.far != nil {
+		return b.Dest.far.do(FarCall{Op: opEnter}).OK
 	}
 	return b.Grant.Enter()
 }
 
 func (b *Bind) leave() {
-	if b.Sink.far != nil {
-		b.Sink.far.do(FarCall{Op: opLeave})
+	if b.Dest.far != nil {
+		b.Dest.far.do(FarCall{Op: opLeave})
 		return
 	}
 	b.Grant.Leave()
@@ -85,8 +85,8 @@ func (b *Bind) leave() {
 
 // fence revokes the grant and fences it, closeOrigin the same for the origin.
 func (b *Bind) fence(ctx context.Context) error {
-	if b.Sink.far != nil {
-		return b.Sink.far.within(ctx, opFence)
+	if b.Dest.far != nil {
+		return b.Dest.far.within(ctx, opFence)
 	}
 	b.Grant.Revoke()
 	return b.to.Backend.Fence(ctx, b.Grant)

@@ -142,13 +142,13 @@ func testContent(t *testing.T, f Factory) {
 			seed := uint64(1000 + 100*i + j)
 			src.Write(seed)
 			b := NewBind(t, p.A, p.B, src, dst, transfer.Slot(i), transfer.Gen(j+1))
-			b.Sink.Expect(seed)
+			b.Dest.Expect(seed)
 			if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome != transfer.Landed ||
 				r.Origin != b.Origin || r.Attempt != 1 || r.Took <= 0 {
 				t.Fatalf("%+v to %+v: %s %s after %s: %v", s, d, r.Outcome, r.Reason, r.Took, r.Err)
 			}
-			if !b.Sink.Full() {
-				t.Fatalf("%+v to %+v: the sender has its Landed, the sink has %d of %d", s, d, b.Sink.Count(),
+			if !b.Dest.Full() {
+				t.Fatalf("%+v to %+v: the sender has its Landed, the destination has %d of %d", s, d, b.Dest.Count(),
 					dst.Chunks())
 			}
 			b.End(t)
@@ -216,11 +216,11 @@ func testMany(t *testing.T, f Factory) {
 		seed := uint64(slot + 1)
 		src.Write(seed)
 		b := NewBind(t, p.A, p.B, src, dst, slot, 9)
-		b.Sink.Expect(seed)
+		b.Dest.Expect(seed)
 		wg.Go(func() {
 			feed(t, p.A, lanes, b)
-			if !b.Sink.Full() {
-				t.Errorf("slot %d: %d of %d chunks", slot, b.Sink.Count(), dst.Chunks())
+			if !b.Dest.Full() {
+				t.Errorf("slot %d: %d of %d chunks", slot, b.Dest.Count(), dst.Chunks())
 			}
 			b.End(t)
 			dst.GapsIntact(t)
@@ -242,7 +242,7 @@ func testBothDirections(t *testing.T, f Factory) {
 		src, dst := from.Memory(s), to.Memory(s)
 		src.Write(7)
 		bind := NewBind(t, from, to, src, dst, slot, 1)
-		bind.Sink.Expect(7)
+		bind.Dest.Expect(7)
 		wg.Go(func() {
 			feed(t, from, []transport.Lane{lane}, bind)
 			bind.End(t)
@@ -257,7 +257,7 @@ func testAcceptedEndMoves(t *testing.T, f Factory) {
 	src, dst := p.A.Memory(shapes[2]), p.B.Memory(shapes[2])
 	src.Write(3)
 	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
-	b.Sink.Expect(3)
+	b.Dest.Expect(3)
 	if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome != transfer.Landed {
 		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
@@ -272,7 +272,7 @@ func testDuplicates(t *testing.T, f Factory) {
 	src, dst := p.A.Memory(s), p.B.Memory(s)
 	src.Write(5)
 	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
-	b.Sink.Expect(5)
+	b.Dest.Expect(5)
 	for round := range uint32(10) {
 		// The same range at once on two lanes, with the later attempt on either; at least one of
 		// them lands.
@@ -290,7 +290,7 @@ func testDuplicates(t *testing.T, f Factory) {
 			}
 		}
 	}
-	if !b.Sink.Full() {
+	if !b.Dest.Full() {
 		t.Error("not full")
 	}
 	b.End(t)
@@ -332,13 +332,13 @@ func testInvalidated(t *testing.T, f Factory) {
 	src, dst := p.A.Memory(shapes[2]), p.B.Memory(shapes[2])
 	src.Write(5)
 	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
-	b.Sink.Expect(5)
+	b.Dest.Expect(5)
 	b.Source.Invalid.Store(true)
 	r := p.A.MoveWait(a, b.Origin, src.All(), 1)
 	if r.Outcome != transfer.NotLanded || r.Reason != transfer.ReasonInvalidated {
 		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
-	if n := b.Sink.Count(); n != 0 {
+	if n := b.Dest.Count(); n != 0 {
 		t.Fatalf("%d chunks of an invalidated slice landed", n)
 	}
 	b.Source.Invalid.Store(false)
@@ -354,19 +354,19 @@ func testResolveErrors(t *testing.T, f Factory) {
 	src, dst := p.A.Memory(shapes[2]), p.B.Memory(shapes[2])
 	src.Write(5)
 	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
-	b.Sink.Expect(5)
+	b.Dest.Expect(5)
 	b.Source.Broken.Store(true)
 	if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome == transfer.Landed ||
 		r.Outcome == transfer.InDoubt {
 		t.Fatalf("a source that resolves nothing: %s %s", r.Outcome, r.Reason)
 	}
 	b.Source.Broken.Store(false)
-	b.Sink.Refuse(true)
+	b.Dest.Refuse(true)
 	if r := p.A.MoveWait(a, b.Origin, src.All(), 2); r.Outcome != transfer.Rejected ||
 		r.Reason != transfer.ReasonRange {
 		t.Fatalf("a sink that resolves nothing: %s %s", r.Outcome, r.Reason)
 	}
-	b.Sink.Refuse(false)
+	b.Dest.Refuse(false)
 	if r := p.A.MoveWait(a, b.Origin, src.All(), 3); r.Outcome != transfer.Landed {
 		t.Fatalf("the lane did not survive: %s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
@@ -381,7 +381,7 @@ func testRefusals(t *testing.T, f Factory) {
 	src, dst := p.A.Memory(big), p.B.Memory(s)
 	src.Write(5)
 	b := NewBind(t, p.A, p.B, src, dst, 1, 7)
-	b.Sink.Expect(5)
+	b.Dest.Expect(5)
 	dst.Fill(0x11)
 	want := func(what string, o *transport.Origin, r transfer.Range, reason transfer.Reason) {
 		t.Helper()
@@ -433,7 +433,7 @@ func testRefusals(t *testing.T, f Factory) {
 	// The lane survived all of this.
 	good := p.B.Memory(big)
 	b = NewBind(t, p.A, p.B, src, good, 3, 1)
-	b.Sink.Expect(5)
+	b.Dest.Expect(5)
 	if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome != transfer.Landed {
 		t.Fatalf("the lane did not survive: %s %s: %v", r.Outcome, r.Reason, r.Err)
 	}

@@ -177,17 +177,17 @@ func testDeviceFails(t *testing.T, f Factory, d *Device) {
 	src, dst := NewMemory(t, shapes[2]), NewMemory(t, shapes[2])
 	src.Write(1)
 	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
-	b.Sink.Seed.Store(1)
+	b.Dest.Seed.Store(1)
 	d.Fail.Store(true)
 	res := p.A.MoveWait(l, b.Origin, src.All(), 1)
 	d.Fail.Store(false)
 	if res.Outcome == transfer.Landed || res.Reason != transfer.ReasonMemory ||
-		b.Sink.count.Load() != 0 {
+		b.Dest.count.Load() != 0 {
 		t.Fatalf("with a device that fails: %s, %s, %d chunks landed", res.Outcome, res.Reason,
-			b.Sink.count.Load())
+			b.Dest.count.Load())
 	}
 	if res := p.A.MoveWait(l, b.Origin, src.All(), 2); res.Outcome != transfer.Landed ||
-		!b.Sink.Full() {
+		!b.Dest.Full() {
 		t.Fatalf("once it works again: %s, %s: %v", res.Outcome, res.Reason, res.Err)
 	}
 	dst.GapsIntact(t)

@@ -19,7 +19,7 @@ import (
 // The suite between two hosts. It runs on the first host, with end A. End B, its memory and its
 // grants are on the other host, run by ServeFar. Here a shadow stands for them, whose methods are
 // calls over a connection. Only the calls differ: the other host has an ordinary End, Memory and
-// Sink with the same checks, and the test here that caused a finding reports it.
+// Dest with the same checks, and the test here that caused a finding reports it.
 
 // far is the other host.
 type far struct {
@@ -271,8 +271,8 @@ func (f *far) newBind(tb testing.TB, half any) *farBind {
 func (f *far) newGrant(tb testing.TB, b *Bind) []byte {
 	tb.Helper()
 	x := f.newBind(tb, b.Grant)
-	b.Sink.far = x
-	return x.do(FarCall{Op: opGrant, On: b.Sink.Memory.far.id,
+	b.Dest.far = x
+	return x.do(FarCall{Op: opGrant, On: b.Dest.Memory.far.id,
 		Peer: transport.Peer{Boot: b.Grant.Peer}, Slot: b.Grant.Slot, Gen: b.Grant.Gen}).Token
 }
 
@@ -474,11 +474,11 @@ func (p *farPlayer) answer(tb *farTB, c FarCall, a *FarAnswer) {
 		b.bindOrigin(look(p, p.memory, c.On), c.Peer.Boot, c.Slot, c.Gen, c.Token)
 		keep(p, p.binds, c.ID, b)
 	case opExpect:
-		look(p, p.binds, c.ID).Sink.Expect(c.Seed)
+		look(p, p.binds, c.ID).Dest.Expect(c.Seed)
 	case opRefuse:
-		look(p, p.binds, c.ID).Sink.Refuse(c.OK)
+		look(p, p.binds, c.ID).Dest.Refuse(c.OK)
 	case opCount:
-		a.N = look(p, p.binds, c.ID).Sink.Count()
+		a.N = look(p, p.binds, c.ID).Dest.Count()
 	case opEnter:
 		a.OK = look(p, p.binds, c.ID).enter()
 	case opLeave:

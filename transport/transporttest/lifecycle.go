@@ -21,7 +21,7 @@ func testKill(t *testing.T, f Factory) {
 	for run := range 3 * attackRuns(t) {
 		a, b := p.Dial()
 		bind := NewBind(t, p.A, p.B, src, dst, 1, transfer.Gen(run+1))
-		bind.Sink.Expect(5)
+		bind.Dest.Expect(5)
 		var wg sync.WaitGroup
 		victim := a
 		if run%2 == 0 {

@@ -277,8 +277,8 @@ func (m *Memory) Filled(c byte) (int, bool) {
 	return 0, true
 }
 
-// Sink is the memory of a grant. It checks content as it lands.
-type Sink struct {
+// Dest is the memory of a grant. It checks content as it lands.
+type Dest struct {
 	*Memory
 	tb     testing.TB
 	Seed   atomic.Uint64 // content that may land; 0: not checked
@@ -290,7 +290,7 @@ type Sink struct {
 }
 
 // Expect sets the content that may land from now on.
-func (s *Sink) Expect(seed uint64) {
+func (s *Dest) Expect(seed uint64) {
 	if s.far != nil {
 		s.far.do(FarCall{Op: opExpect, Seed: seed})
 		return
@@ -299,7 +299,7 @@ func (s *Sink) Expect(seed uint64) {
 }
 
 // Refuse sets whether Resolve fails.
-func (s *Sink) Refuse(all bool) {
+func (s *Dest) Refuse(all bool) {
 	if s.far != nil {
 		s.far.do(FarCall{Op: opRefuse, OK: all})
 		return
@@ -308,7 +308,7 @@ func (s *Sink) Refuse(all bool) {
 }
 
 // Count of the chunks that have landed.
-func (s *Sink) Count() int {
+func (s *Dest) Count() int {
 	if s.far != nil {
 		return s.far.do(FarCall{Op: opCount}).N
 	}
@@ -316,7 +316,7 @@ func (s *Sink) Count() int {
 }
 
 // Resolve implements transport.Memory.
-func (s *Sink) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
+func (s *Dest) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
 	if s.Reject.Load() {
 		return dst, errors.New("this sink resolves nothing")
 	}
@@ -324,7 +324,7 @@ func (s *Sink) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
 }
 
 // Landed is the grant's.
-func (s *Sink) Landed(l transport.Lane, r transfer.Range, _ uint32) {
+func (s *Dest) Landed(l transport.Lane, r transfer.Range, _ uint32) {
 	if l == nil {
 		s.tb.Error("Landed without a lane")
 	}
@@ -341,7 +341,7 @@ func (s *Sink) Landed(l transport.Lane, r transfer.Range, _ uint32) {
 }
 
 // Full reports whether every chunk has landed.
-func (s *Sink) Full() bool { return s.Count() == len(s.length) }
+func (s *Dest) Full() bool { return s.Count() == len(s.length) }
 
 // Source is the memory of an origin whose validity a test decides.
 type Source struct {

@@ -320,7 +320,7 @@ func camel(s string) string {
 	var b strings.Builder
 	for part := range strings.SplitSeq(strings.ToLower(s), "_") {
 		switch part {
-		case "id", "fd", "ms", "us", "pid", "dp", "pp", "tp", "pcp", "dcp":
+		case "id", "fd", "ms", "us", "pid", "sq", "cq", "dp", "pp", "tp", "pcp", "dcp":
 			b.WriteString(strings.ToUpper(part))
 		case "fds":
 			b.WriteString("FDs")

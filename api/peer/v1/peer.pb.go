@@ -83,7 +83,7 @@ type GrantReply_Code int32
 const (
 	GrantReply_UNKNOWN     GrantReply_Code = 0
 	GrantReply_BOUND       GrantReply_Code = 1
-	GrantReply_NO_PARTNER  GrantReply_Code = 2
+	GrantReply_NO_SOURCE   GrantReply_Code = 2
 	GrantReply_MISMATCH    GrantReply_Code = 3 // same xfer, another hash
 	GrantReply_FINGERPRINT GrantReply_Code = 4
 	GrantReply_PLAN        GrantReply_Code = 5 // the two sides disagree about the transfer space
@@ -98,7 +98,7 @@ var (
 	GrantReply_Code_name = map[int32]string{
 		0: "UNKNOWN",
 		1: "BOUND",
-		2: "NO_PARTNER",
+		2: "NO_SOURCE",
 		3: "MISMATCH",
 		4: "FINGERPRINT",
 		5: "PLAN",
@@ -110,7 +110,7 @@ var (
 	GrantReply_Code_value = map[string]int32{
 		"UNKNOWN":     0,
 		"BOUND":       1,
-		"NO_PARTNER":  2,
+		"NO_SOURCE":   2,
 		"MISMATCH":    3,
 		"FINGERPRINT": 4,
 		"PLAN":        5,
@@ -1494,25 +1494,25 @@ func (x *Admitted) GetMessage() string {
 // Grant offers a destination lease for a key. Destination to source. Its parts divide the receiver's cache among the ranks of the
 // engine that has the prompt; their shares are disjoint and cover each byte.
 type Grant struct {
-	state       protoimpl.MessageState `protogen:"open.v1"`
-	Xfer        []byte                 `protobuf:"bytes,1,opt,name=xfer,proto3" json:"xfer,omitempty"`
-	Hash        []byte                 `protobuf:"bytes,2,opt,name=hash,proto3" json:"hash,omitempty"`
-	Destination *Lease                 `protobuf:"bytes,3,opt,name=destination,proto3" json:"destination,omitempty"`
-	Gen         uint32                 `protobuf:"varint,5,opt,name=gen,proto3" json:"gen,omitempty"`                // of this grant: it grows with each grant of the lease
-	Tokens      uint32                 `protobuf:"varint,6,opt,name=tokens,proto3" json:"tokens,omitempty"`          // whole prompt
-	Skip        []uint32               `protobuf:"varint,7,rep,packed,name=skip,proto3" json:"skip,omitempty"`       // per cache group of the receiver: tokens that it already has
-	Fingerprint []byte                 `protobuf:"bytes,8,opt,name=fingerprint,proto3" json:"fingerprint,omitempty"` // 32 bytes
-	Geometry    []byte                 `protobuf:"bytes,9,opt,name=geometry,proto3" json:"geometry,omitempty"`       // 32 bytes, of the receiver's layout; Describe returns the layout
-	Priority    uint32                 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
-	DeadlineMs  uint32                 `protobuf:"varint,13,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // remaining time: durations, never wall clocks across hosts
-	PartnerMs   uint32                 `protobuf:"varint,14,opt,name=partner_ms,json=partnerMs,proto3" json:"partner_ms,omitempty"`
-	Team        []byte                 `protobuf:"bytes,17,opt,name=team,proto3" json:"team,omitempty"`                          // 16 bytes: the receivers of one decode request, one for each rank of its engine
-	TeamSize    uint32                 `protobuf:"varint,18,opt,name=team_size,json=teamSize,proto3" json:"team_size,omitempty"` // number of these receivers
-	Parts       []*Part                `protobuf:"bytes,19,rep,name=parts,proto3" json:"parts,omitempty"`                        // one for each rank of the source's engine, including those that contribute nothing
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	Xfer           []byte                 `protobuf:"bytes,1,opt,name=xfer,proto3" json:"xfer,omitempty"`
+	Hash           []byte                 `protobuf:"bytes,2,opt,name=hash,proto3" json:"hash,omitempty"`
+	Destination    *Lease                 `protobuf:"bytes,3,opt,name=destination,proto3" json:"destination,omitempty"`
+	Gen            uint32                 `protobuf:"varint,5,opt,name=gen,proto3" json:"gen,omitempty"`                // of this grant: it grows with each grant of the lease
+	Tokens         uint32                 `protobuf:"varint,6,opt,name=tokens,proto3" json:"tokens,omitempty"`          // whole prompt
+	Skip           []uint32               `protobuf:"varint,7,rep,packed,name=skip,proto3" json:"skip,omitempty"`       // per cache group of the receiver: tokens that it already has
+	Fingerprint    []byte                 `protobuf:"bytes,8,opt,name=fingerprint,proto3" json:"fingerprint,omitempty"` // 32 bytes
+	Geometry       []byte                 `protobuf:"bytes,9,opt,name=geometry,proto3" json:"geometry,omitempty"`       // 32 bytes, of the receiver's layout; Describe returns the layout
+	Priority       uint32                 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
+	DeadlineMs     uint32                 `protobuf:"varint,13,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // remaining time: durations, never wall clocks across hosts
+	MatchTimeoutMs uint32                 `protobuf:"varint,14,opt,name=match_timeout_ms,json=matchTimeoutMs,proto3" json:"match_timeout_ms,omitempty"`
+	Team           []byte                 `protobuf:"bytes,17,opt,name=team,proto3" json:"team,omitempty"`                          // 16 bytes: the receivers of one decode request, one for each rank of its engine
+	TeamSize       uint32                 `protobuf:"varint,18,opt,name=team_size,json=teamSize,proto3" json:"team_size,omitempty"` // number of these receivers
+	Parts          []*Part                `protobuf:"bytes,19,rep,name=parts,proto3" json:"parts,omitempty"`                        // one for each rank of the source's engine, including those that contribute nothing
 	// Counts the changes to how a transfer space orders bytes. The source refuses a version
 	// other than its own, and 0, which a sidecar without digests sends.
-	PlanVersion uint32      `protobuf:"varint,21,opt,name=plan_version,json=planVersion,proto3" json:"plan_version,omitempty"`
-	Tiers       []*RailTier `protobuf:"bytes,20,rep,name=tiers,proto3" json:"tiers,omitempty"` // distance of the receiver's rails from its memory; absent: unknown
+	PlanVersion uint32          `protobuf:"varint,21,opt,name=plan_version,json=planVersion,proto3" json:"plan_version,omitempty"`
+	Distances   []*RailDistance `protobuf:"bytes,20,rep,name=distances,proto3" json:"distances,omitempty"` // distance of the receiver's rails from its memory; absent: unknown
 	// W3C traceparent of the receiver's span, for spans of the source. Bytes: a malformed one is
 	// ignored, and is no error of the frame.
 	Traceparent   []byte `protobuf:"bytes,22,opt,name=traceparent,proto3" json:"traceparent,omitempty"`
@@ -1620,9 +1620,9 @@ func (x *Grant) GetDeadlineMs() uint32 {
 	return 0
 }
 
-func (x *Grant) GetPartnerMs() uint32 {
+func (x *Grant) GetMatchTimeoutMs() uint32 {
 	if x != nil {
-		return x.PartnerMs
+		return x.MatchTimeoutMs
 	}
 	return 0
 }
@@ -1655,9 +1655,9 @@ func (x *Grant) GetPlanVersion() uint32 {
 	return 0
 }
 
-func (x *Grant) GetTiers() []*RailTier {
+func (x *Grant) GetDistances() []*RailDistance {
 	if x != nil {
-		return x.Tiers
+		return x.Distances
 	}
 	return nil
 }
@@ -1669,30 +1669,30 @@ func (x *Grant) GetTraceparent() []byte {
 	return nil
 }
 
-// RailTier is the distance of a rail of the receiver from the memory of a grant.
-type RailTier struct {
+// RailDistance is the distance of a rail of the receiver from the memory of a grant.
+type RailDistance struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Transport     string                 `protobuf:"bytes,1,opt,name=transport,proto3" json:"transport,omitempty"`
 	Rail          string                 `protobuf:"bytes,2,opt,name=rail,proto3" json:"rail,omitempty"`
-	Tier          uint32                 `protobuf:"varint,3,opt,name=tier,proto3" json:"tier,omitempty"` // 1 same PCIe switch, 2 same NUMA node, 3 another one
+	Distance      uint32                 `protobuf:"varint,3,opt,name=distance,proto3" json:"distance,omitempty"` // 1 same PCIe switch, 2 same NUMA node, 3 another one
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *RailTier) Reset() {
-	*x = RailTier{}
+func (x *RailDistance) Reset() {
+	*x = RailDistance{}
 	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *RailTier) String() string {
+func (x *RailDistance) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*RailTier) ProtoMessage() {}
+func (*RailDistance) ProtoMessage() {}
 
-func (x *RailTier) ProtoReflect() protoreflect.Message {
+func (x *RailDistance) ProtoReflect() protoreflect.Message {
 	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -1704,28 +1704,28 @@ func (x *RailTier) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use RailTier.ProtoReflect.Descriptor instead.
-func (*RailTier) Descriptor() ([]byte, []int) {
+// Deprecated: Use RailDistance.ProtoReflect.Descriptor instead.
+func (*RailDistance) Descriptor() ([]byte, []int) {
 	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{15}
 }
 
-func (x *RailTier) GetTransport() string {
+func (x *RailDistance) GetTransport() string {
 	if x != nil {
 		return x.Transport
 	}
 	return ""
 }
 
-func (x *RailTier) GetRail() string {
+func (x *RailDistance) GetRail() string {
 	if x != nil {
 		return x.Rail
 	}
 	return ""
 }
 
-func (x *RailTier) GetTier() uint32 {
+func (x *RailDistance) GetDistance() uint32 {
 	if x != nil {
-		return x.Tier
+		return x.Distance
 	}
 	return 0
 }
@@ -1895,7 +1895,7 @@ func (x *Rank) GetGeometry() []byte {
 }
 
 // GrantReply binds a part of a grant to a source lease, or refuses the grant. A part without an intent gets no reply until the
-// intent arrives or partner_ms passes.
+// intent arrives or match_timeout_ms passes.
 type GrantReply struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
@@ -3269,7 +3269,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\aUNKNOWN\x10\x00\x12\f\n" +
 	"\bADMITTED\x10\x01\x12\v\n" +
 	"\aREFUSED\x10\x02\x12\b\n" +
-	"\x04GONE\x10\x03\"\x95\x04\n" +
+	"\x04GONE\x10\x03\"\xac\x04\n" +
 	"\x05Grant\x12\x12\n" +
 	"\x04xfer\x18\x01 \x01(\fR\x04xfer\x12\x12\n" +
 	"\x04hash\x18\x02 \x01(\fR\x04hash\x128\n" +
@@ -3281,19 +3281,18 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\bgeometry\x18\t \x01(\fR\bgeometry\x12\x1a\n" +
 	"\bpriority\x18\f \x01(\rR\bpriority\x12\x1f\n" +
 	"\vdeadline_ms\x18\r \x01(\rR\n" +
-	"deadlineMs\x12\x1d\n" +
-	"\n" +
-	"partner_ms\x18\x0e \x01(\rR\tpartnerMs\x12\x12\n" +
+	"deadlineMs\x12(\n" +
+	"\x10match_timeout_ms\x18\x0e \x01(\rR\x0ematchTimeoutMs\x12\x12\n" +
 	"\x04team\x18\x11 \x01(\fR\x04team\x12\x1b\n" +
 	"\tteam_size\x18\x12 \x01(\rR\bteamSize\x12+\n" +
 	"\x05parts\x18\x13 \x03(\v2\x15.kvspray.peer.v1.PartR\x05parts\x12!\n" +
-	"\fplan_version\x18\x15 \x01(\rR\vplanVersion\x12/\n" +
-	"\x05tiers\x18\x14 \x03(\v2\x19.kvspray.peer.v1.RailTierR\x05tiers\x12 \n" +
-	"\vtraceparent\x18\x16 \x01(\fR\vtraceparent\"P\n" +
-	"\bRailTier\x12\x1c\n" +
+	"\fplan_version\x18\x15 \x01(\rR\vplanVersion\x12;\n" +
+	"\tdistances\x18\x14 \x03(\v2\x1d.kvspray.peer.v1.RailDistanceR\tdistances\x12 \n" +
+	"\vtraceparent\x18\x16 \x01(\fR\vtraceparent\"\\\n" +
+	"\fRailDistance\x12\x1c\n" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x12\n" +
-	"\x04rail\x18\x02 \x01(\tR\x04rail\x12\x12\n" +
-	"\x04tier\x18\x03 \x01(\rR\x04tier\"\xdc\x02\n" +
+	"\x04rail\x18\x02 \x01(\tR\x04rail\x12\x1a\n" +
+	"\bdistance\x18\x03 \x01(\rR\bdistance\"\xdc\x02\n" +
 	"\x04Part\x12\x12\n" +
 	"\x04rank\x18\x01 \x01(\tR\x04rank\x12\x1a\n" +
 	"\bgeometry\x18\x02 \x01(\fR\bgeometry\x12\x12\n" +
@@ -3309,7 +3308,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\fR\x05value:\x028\x01\"6\n" +
 	"\x04Rank\x12\x12\n" +
 	"\x04rank\x18\x01 \x01(\tR\x04rank\x12\x1a\n" +
-	"\bgeometry\x18\x02 \x01(\fR\bgeometry\"\xa1\x03\n" +
+	"\bgeometry\x18\x02 \x01(\fR\bgeometry\"\xa0\x03\n" +
 	"\n" +
 	"GrantReply\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12.\n" +
@@ -3318,12 +3317,11 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\amessage\x18\x04 \x01(\tR\amessage\x12\x12\n" +
 	"\x04rank\x18\x06 \x01(\tR\x04rank\x12\x10\n" +
 	"\x03gen\x18\a \x01(\rR\x03gen\x12+\n" +
-	"\x05ranks\x18\b \x03(\v2\x15.kvspray.peer.v1.RankR\x05ranks\"\x85\x01\n" +
+	"\x05ranks\x18\b \x03(\v2\x15.kvspray.peer.v1.RankR\x05ranks\"\x84\x01\n" +
 	"\x04Code\x12\v\n" +
 	"\aUNKNOWN\x10\x00\x12\t\n" +
-	"\x05BOUND\x10\x01\x12\x0e\n" +
-	"\n" +
-	"NO_PARTNER\x10\x02\x12\f\n" +
+	"\x05BOUND\x10\x01\x12\r\n" +
+	"\tNO_SOURCE\x10\x02\x12\f\n" +
 	"\bMISMATCH\x10\x03\x12\x0f\n" +
 	"\vFINGERPRINT\x10\x04\x12\b\n" +
 	"\x04PLAN\x10\x05\x12\b\n" +
@@ -3456,7 +3454,7 @@ var file_api_peer_v1_peer_proto_goTypes = []any{
 	(*SessionOver)(nil),     // 15: kvspray.peer.v1.SessionOver
 	(*Admitted)(nil),        // 16: kvspray.peer.v1.Admitted
 	(*Grant)(nil),           // 17: kvspray.peer.v1.Grant
-	(*RailTier)(nil),        // 18: kvspray.peer.v1.RailTier
+	(*RailDistance)(nil),    // 18: kvspray.peer.v1.RailDistance
 	(*Part)(nil),            // 19: kvspray.peer.v1.Part
 	(*Rank)(nil),            // 20: kvspray.peer.v1.Rank
 	(*GrantReply)(nil),      // 21: kvspray.peer.v1.GrantReply
@@ -3509,7 +3507,7 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	0,  // 25: kvspray.peer.v1.Admitted.state:type_name -> kvspray.peer.v1.Admitted.State
 	11, // 26: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
 	19, // 27: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
-	18, // 28: kvspray.peer.v1.Grant.tiers:type_name -> kvspray.peer.v1.RailTier
+	18, // 28: kvspray.peer.v1.Grant.distances:type_name -> kvspray.peer.v1.RailDistance
 	40, // 29: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
 	11, // 30: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
 	11, // 31: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
     supports_hma,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlPromMetrics
 from vllm.plugins import DEFAULT_PLUGINS_GROUP
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import WorkerBase
@@ -121,26 +123,45 @@ def test_settings_are_strict(extra: dict[str, object], word: str) -> None:
         Settings.parse(extra)
 
 
+def prom_metrics(of: Any) -> tuple[Any, CollectorRegistry]:
+    """The metrics of a connector, for one engine, and their registry."""
+    registry = CollectorRegistry()
+    kinds = {
+        kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
+    }
+    of_config = SimpleNamespace(kv_transfer_config=None)
+    return of(of_config, kinds, ["model_name", "engine"], {0: ["m", "0"]}), registry
+
+
+def test_metrics_have_the_suffixes_and_types_of_vllms() -> None:
+    """A dashboard for vLLM's NIXL connector fits with another prefix."""
+    ours, theirs = (
+        {f.name.split("kvspray_")[-1].split("nixl_")[-1]: f.type for f in registry.collect()}
+        for _, registry in map(prom_metrics, (KVSprayPromMetrics, NixlPromMetrics))
+    )
+    same = ours.items() & theirs.items()
+    assert {name for name, _ in same} == ours.keys() & theirs.keys() == {
+        "xfer_time_seconds", "bytes_transferred", "num_failed_transfers", "num_kv_expired_reqs",
+    }  # fmt: skip
+
+
 def test_stats_add_up_and_reach_prometheus() -> None:
     stats = KVSprayStats()
     assert stats.is_empty()
     stats.ended(True, "ok", 1 << 20, 1500, "tcp", 0)
     other = KVSprayStats()
     other.ended(True, "expired", 0, 10, "", 40)
+    other.ended(True, "cancelled", 0, 10, "", 0)
     other.ended(False, "ok", 1 << 20, 0, "tcp", 0)
+    other.ended(False, "expired", 0, 10, "", 0)
+    other.ended(False, "failed", 0, 10, "", 0)
     other.local("no_sidecar")
     stats = KVSprayStats(pickle.loads(pickle.dumps(stats.aggregate(other).to_dict())))
     assert stats.reduce()["kvspray received/ok"] == 1
 
-    registry = CollectorRegistry()
-    kinds = {
-        kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
-    }
-
-    class Config:
-        kv_transfer_config = None
-
-    prom = KVSprayPromMetrics(Config(), kinds, ["model_name", "engine"], {0: ["m", "0"]})  # type: ignore[arg-type]
+    prom, registry = prom_metrics(KVSprayPromMetrics)
+    zero = 'vllm:kvspray_num_failed_transfers_total{engine="0",model_name="m"} 0.0'
+    assert zero in generate_latest(registry).decode()
     prom.observe(stats.to_dict(), 0)
     text = generate_latest(registry).decode()
     for line in (
@@ -149,7 +170,10 @@ def test_stats_add_up_and_reach_prometheus() -> None:
         "1.0",
         'vllm:kvspray_bytes_total{engine="0",model_name="m",side="sent",transport="tcp"} '
         "1.048576e+06",
-        'vllm:kvspray_transfer_seconds_count{engine="0",model_name="m"} 1.0',
+        'vllm:kvspray_xfer_time_seconds_count{engine="0",model_name="m"} 1.0',
+        'vllm:kvspray_bytes_transferred_sum{engine="0",model_name="m"} 1.048576e+06',
+        'vllm:kvspray_num_failed_transfers_total{engine="0",model_name="m"} 1.0',
+        'vllm:kvspray_num_kv_expired_reqs_total{engine="0",model_name="m"} 1.0',
         'vllm:kvspray_recompute_tokens_total{engine="0",model_name="m"} 40.0',
         'vllm:kvspray_local_prefills_total{engine="0",model_name="m",reason="no_sidecar"} 1.0',
     ):

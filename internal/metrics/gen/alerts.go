@@ -12,26 +12,26 @@ var alerts = []rule{
 		"A fence fails and is retried: a process is stopped, or a device does not answer. The "+
 			"sidecar's log names the worker; docs/design.md, Leases and fences."),
 	alert("KvsprayDataDamaged",
-		`increase(kvspray_lane_refused_frames_total{reason="checksum"}[5m]) > 0`, "", "critical",
+		`increase(kvspray_lane_frames_refused_total{reason="checksum"}[5m]) > 0`, "", "critical",
 		"Data is damaged on the way to {{ $labels.instance }}",
 		"Frames fail their checksum and are sent again. Check memory, NICs and cables of the path."),
 	alert("KvsprayLanesAttacked",
-		`increase(kvspray_lane_refused_frames_total{reason=~"forged|replayed|reordered"}[5m]) > 0`,
+		`increase(kvspray_lane_frames_refused_total{reason=~"forged|replayed|reordered"}[5m]) > 0`,
 		"", "critical", "Encrypted lanes of {{ $labels.instance }} get frames that no peer sent",
 		"docs/security.md names who can do this."),
-	alert("KvsprayPagesDamaged", `increase(kvspray_store_damaged_total[5m]) > 0`, "", "critical",
+	alert("KvsprayPagesDamaged", `increase(kvspray_store_pages_damaged_total[5m]) > 0`, "", "critical",
 		"Pages of the store on {{ $labels.instance }} differ from what was put",
 		"They are not served. Check the memory or the disk of the tier."),
-	alert("KvsprayStoreSegmentsFailed", `increase(kvspray_store_failed_segments_total[15m]) > 0`, "",
+	alert("KvsprayStoreSegmentsFailed", `increase(kvspray_store_segments_failed_total[15m]) > 0`, "",
 		"warning", "A disk of the store on {{ $labels.instance }} fails",
 		"GET /v1/store has the problem of each tier."),
-	alert("KvsprayCertificateEnds", `kvspray_control_certificate_expires_seconds > 0 and `+
-		`kvspray_control_certificate_expires_seconds - time() < 7 * 86400`, "", "warning",
+	alert("KvsprayCertificateEnds", `kvspray_control_certificate_expiry_timestamp_seconds > 0 and `+
+		`kvspray_control_certificate_expiry_timestamp_seconds - time() < 7 * 86400`, "", "warning",
 		"The certificate of {{ $labels.instance }} ends within seven days",
 		"Replace its files: the sidecar reads them without a restart (docs/keys.md)."),
-	alert("KvsprayTransfersFail", `sum by (instance) (rate(kvspray_transfer_transfers_total`+
+	alert("KvsprayTransfersFail", `sum by (instance) (rate(kvspray_transfers_total`+
 		`{outcome=~"failed|expired|lost"}[5m])) > 0.05 * sum by (instance) `+
-		`(rate(kvspray_transfer_transfers_total[5m]))`, "5m", "warning",
+		`(rate(kvspray_transfers_total[5m]))`, "5m", "warning",
 		"More than 5% of the transfers of {{ $labels.instance }} fail",
 		"The engines compute these prompts themselves. docs/operations.md, Is KV transferred at all?"),
 	alert("KvsprayRailsExcluded", `kvspray_rail_pairs{state="excluded"} > 0`, "5m", "warning",
@@ -46,7 +46,7 @@ var alerts = []rule{
 	alert("KvsprayGPULinkDead", `kvspray_gpu_link_state{state="dead"} > 0`, "", "warning",
 		"A PCIe link of a GPU of {{ $labels.instance }} is out of use",
 		"It stays unused until the sidecar restarts. The sidecar's log has the error."),
-	alert("KvsprayBackendDown", `kvspray_proxy_backend_up == 0`, "2m", "warning",
+	alert("KvsprayEngineDown", `kvspray_proxy_engine_up == 0`, "2m", "warning",
 		"Router {{ $labels.instance }} gets no answer from {{ $labels.role }} {{ $labels.url }}",
 		"Requests go to the others, or are computed by the decode engine."),
 	alert("KvsprayPrefillsAreLocal", `sum by (instance) (rate(kvspray_proxy_local_prefills_total`+

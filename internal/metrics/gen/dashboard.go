@@ -94,7 +94,7 @@ func panel(all []metric, m metric) (object, error) {
 		}
 	case gauge:
 		expr := fmt.Sprintf("sum%s (%s%s)", by, m.name, selector)
-		if strings.HasSuffix(m.name, "_expires_seconds") { // a time, not a duration
+		if strings.HasSuffix(m.name, "_timestamp_seconds") { // a time, not a duration
 			expr = fmt.Sprintf("%s%s - time()", m.name, selector)
 		}
 		add(expr, legend)
@@ -130,7 +130,10 @@ func grouping(labels []string) (by, legend string) {
 
 // title is a name without what the row and the unit have.
 func title(m metric) string {
-	words := strings.Split(m.name, "_")[2:]
+	words := strings.Split(m.name, "_")[1:]
+	if words[0] == m.subsystem() {
+		words = words[1:]
+	}
 	words = slices.DeleteFunc(words, func(w string) bool { return w == "total" })
 	if m.kind == counter {
 		words = append(words, "per", "second")

@@ -4,6 +4,7 @@
 package main
 
 import (
+	"cmp"
 	"encoding/json"
 	"flag"
 	"fmt"
@@ -61,7 +62,13 @@ type metric struct {
 }
 
 // subsystem is the second word of a name, and the row of the dashboard.
-func (m metric) subsystem() string { return strings.SplitN(m.name, "_", 3)[1] }
+// plurals are the names that count the subsystem itself, such as kvspray_copies_total.
+var plurals = map[string]string{"transfers": "transfer", "copies": "copy"}
+
+func (m metric) subsystem() string {
+	s := strings.SplitN(m.name, "_", 3)[1]
+	return cmp.Or(plurals[s], s)
+}
 
 // recorder keeps the types of collectors, which descriptions lack.
 type recorder struct {

@@ -28,7 +28,7 @@ func TestGenerated(t *testing.T) {
 				"'make generate'", name, err)
 		}
 	}
-	kinds := map[string]kind{"kvspray_transfer_transfers_total": counter, "kvspray_lease_open": gauge,
+	kinds := map[string]kind{"kvspray_transfers_total": counter, "kvspray_lease_open": gauge,
 		"kvspray_lease_fence_duration_seconds": histogram, "kvspray_lease_quarantined": gauge,
 		"kvspray_rail_bytes_total": counter, "kvspray_rail_window_bytes": gauge,
 		"kvspray_proxy_first_byte_seconds": histogram, "kvspray_control_hellos_refused_total": counter}

@@ -38,7 +38,7 @@ docs/placement.md describes it.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if limit < 0 {
-				return usage.Errorf("--most %d: want at least 0", limit)
+				return usage.Errorf("--limit %d: want at least 0", limit)
 			}
 			cal, err := readCalibration(calibration)
 			if err != nil {
@@ -60,7 +60,7 @@ docs/placement.md describes it.`,
 	f.StringVar(&calibration, "calibration", "", "file that 'kvspray place calibrate' wrote, if the "+
 		"state file names lines of it")
 	f.IntVar(&tokens, "tokens", 8192, "tokens of the prompt")
-	f.IntVar(&limit, "most", 20, "choices to print, 0 for all")
+	f.IntVar(&limit, "limit", 20, "choices to print, 0 for all")
 	command.OutputFlag(cmd, &asJSON)
 	return cmd
 }

@@ -426,7 +426,7 @@ func gpuTable(_ context.Context, h *Host) Result {
 	}
 	path, _ := c.Transports.GPU.TablePath()
 	if path == "" {
-		return skip("", "transports.gpu.table is off")
+		return skip("", "transports.gpu.calibration is off")
 	}
 	text, err := h.read(path)
 	if err != nil {

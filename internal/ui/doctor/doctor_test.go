@@ -426,7 +426,7 @@ func TestEngines(t *testing.T) {
 }
 
 func TestRunningSidecar(t *testing.T) {
-	body := `{"node":"n0","endpoint":"127.0.0.1:7650","sessions":["vllm/a/tp0"]}`
+	body := `{"node":"n0","endpoint":"127.0.0.1:7650","workers":["vllm/a/tp0"]}`
 	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter,
 		_ *http.Request) {
 		fmt.Fprint(w, body)
@@ -438,12 +438,12 @@ func TestRunningSidecar(t *testing.T) {
 		!strings.Contains(r.Detail, "vllm/a/tp0") {
 		t.Errorf("%+v", r)
 	}
-	body = `{"node":"n0","sessions":["vllm/a/tp0"],"leaving":true,"leaving_seconds":12}`
+	body = `{"node":"n0","workers":["vllm/a/tp0"],"leaving":true,"leaving_seconds":12}`
 	if r := running(context.Background(), &Host{Config: c}); r.State != Warn ||
 		!strings.Contains(r.Detail, "12 s") {
 		t.Errorf("%+v", r)
 	}
-	body = `{"node":"n0","sessions":[],"problems":["store directory: lookup: NOAUTH","x"]}`
+	body = `{"node":"n0","workers":[],"problems":["store directory: lookup: NOAUTH","x"]}`
 	if r := running(context.Background(), &Host{Config: c}); r.State != Warn ||
 		!strings.Contains(r.Detail, "lookup: NOAUTH; x") {
 		t.Errorf("%+v", r)

@@ -142,10 +142,10 @@ func running(ctx context.Context, h *Host) Result {
 		return warn("see its log", "%s at %s: %s", node.Node, node.Endpoint,
 			strings.Join(node.Problems, "; "))
 	}
-	if len(node.Sessions) == 0 {
+	if len(node.Workers) == 0 {
 		return good("%s at %s, no engine connected", node.Node, node.Endpoint)
 	}
-	engines := strings.Join(node.Sessions, ", ")
+	engines := strings.Join(node.Workers, ", ")
 	if node.Leaving {
 		return warn("'kvspray drain --undo' ends this at once", "%s at %s, engines: %s; they leave: "+
 			"routers send them no new requests for %d s", node.Node, node.Endpoint, engines,

@@ -115,7 +115,7 @@ func ParseEngine(name, engine string, r io.Reader) (*Engine, error) {
 			return nil, fmt.Errorf("%s: worker %q: %w", name, w.Name, err)
 		}
 		if len(e.Layouts) == maxWorkers {
-			return nil, fmt.Errorf("%s: more than %d workers of one engine: at most so many are compared; "+
+			return nil, fmt.Errorf("%s: more than %d workers of one engine; "+
 				"name one of several engines as %s#ENGINE", name, maxWorkers, name)
 		}
 		e.Layouts = append(e.Layouts, l)

@@ -397,7 +397,7 @@ func (c *config) types() ([]string, error) {
 		return fill(linear, func(i int) bool { return (i+1)%*c.Interval != 0 })
 	case c.LinVHeads > 0 || c.MHeads > 0 || slices.Contains(hybrids, c.ModelType):
 		return nil, fmt.Errorf("model_type = %.40q: has linear layers, and neither layer_types, "+
-			"full_attention_interval, hybrid_override_pattern nor linear_attn_config to say which; add "+
+			"full_attention_interval, hybrid_override_pattern nor linear_attn_config to name them; add "+
 			"layer_types", c.ModelType)
 	case c.Windowed < 0:
 		return nil, fmt.Errorf("sliding_window_pattern = %d: 1 or more", c.Windowed)

@@ -147,7 +147,7 @@ func TestParseConfig(t *testing.T) {
 		"no json":     {`model`, "invalid character"},
 		"no layers":   {`{}`, "num_hidden_layers = 0"},
 		"many layers": {`{"num_hidden_layers": 100000}`, "num_hidden_layers = 100000"},
-		"no heads":    {`{"num_hidden_layers": 2}`, "cannot be told"},
+		"no heads":    {`{"num_hidden_layers": 2}`, "do not follow from it"},
 		"huge": {`{"num_hidden_layers": 2, "num_attention_heads": 99999999, "head_dim": 2}`,
 			"num_key_value_heads (or num_attention_heads) = 99999999, or is missing: want 1 to 1048576"},
 		"negative": {`{"num_hidden_layers": 2, "num_attention_heads": -4, "head_dim": 2}`,
@@ -192,7 +192,7 @@ func TestParseConfig(t *testing.T) {
 		"short types": {
 			`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "layer_types": ["full_attention"]}`, "1 entries for 2 layers"},
 		"linear, which": {
-			`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "linear_num_value_heads": 4}`, "to say which"},
+			`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "linear_num_value_heads": 4}`, "to name them"},
 		"kimi, which": {
 			`{"model_type": "kimi_linear", "num_hidden_layers": 27, "kv_lora_rank": 512, "qk_rope_head_dim": 64}`, `model_type = "kimi_linear": has linear layers`},
 		"mamba, which": {`{` + dense + `, "hybrid_override_pattern": "M-*"}`,

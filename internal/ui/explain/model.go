@@ -96,7 +96,7 @@ func Preset(name string) (*Model, error) {
 	m, ok := presets[name]
 	if !ok {
 		return nil, fmt.Errorf("model %q is neither a file nor a preset: pass a config.json, a model's "+
-			"folder, or one of %s", name, strings.Join(Presets(), ", "))
+			"directory, or one of %s", name, strings.Join(Presets(), ", "))
 	}
 	m.Name = name
 	return &m, nil
@@ -159,7 +159,7 @@ func (m *Model) check() error {
 			}
 		}
 		if kinds != 1 || c.Layers < 0 || c.Window < 0 || c.Window > 1<<30 {
-			return fmt.Errorf("the caches of %d layers cannot be told from it: add num_attention_heads "+
+			return fmt.Errorf("the caches of %d layers do not follow from it: add num_attention_heads "+
 				"and head_dim, or kv_lora_rank and qk_rope_head_dim", c.Layers)
 		}
 		total += c.Layers

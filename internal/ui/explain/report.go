@@ -58,10 +58,10 @@ type Flow struct {
 	From     int    `json:"from"`
 	To       int    `json:"to"`
 	Bytes    uint64 `json:"bytes"`
-	Runs     uint64 `json:"runs"`   // entries of the strided list
-	Writes   uint64 `json:"writes"` // contiguous pieces
-	Shortest uint64 `json:"least"`  // bytes of the shortest and the longest piece
-	Longest  uint64 `json:"most"`
+	Runs     uint64 `json:"runs"`           // entries of the strided list
+	Writes   uint64 `json:"writes"`         // contiguous pieces
+	Shortest uint64 `json:"shortest_bytes"` // of the shortest and the longest piece
+	Longest  uint64 `json:"longest_bytes"`
 }
 
 // Explain plans a prompt of the given tokens. Block tables are scattered, as in an engine that has

@@ -54,7 +54,7 @@ func local(t *testing.T, endpoint string) *config.Config {
 	t.Helper()
 	body := `{"peers":[{"boot":"bb","node":"d0","endpoint":"` + endpoint + `","links":[
 		{"transport":"tcp","local":"eth0","remote":"eth1","state":"healthy","lanes":2,
-		 "bytes_per_second":1.25e9,"samples":3,"least_delay_seconds":0.0002},
+		 "bytes_per_second":1.25e9,"samples":3,"min_delay_seconds":0.0002},
 		{"transport":"tcp","local":"eth1","remote":"eth1","state":"excluded"}]}]}`
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = w.Write([]byte(body))

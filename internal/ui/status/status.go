@@ -83,7 +83,7 @@ func (s *Status) judge() {
 			pair.Path.Remote, s.name(pair.Peer), pair.State, pair.Reason, left)
 	}
 	s.Troubles = append(s.Troubles, s.Problems...)
-	if len(s.Sessions) == 0 {
+	if len(s.Workers) == 0 {
 		trouble("no engine is connected: kvspray doctor checks the socket")
 	}
 }

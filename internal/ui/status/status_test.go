@@ -48,7 +48,7 @@ func sidecar(at time.Time, moved uint64) *Status {
 			Idle: idle}
 	}
 	s := &Status{At: at, State: debug.State{Node: nodeapi.Node{Node: "node-1", Boot: self,
-		Version: "v1", Endpoint: "10.0.0.1:7650", Sessions: []string{"vllm/a/tp0"}, Ready: true,
+		Version: "v1", Endpoint: "10.0.0.1:7650", Workers: []string{"vllm/a/tp0"}, Ready: true,
 		Problems: []string{"clock: not synchronized"}},
 		Leases: exec.View{Open: [2]int{1, 2}, Flights: 3, Pending: 1,
 			Dests: []exec.DestView{{Lease: "dddddddd:1.0", Req: "req-7", State: "open", Grants: 1,
@@ -61,9 +61,9 @@ func sidecar(at time.Time, moved uint64) *Status {
 			"source_failed": 1}, Bytes: map[string]uint64{"tcp": moved * gib}},
 		Store: &nodeapi.Store{Misses: 10 * moved, Tiers: []nodeapi.StoreTier{
 			{Name: "memory", Bytes: gib, Capacity: 4 * gib, Hits: 80 * moved, Evicted: 7,
-				Gets: 8 * moved, GetUS: 8000 * moved},
+				Gets: 8 * moved, GetSeconds: 0.008 * float64(moved)},
 			{Name: "disk", Bytes: 30 * gib, Capacity: 40 * gib, Hits: 10 * moved, Gets: 2 * moved,
-				GetUS: 9000 * moved}, {Name: "object", Problem: "no bucket"}}}},
+				GetSeconds: 0.009 * float64(moved)}, {Name: "object", Problem: "no bucket"}}}},
 		Reach: []nodeapi.PeerReach{
 			{Boot: other, Node: "node-2", Endpoint: "10.0.0.2:7650", Pairs: []nodeapi.PairReach{
 				lanes("rail1", 0, "connection refused", false), lanes("rail0", 2, "", false)}},
@@ -152,7 +152,7 @@ func TestForeignText(t *testing.T) {
 	const bad = "a\x1b[2J\r\nb\u009b1m"
 	s := sidecar(time.Unix(1000, 0), 2)
 	s.Node.Node, s.Version, s.Endpoint = bad, bad, bad
-	s.Sessions, s.Problems = []string{bad}, []string{bad}
+	s.Workers, s.Problems = []string{bad}, []string{bad}
 	s.Reach[0].Node, s.Reach[0].Endpoint, s.Reach[1].Claimed = bad, bad, bad
 	s.Reach[2].Node, s.Reach[2].Pairs[0].Why = bad, bad
 	s.Reach[0].Pairs[1].Local = bad

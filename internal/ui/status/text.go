@@ -52,7 +52,7 @@ func (s *Status) head(b *strings.Builder, prev *Status) {
 		b.WriteString(clean(fmt.Sprintf(format, a...)) + "\n")
 	}
 	phase := s.Phase
-	engines := cmp.Or(strings.Join(s.Sessions, ", "), "none")
+	engines := cmp.Or(strings.Join(s.Workers, ", "), "none")
 	if s.Phase == "leaving" {
 		phase = fmt.Sprintf("leaving, %d s left", s.LeavingSeconds)
 		engines += fmt.Sprintf(" (leaving: no new requests from routers for %d s)", s.LeavingSeconds)
@@ -264,7 +264,7 @@ func (s *Status) tiers(prev *Status) *table {
 			hits = fmt.Sprintf("%.1f%%", 100*float64(x.Hits-old.Hits)/float64(now-before))
 		}
 		if n := x.Gets - old.Gets; n > 0 && x.Gets >= old.Gets {
-			mean = brief(time.Duration((x.GetUS-old.GetUS)/n) * time.Microsecond)
+			mean = brief(time.Duration((x.GetSeconds - old.GetSeconds) / float64(n) * 1e9))
 		}
 		note := x.Problem
 		if note == "" && s.Store.Drained {

@@ -86,7 +86,7 @@ func (c *Client) List(ctx context.Context) error {
 // Keys prints keys of a namespace's pages in a tier, from an entry on.
 func (c *Client) Keys(ctx context.Context, namespace, tier string, first uint32, limit int) error {
 	q := url.Values{"namespace": {namespace}, "tier": {tier}, "first": {fmt.Sprint(first)},
-		"most": {fmt.Sprint(limit)}}
+		"limit": {fmt.Sprint(limit)}}
 	var a nodeapi.StoreKeys
 	b, err := c.ask(ctx, http.MethodGet, "/v1/store/keys", q, &a)
 	if err != nil || c.JSON {
@@ -118,8 +118,8 @@ func (c *Client) Verify(ctx context.Context, namespace, key string) error {
 	case c.JSON:
 		err = c.raw(b)
 	case a.Outcome == "hit":
-		_, err = fmt.Fprintf(c.Out, "ok: %d bytes from %s in %d us, crc32c %s\n", a.Bytes, a.Tier,
-			a.TookUS, a.CRC32C)
+		_, err = fmt.Fprintf(c.Out, "ok: %d bytes from %s in %v, crc32c %s\n", a.Bytes, a.Tier,
+			microseconds(a.Took), a.CRC32C)
 	}
 	if a.Outcome != "hit" {
 		if a.Problem != "" {

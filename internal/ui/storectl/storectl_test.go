@@ -19,7 +19,7 @@ import (
 
 const answerStat = `{"tiers": [
  {"name": "memory", "pages": 3, "bytes": 3145728, "capacity_bytes": 8388608, "hits": 7,
-  "evicted": 2, "eviction_age_ms": 61000, "gets": 2, "get_us": 3000},
+  "evicted": 2, "eviction_age_seconds": 61, "gets": 2, "get_seconds": 0.003},
  {"name": "disk", "removed_bytes": 67108864},
  {"name": "object\u001b[2J", "problem": "no bucket"}],
  "namespaces": [{"id": "ab", "weights": "w", "dtype": "bf16", "page_tokens": 16, "page_bytes": 4096,
@@ -49,8 +49,9 @@ func client(t *testing.T, h http.Handler) (*Client, *strings.Builder) {
 
 func TestPrints(t *testing.T) {
 	c, out := sidecar(t, map[string]string{"GET /v1/store": answerStat,
-		"GET /v1/store/keys":   `{"keys": ["aa", "bb"], "next": 9}`,
-		"GET /v1/store/verify": `{"outcome": "hit", "tier": "disk", "bytes": 4096, "crc32c": "00c0ffee"}`,
+		"GET /v1/store/keys": `{"keys": ["aa", "bb"], "next": 9}`,
+		"GET /v1/store/verify": `{"outcome": "hit", "tier": "disk", "bytes": 4096, "took_seconds": 0.002,
+			"crc32c": "00c0ffee"}`,
 		"POST /v1/store/drain": `{"drained": true, "durable": true}`})
 	keys := func(ctx context.Context) error { return c.Keys(ctx, "x", "disk", 0, 2) }
 	verify := func(ctx context.Context) error { return c.Verify(ctx, "x", "y") }
@@ -59,7 +60,7 @@ func TestPrints(t *testing.T) {
 		"removed pages: 64.0 MiB of disk are still to be overwritten or deleted\n": c.Stat,
 		"no bucket": c.Stat, "drained: it takes no pages": c.Stat, "ab         w        bf16": c.List,
 		"all pages that the lower": c.Drain, "bb\nmore: --first 9": keys,
-		"4096 bytes from disk in 0 us": verify,
+		"4096 bytes from disk in 2ms": verify,
 	} {
 		out.Reset()
 		if err := call(t.Context()); err != nil || !strings.Contains(out.String(), want) {

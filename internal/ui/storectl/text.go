@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -41,11 +42,11 @@ func (c *Client) stat(s *nodeapi.Store) error {
 	for _, x := range s.Tiers {
 		mean := "-"
 		if x.Gets > 0 {
-			mean = (time.Duration(x.GetUS/x.Gets) * time.Microsecond).String()
+			mean = microseconds(x.GetSeconds / float64(x.Gets)).String()
 		}
 		age := "-"
 		if x.Evicted > 0 {
-			age = (time.Duration(x.EvictionAgeMS) * time.Millisecond).String()
+			age = microseconds(x.EvictionAge).String()
 		}
 		row(t, "%s\t%d\t%s\t%s\t%d\t%d\t%s\t%s\t%s", shown(x.Name), x.Pages, mib(x.Bytes),
 			mib(x.Capacity), x.Hits, x.Evicted, age, mean, shown(x.Problem))
@@ -119,4 +120,9 @@ func printReport(out io.Writer, r *disk.Report) error {
 		mib(r.Bytes), r.Forgotten, r.Torn, r.Damaged)
 	_, err := io.WriteString(out, b.String())
 	return err
+}
+
+// microseconds is a time in whole microseconds.
+func microseconds(s float64) time.Duration {
+	return time.Duration(math.Round(s*1e6)) * time.Microsecond
 }

@@ -42,7 +42,7 @@ extern "C" {
 #define KVS_MAX_REQUESTS 256    /* about pages of the store, until their answers were fetched */
 #define KVS_MAX_DECLINES 1024   /* of a scheduler, while the socket takes none */
 #define KVS_MAX_ENDS 256        /* of pins and of namespaces, while the socket takes none */
-#define KVS_MAX_HOLD_MS 600000  /* from HOLD until HELD has no effect; transfer.hold of a sidecar is not longer */
+#define KVS_MAX_HOLD_MS 600000  /* from HOLD until HELD has no effect; transfer.hold_timeout of a sidecar is not longer */
 #define KVS_MAX_SIDECARS 16     /* sidecar processes that may still access blocks of an open lease */
 #define KVS_LOAD_GRACES 10      /* further ones, for a sidecar that answers but does not end a load: see kvs_submit_load */
 
@@ -141,6 +141,7 @@ struct kvs_config {
 	uint32_t completion_bytes;
 	uint32_t deadline_ms; /* of a lease; 0: that of WELCOME, 30,000 before it */
 	uint32_t grace_ms;    /* at most this after a deadline, then a sidecar that does not answer is killed; 0: that of WELCOME */
+	const char *release;  /* of the package that contains this library, for errors and logs; NULL: unknown */
 };
 
 typedef struct kvs_client kvs_client;

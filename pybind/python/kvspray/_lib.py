@@ -68,6 +68,7 @@ class CConfig(ctypes.Structure):
         ("completion_bytes", c_uint32),
         ("deadline_ms", c_uint32),
         ("grace_ms", c_uint32),
+        ("release", c_char_p),
     ]
 
 

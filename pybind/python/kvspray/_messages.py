@@ -108,7 +108,7 @@ RECORDS: dict[int, str] = {
 
 # The keys of every body in their order. A map within has the body's name and its key.
 ORDER: dict[str, tuple[str, ...]] = {
-    "HELLO": ("id", "min", "max", "role", "boot", "engine", "ranks", "pid", "features"),
+    "HELLO": ("id", "min", "max", "role", "boot", "engine", "ranks", "pid", "features", "release"),
     "HELLO.engine": ("name", "version", "id"),
     "HELLO.ranks": ("dp", "pp", "tp", "pcp", "dcp"),
     "WELCOME": (
@@ -117,18 +117,19 @@ ORDER: dict[str, tuple[str, ...]] = {
         "boot",
         "node",
         "endpoint",
-        "host",
+        "host_boot",
         "features",
         "fenced",
         "limits",
         "deadline_ms",
-        "partner_ms",
+        "match_timeout_ms",
         "grace_ms",
+        "release",
     ),
     "WELCOME.limits": ("leases", "copies", "regions", "record_bytes"),
     "REGISTER": ("id", "session", "regions", "layout", "fds", "first"),
     "REGISTER.regions": ("region", "kind", "bytes", "addr", "handle", "fd", "offset"),
-    "REGISTER.fds": ("flags", "rings", "doorbell", "bell"),
+    "REGISTER.fds": ("flags", "rings", "sq_eventfd", "cq_eventfd"),
     "REGISTERED": ("id", "fingerprint", "geometry"),
     "ERROR": ("id", "code", "message", "field", "remedy", "fatal"),
     "AWAIT": ("id", "xfer", "hash", "peer", "tokens", "ttl_ms"),
@@ -184,7 +185,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "blocks",
         "prio",
         "deadline_ms",
-        "partner_ms",
+        "match_timeout_ms",
         "req",
         "after",
         "traceparent",
@@ -198,7 +199,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "PUT": ("space", "hashes", "hash_bytes", "blocks", "parent", "deadline_ms", "req", "after"),
     "LOAD": ("parts", "pages", "flag", "value", "deadline_ms", "req", "after"),
     "YIELD": (),
-    "RECEIVED": ("bytes", "us", "transport", "reason", "recompute", "pages"),
+    "RECEIVED": ("bytes", "took_us", "transport", "reason", "recompute", "pages"),
     "SENT": ("grants", "bytes", "reason"),
 }
 
@@ -262,7 +263,7 @@ def expect(
     skip: Sequence[int] = (),
     prio: int = 0,
     deadline_ms: int = 0,
-    partner_ms: int = 0,
+    match_timeout_ms: int = 0,
     req: str = "",
     after: int = 0,
     traceparent: str = "",
@@ -278,7 +279,7 @@ def expect(
         "blocks": blocks,
         "prio": prio,
         "deadline_ms": deadline_ms,
-        "partner_ms": partner_ms,
+        "match_timeout_ms": match_timeout_ms,
         "req": req,
     }
     if after:

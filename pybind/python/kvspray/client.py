@@ -16,6 +16,7 @@ import ctypes
 import enum
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -351,5 +352,6 @@ def _config(
         engine_name=engine.name.encode(),
         engine_version=engine.version.encode(),
         engine_id=engine.id.encode(),
+        release=str(sys.modules[__package__].__version__).encode(),  # an import would be a cycle
         ranks=(ctypes.c_uint32 * 10)(*ranks.flat()),
     )

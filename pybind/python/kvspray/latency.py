@@ -313,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--busy",
         action="store_true",
-        help="poll for the completion instead of sleeping on the bell",
+        help="poll for the completion instead of sleeping on the CQ eventfd",
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)

@@ -24,10 +24,10 @@ var errDrained = &store.RequestError{Field: "pool", Problem: "this node's store 
 type tierWaits struct{ gets, us atomic.Uint64 }
 
 // Waits returns how many gets had their slowest page from a tier, and their time in all.
-func (s *Service) Waits(tier string) (gets, us uint64) {
+func (s *Service) Waits(tier string) (gets uint64, took time.Duration) {
 	for t := range s.waits {
 		if store.Tier(t).String() == tier {
-			return s.waits[t].gets.Load(), s.waits[t].us.Load()
+			return s.waits[t].gets.Load(), time.Duration(s.waits[t].us.Load()) * time.Microsecond
 		}
 	}
 	return 0, 0
@@ -192,7 +192,7 @@ func (s *Service) Verify(ctx context.Context, id, key [32]byte) (*nodeapi.StoreV
 	}
 	r := b.Results()[0]
 	out := &nodeapi.StoreVerified{Outcome: outcomeNames[r.Outcome],
-		TookUS: time.Since(began).Microseconds()}
+		Took: time.Since(began).Seconds()}
 	if r.Err != nil {
 		out.Problem = r.Err.Error()
 	}

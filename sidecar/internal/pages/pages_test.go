@@ -562,8 +562,8 @@ func TestWaitsOfTheSlowestTier(t *testing.T) {
 		}
 		p := connector.Pages{}
 		r.Service.ended(r.w, &p, &c)
-		if gets, us := r.Waits(tier.String()); gets != 1 || us != 1000 {
-			t.Errorf("%s: %d gets of %d us", tier, gets, us)
+		if gets, took := r.Waits(tier.String()); gets != 1 || took != time.Millisecond {
+			t.Errorf("%s: %d gets of %v", tier, gets, took)
 		}
 	}
 }

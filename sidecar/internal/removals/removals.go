@@ -290,7 +290,7 @@ func (r *Removals) learnLocked(from transfer.Boot, m removal.Removal) error {
 	return err //nolint:wrapcheck // it says what is wrong
 }
 
-var errPushes = fmt.Errorf("this node remembers removals of %d namespaces, the most that it can, "+
+var errPushes = fmt.Errorf("this node remembers removals of %d namespaces, its limit, "+
 	"and has forgotten %d for one peer in this hour; try again later", removal.Max, pushesPerHour)
 
 // mayPushLocked counts a namespace that a peer pushes out of the list.

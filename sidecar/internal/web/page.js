@@ -43,7 +43,7 @@ function troubles(s) {
   if (s.draining) out.push(["warn", "The sidecar drains: it takes no new transfers."]);
   else if (!s.ready) out.push(["warn", "The sidecar starts: it is not ready yet."]);
   if (s.leaving) out.push(["warn", `The engines leave: routers send them no new requests for ${count(s.leaving_seconds)} s. kvspray drain --undo ends this at once.`]);
-  if (!s.sessions.length) out.push(["warn", "No engine is connected. Check the socket in the engine's configuration; kvspray doctor."]);
+  if (!s.workers.length) out.push(["warn", "No engine is connected. Check the socket in the engine's configuration; kvspray doctor."]);
   for (const r of s.rails ?? []) if (r.down) out.push(["bad", `Rail ${r.rail} (${r.transport}) has no link. Others carry its bytes.`]);
   for (const p of s.leases.rails.pairs ?? []) {
     if (p.state === "excluded" || p.state === "suspect") {
@@ -66,7 +66,7 @@ function tiles(s) {
     tile(count(sum(s.leases.open)), "transfers open", history.open),
     tile(`${count(of(true))} / ${count(of(false))}`, "transfers ended well / otherwise"),
     tile(count(s.all_peers), "peers"),
-    tile(count(s.sessions.length), "engine workers"),
+    tile(count(s.workers.length), "engine workers"),
   );
 }
 
@@ -142,7 +142,7 @@ function store(s) {
     full.value = t.bytes;
     full.setAttribute("aria-label", `${t.name}: ${size(t.bytes)} of ${size(t.capacity_bytes)}`);
     return [t.name, t.capacity_bytes ? full : "", size(t.bytes), t.capacity_bytes ? size(t.capacity_bytes) : "", count(t.pages), count(t.hits), count(t.evicted),
-      t.gets ? time(t.get_us / t.gets / 1e6) : "", el(t.problem ? "td.bad" : "td", t.problem ?? "")];
+      t.gets ? time(t.get_seconds / t.gets) : "", el(t.problem ? "td.bad" : "td", t.problem ?? "")];
   });
   table($("store-table"), "Tiers of the page store", ["tier", "full", "#bytes", "#capacity", "#pages", "#hits", "#evicted", "#mean get", "problem"], rows,
     "The page store is off: store.memory turns it on.");

@@ -20,12 +20,12 @@ func (w *Server) problems() []string {
 func (w *Server) describe() nodeapi.Node {
 	leaving := w.o.Life.Leaving()
 	v := nodeapi.Node{Node: w.o.Node, Boot: w.o.Boot.String(), Version: w.o.Version,
-		Endpoint: w.o.Life.Endpoint(), Transports: w.o.Transports(), Sessions: []string{},
+		Endpoint: w.o.Life.Endpoint(), Transports: w.o.Transports(), Workers: []string{},
 		Ready: w.o.Life.Ready(), Draining: w.o.Life.Draining(),
 		Leaving: leaving > 0, LeavingSeconds: int(math.Ceil(leaving.Seconds())),
 		SourceLeases: w.o.Life.SourceLeases(), Problems: append([]string{}, w.problems()...)}
 	for _, x := range w.o.Workers() {
-		v.Sessions = append(v.Sessions, x.Name)
+		v.Workers = append(v.Workers, x.Name)
 	}
 	return v
 }

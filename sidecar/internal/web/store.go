@@ -70,10 +70,10 @@ func (w *Server) keys(rw http.ResponseWriter, r *http.Request, c StoreCalls) {
 	q := r.URL.Query()
 	id, ok := hash32(q.Get("namespace"))
 	first, err := strconv.ParseUint(q.Get("first"), 10, 32)
-	limit, err2 := strconv.Atoi(q.Get("most"))
+	limit, err2 := strconv.Atoi(q.Get("limit"))
 	if !ok || err != nil || err2 != nil || limit < 1 || limit > maxListed {
 		reply(rw, http.StatusBadRequest, "want namespace (64 hexadecimal digits), first (a number, 0 at "+
-			"the beginning) and most (1 to "+strconv.Itoa(maxListed)+")\n")
+			"the beginning) and limit (1 to "+strconv.Itoa(maxListed)+")\n")
 		return
 	}
 	out, err := c.Keys(id, q.Get("tier"), uint32(first), limit)

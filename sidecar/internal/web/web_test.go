@@ -111,7 +111,7 @@ func ask(t *testing.T, c net.Conn, method, target, host string) (status int, bod
 var changing = []struct{ method, target string }{
 	{"POST", "/v1/leave"}, {"DELETE", "/v1/leave"}, {"POST", "/v1/store/drain"},
 	{"POST", "/v1/store/remove?unknown=true&namespace=" + id},
-	{"GET", "/v1/store/keys?first=0&most=1&tier=memory&namespace=" + id},
+	{"GET", "/v1/store/keys?first=0&limit=1&tier=memory&namespace=" + id},
 	{"GET", "/v1/store/verify?namespace=" + id + "&key=" + id},
 }
 

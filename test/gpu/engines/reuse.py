@@ -200,7 +200,7 @@ class OurOffload(Offload):
     def copies(self) -> dict[str, Any]:
         m = self.sidecar.metrics()
         ended = {
-            outcome: total(m, "kvspray_copy_copies_total", outcome=outcome)
+            outcome: total(m, "kvspray_copies_total", outcome=outcome)
             for outcome in ("ok", "failed", "expired", "lost")
         }
         moved = {

@@ -238,7 +238,7 @@ class Run:
                 rows.append({**row, "hits": hits, "cached": cached})
         out = {"prompts": n, "equal": equal, "rows": table(rows, "tokens")}
         out["hits"] = found(self.sidecar)
-        out["copies"] = counted(self.sidecar, "kvspray_copy_copies_total", outcome="ok")
+        out["copies"] = counted(self.sidecar, "kvspray_copies_total", outcome="ok")
         self.report["store"] = out
         say(f"store: {equal} of {n} answers equal; {json.dumps(out['rows'])}")
         if (out["copies"] > 0) != (self.args.loads == "sidecar"):

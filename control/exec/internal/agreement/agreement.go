@@ -21,7 +21,7 @@ type Refusal uint8
 // The refusals.
 const (
 	RefusedOther       Refusal = iota
-	RefusedNoIntent            // no intent of its key came
+	RefusedNoSource            // no intent of its key came
 	RefusedMismatch            // same transfer, another prompt
 	RefusedFingerprint         // the caches differ
 	RefusedGone                // the source lease is over
@@ -37,7 +37,7 @@ const (
 	numRefusals
 )
 
-var refusalNames = [numRefusals]string{"other", "no_partner", "mismatch", "fingerprint", "gone",
+var refusalNames = [numRefusals]string{"other", "no_source", "mismatch", "fingerprint", "gone",
 	"limit", "draining", "plan", "plan_version",
 	"plan_geometry", "plan_tokens", "plan_chunks", "plan_bytes", "plan_digest"}
 
@@ -46,7 +46,7 @@ func (r Refusal) String() string { return refusalNames[r] }
 
 // byCode maps the codes that imply a refusal.
 var byCode = map[peerv1.GrantReply_Code]Refusal{
-	peerv1.GrantReply_NO_PARTNER: RefusedNoIntent, peerv1.GrantReply_MISMATCH: RefusedMismatch,
+	peerv1.GrantReply_NO_SOURCE: RefusedNoSource, peerv1.GrantReply_MISMATCH: RefusedMismatch,
 	peerv1.GrantReply_FINGERPRINT: RefusedFingerprint,
 	peerv1.GrantReply_PLAN:        RefusedPlan, peerv1.GrantReply_GONE: RefusedGone,
 	peerv1.GrantReply_LIMIT:    RefusedLimit,

@@ -249,7 +249,7 @@ func (ds *Table) due(now Instant, d *Lease) {
 			core.WithTrouble("the deadline passed", d.trouble))
 	case now >= d.MatchBy:
 		ds.CloseBy(now, d, ds.timeOut(d), engines.StatusExpired,
-			core.WithTrouble(fmt.Sprintf("no partner came within %v", d.matchTimeout), d.trouble))
+			core.WithTrouble(fmt.Sprintf("no source came within %v", d.matchTimeout), d.trouble))
 	default:
 		ds.Agenda.Arm(d.t, min(d.Deadline, d.MatchBy))
 	}

@@ -107,9 +107,9 @@ func (ds *Table) grant(now Instant, d *Lease) {
 		Xfer: d.Key.Xfer[:], Hash: d.Key.Hash[:], Destination: frame.Lease(d.ID), Tokens: d.x.Tokens,
 		Skip:        d.x.Skip,
 		Fingerprint: d.ws.Fingerprint[:], Geometry: d.ws.Geometry[:], Priority: uint32(d.x.Priority),
-		DeadlineMs: frame.Millis(d.Deadline - now), PartnerMs: frame.Millis(d.MatchBy - now),
+		DeadlineMs: frame.Millis(d.Deadline - now), MatchTimeoutMs: frame.Millis(d.MatchBy - now),
 		Team: d.team[:], TeamSize: uint32(d.ws.Place.World()), Parts: make([]*peerv1.Part, len(parts)),
-		Tiers:       ds.rails.TiersOf(d.ws.Worker, &d.ws.Tiers),
+		Distances:   ds.rails.DistancesOf(d.ws.Worker, &d.ws.Distances),
 		PlanVersion: ds.Cfg.Planner.Version(),
 	}
 	if t := d.x.Trace.ForPeer(); t != "" {
@@ -203,8 +203,8 @@ func (ds *Table) OnGrantReply(now Instant, p *lanes.Peer, m *peerv1.GrantReply) 
 		d.ranks, d.ranksOf = ranks, p.Boot
 		ds.regrant(now, d, lease.ByRefusal, "ranks: "+m.Message)
 	// A refusal may follow the last BOUND: ranks that send nothing can refuse, too.
-	case peerv1.GrantReply_NO_PARTNER:
-		ds.Close(now, d, engines.StatusExpired, "no partner: "+m.Message)
+	case peerv1.GrantReply_NO_SOURCE:
+		ds.Close(now, d, engines.StatusExpired, "no source: "+m.Message)
 	case peerv1.GrantReply_MISMATCH, peerv1.GrantReply_FINGERPRINT, peerv1.GrantReply_PLAN:
 		ds.Close(now, d, engines.StatusRefused, frame.CodeName(m.Code)+": "+m.Message)
 	default:

@@ -24,7 +24,7 @@ const (
 	BadShare                 // of a part
 	BadRanks                 // of an engine
 	BadRails                 // how many a peer has
-	BadTier                  // of a rail
+	BadDistance              // of a rail
 	BadCredit                // for a rail
 	BadAddress               // of control lanes
 	BadAnswer                // to a query that went to another peer
@@ -34,7 +34,7 @@ const (
 
 var violationNames = [NumViolations]string{"other", "key", "lease", "generation", "fingerprint",
 	"parts", "team", "rank", "geometry", "slot", "share",
-	"ranks", "rails", "tier", "credit", "address", "answer",
+	"ranks", "rails", "distance", "credit", "address", "answer",
 	"pages"}
 
 // String is the label of metrics.

@@ -17,8 +17,8 @@ import (
 // rail pair: the larger of both.
 
 const (
-	maxTier      = 3
-	maxRailTiers = 64 // in one grant
+	maxDistance      = 3
+	maxRailDistances = 64 // in one grant
 )
 
 // localities are those of one peer. The zero value is ready.
@@ -42,15 +42,15 @@ func (p *localities) moves(at spray.Place, by int) {
 	}
 }
 
-// Tiers are the distances of our rails from the memory of one worker. The zero value is ready.
-type Tiers struct {
-	list    []*peerv1.RailTier
+// Distances are the distances of our rails from the memory of one worker. The zero value is ready.
+type Distances struct {
+	list    []*peerv1.RailDistance
 	version int // the list of rails that they are of
 }
 
-// TiersOf lists how far our rails are from the memory of a worker; nil if all are equally far.
+// DistancesOf lists how far our rails are from the memory of a worker; nil if all are equally far.
 // known is the list as of the last call for this worker.
-func (rs *Rails) TiersOf(w *engines.Worker, known *Tiers) []*peerv1.RailTier {
+func (rs *Rails) DistancesOf(w *engines.Worker, known *Distances) []*peerv1.RailDistance {
 	if rs.Cfg.Distance == nil {
 		return nil
 	}
@@ -64,11 +64,11 @@ func (rs *Rails) TiersOf(w *engines.Worker, known *Tiers) []*peerv1.RailTier {
 	}
 	slices.SortFunc(ids, railID.Compare)
 	differ := false
-	for _, id := range ids[:min(len(ids), maxRailTiers)] {
-		if t := rs.Cfg.Distance(w, id.Transport, id.Name); t > 0 && t <= maxTier {
-			known.list = append(known.list, &peerv1.RailTier{Transport: id.Transport, Rail: id.Name,
-				Tier: uint32(t)})
-			differ = differ || uint32(t) != known.list[0].Tier
+	for _, id := range ids[:min(len(ids), maxRailDistances)] {
+		if t := rs.Cfg.Distance(w, id.Transport, id.Name); t > 0 && t <= maxDistance {
+			known.list = append(known.list, &peerv1.RailDistance{Transport: id.Transport, Rail: id.Name,
+				Distance: uint32(t)})
+			differ = differ || uint32(t) != known.list[0].Distance
 		}
 	}
 	if !differ {
@@ -79,34 +79,34 @@ func (rs *Rails) TiersOf(w *engines.Worker, known *Tiers) []*peerv1.RailTier {
 
 // Place names the locality of a grant: the memory of w here, and the distances of the peer's
 // rails. Beyond spray.MaxPlaces it is unknown.
-func (rs *Rails) Place(p *Peer, w *engines.Worker, tiers []*peerv1.RailTier) spray.Place {
-	if rs.Cfg.Distance == nil && len(tiers) == 0 {
+func (rs *Rails) Place(p *Peer, w *engines.Worker, distances []*peerv1.RailDistance) spray.Place {
+	if rs.Cfg.Distance == nil && len(distances) == 0 {
 		return 0
 	}
-	if len(tiers) > maxRailTiers {
-		rs.peers.logViolation(p, frame.BadTier, "a grant with the tiers of %d rails: at most %d are "+
+	if len(distances) > maxRailDistances {
+		rs.peers.logViolation(p, frame.BadDistance, "a grant with the distances of %d rails: at most %d are "+
 			"looked at",
-			len(tiers), maxRailTiers)
-		tiers = tiers[:maxRailTiers]
+			len(distances), maxRailDistances)
+		distances = distances[:maxRailDistances]
 	}
 	remote := map[railID]uint8{}
 	var name strings.Builder
 	fmt.Fprintf(&name, "%x", w.Boot)
-	for _, t := range tiers {
+	for _, t := range distances {
 		id := railID{Transport: t.GetTransport(), Name: t.GetRail()}
 		_, known := p.known[id]
 		switch {
 		case p.known != nil && !known:
-			rs.peers.logViolation(p, frame.BadTier,
-				"the tier of rail %.64q: the peer has named no such rail of %.64q", id.Name, id.Transport)
+			rs.peers.logViolation(p, frame.BadDistance,
+				"the distance of rail %.64q: the peer has named no such rail of %.64q", id.Name, id.Transport)
 			continue
-		case t.GetTier() < 1 || t.GetTier() > maxTier:
-			rs.peers.logViolation(p, frame.BadTier, "rail %.64q: tier %d: 1 to %d", id.Name,
-				t.GetTier(), maxTier)
+		case t.GetDistance() < 1 || t.GetDistance() > maxDistance:
+			rs.peers.logViolation(p, frame.BadDistance, "rail %.64q: distance %d: 1 to %d", id.Name,
+				t.GetDistance(), maxDistance)
 			continue
 		}
-		remote[id] = uint8(t.GetTier())
-		fmt.Fprintf(&name, " %q %q %d", id.Transport, id.Name, t.GetTier())
+		remote[id] = uint8(t.GetDistance())
+		fmt.Fprintf(&name, " %q %q %d", id.Transport, id.Name, t.GetDistance())
 	}
 	if at, ok := p.places.byName[name.String()]; ok {
 		return at

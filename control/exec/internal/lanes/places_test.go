@@ -53,14 +53,14 @@ func TestPlaces(t *testing.T) {
 	rails.Set(0, known)
 	rails.SetPeer(0, p.Boot, known)
 	w := &engines.Worker{Name: "w"}
-	if got := rails.TiersOf(w, &Tiers{}); len(got) != 2 || got[0].Tier != 1 ||
-		got[1].Tier != 3 {
+	if got := rails.DistancesOf(w, &Distances{}); len(got) != 2 || got[0].Distance != 1 ||
+		got[1].Distance != 3 {
 		t.Errorf("distances in a grant: %v", got)
 	}
-	tier := func(rail string, n uint32) *peerv1.RailTier {
-		return &peerv1.RailTier{Transport: "tcp", Rail: rail, Tier: n}
+	tier := func(rail string, n uint32) *peerv1.RailDistance {
+		return &peerv1.RailDistance{Transport: "tcp", Rail: rail, Distance: n}
 	}
-	at := rails.Place(p, w, []*peerv1.RailTier{tier("r0", 2), tier("bogus", 1), tier("r1", 7)})
+	at := rails.Place(p, w, []*peerv1.RailDistance{tier("r0", 2), tier("bogus", 1), tier("r1", 7)})
 	if len(out.logged) != 1 || !strings.Contains(out.logged[0], `"bogus"`) {
 		t.Errorf("logged: %+v", out.logged)
 	}
@@ -70,7 +70,7 @@ func TestPlaces(t *testing.T) {
 			t.Errorf("%s: tier %d, want %d", rail, got, want)
 		}
 	}
-	if again := rails.Place(p, w, []*peerv1.RailTier{tier("r0", 2)}); again != at {
+	if again := rails.Place(p, w, []*peerv1.RailDistance{tier("r0", 2)}); again != at {
 		t.Errorf("places %d and %d of the same memory", at, again)
 	}
 	seen := map[spray.Place]bool{}
@@ -88,7 +88,7 @@ func TestPlaces(t *testing.T) {
 		p.places.moves(at, -1)
 	}
 	for i := range uint32(500) {
-		if rails.Place(p, w, []*peerv1.RailTier{tier("r0", i%3+1), tier("r1", i/3%3+1)}) == 0 {
+		if rails.Place(p, w, []*peerv1.RailDistance{tier("r0", i%3+1), tier("r1", i/3%3+1)}) == 0 {
 			t.Fatal("places without flows are not used again")
 		}
 	}

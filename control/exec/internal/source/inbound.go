@@ -136,7 +136,7 @@ func (mt *Matcher) OnGrant(now Instant, p *lanes.Peer, m *peerv1.Grant) error {
 	mt.grants[g] = in
 	mt.grantsOf.Add(p.Boot, in)
 	if !mt.settle(now, in) {
-		mt.wait(now, &pending{peer: p, key: k, in: in}, m.PartnerMs)
+		mt.wait(now, &pending{peer: p, key: k, in: in}, m.MatchTimeoutMs)
 	}
 	return nil
 }
@@ -206,7 +206,7 @@ func (mt *Matcher) settle(now Instant, in *inboundGrant) bool {
 			break // refused by an earlier one
 		}
 		if !mt.bindPart(now, c) {
-			mt.wait(now, &pending{peer: in.peer, key: in.key, in: in, binding: c}, in.msg.PartnerMs)
+			mt.wait(now, &pending{peer: in.peer, key: in.key, in: in, binding: c}, in.msg.MatchTimeoutMs)
 		}
 	}
 	return true
@@ -328,7 +328,7 @@ func (mt *Matcher) open(now Instant, c *partBinding, plan agreement.Plan) {
 	}
 	snd.flow = mt.Spray.Open(in.peer.Rails, spray.Priority(min(m.Priority, uint32(spray.Background))),
 		deadline, plan.Space(), snd)
-	snd.at = mt.rails.Place(in.peer, s.ws.Worker, m.Tiers)
+	snd.at = mt.rails.Place(in.peer, s.ws.Worker, m.Distances)
 	snd.flow.SetPlace(snd.at)
 	in.peer.Moves(snd.at, 1)
 	snd.readyTo = make([]uint32, plan.Space().NumSegments())

@@ -39,7 +39,7 @@ func (mt *Matcher) wait(now Instant, q *pending, ms uint32) {
 	}
 	if q.decline == nil && mt.workers.Vacant() {
 		if now >= mt.workers.Vacated+VacantWait {
-			mt.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, noEngine)
+			mt.refusePending(now, q, peerv1.GrantReply_NO_SOURCE, noEngine)
 			return
 		}
 		end = min(end, mt.workers.Vacated+VacantWait)
@@ -73,15 +73,15 @@ func (mt *Matcher) pendingDue(now Instant, q *pending) {
 	case mt.sources.byXfer[q.key.Xfer].open > 0 && len(mt.sources.byKey[q.key]) == 0:
 		mt.refusePending(now, q, peerv1.GrantReply_MISMATCH, mismatch)
 	case q.binding != nil && len(mt.sources.byKey[q.key]) > 0:
-		mt.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, fmt.Sprintf("rank %s of the prefill "+
+		mt.refusePending(now, q, peerv1.GrantReply_NO_SOURCE, fmt.Sprintf("rank %s of the prefill "+
 			"engine has not come", q.binding.part.Rank))
 	case len(mt.sources.byKey[q.key]) > 0:
 		mt.refusePending(now, q, peerv1.GrantReply_LIMIT, "the source leases of this key serve all the "+
 			"grants that they were made for")
 	case mt.workers.Vacant():
-		mt.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, noEngine)
+		mt.refusePending(now, q, peerv1.GrantReply_NO_SOURCE, noEngine)
 	default:
-		mt.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, "the prefill never had this transfer")
+		mt.refusePending(now, q, peerv1.GrantReply_NO_SOURCE, "the prefill never had this transfer")
 	}
 }
 

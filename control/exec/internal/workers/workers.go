@@ -29,11 +29,11 @@ func New(fenced func(w *engines.Worker, done func())) *Table {
 // Worker is one engine worker with its leases.
 type Worker struct {
 	*engines.Worker
-	Gone   bool
-	Fenced func()           // of its WorkerGone
-	Tiers  lanes.Tiers      // of our rails for its memory
-	Leases map[uint64]Lease // open ones, source and destination
-	Sends  int              // open parts that are sent from its memory
+	Gone      bool
+	Fenced    func()           // of its WorkerGone
+	Distances lanes.Distances  // of our rails for its memory
+	Leases    map[uint64]Lease // open ones, source and destination
+	Sends     int              // open parts that are sent from its memory
 }
 
 // Lease is an open lease of a worker.

@@ -33,12 +33,14 @@ LATENCY_BUCKETS_S = (
     10.0,
     30.0,
 )
+TRANSFER_BUCKETS = [2**i for i in range(11, 35, 2)]  # bytes; those of vLLM's NIXL metrics
+FAILURES = ("failed", "expired", "refused", "lost")  # outcomes; a cancelled request is none
 
 
 class KVSprayStats(KVConnectorStats):
-    """data: transfers {"received/ok": n}, bytes {"received/tcp": n}, latency_s [s],
-    recompute_tokens n, local {reason: n}, store_pages {"get/memory": n}, store_lookups {outcome:
-    n}."""
+    """data: transfers {"received/ok": n}, bytes {"received/tcp": n}, latency_s [s] and sizes
+    [bytes] of received transfers, recompute_tokens n, local {reason: n}, store_pages
+    {"get/memory": n}, store_lookups {outcome: n}."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -51,6 +53,7 @@ class KVSprayStats(KVConnectorStats):
             "transfers": {},
             "bytes": {},
             "latency_s": [],
+            "sizes": [],
             "recompute_tokens": 0,
             "local": {},
             "store_pages": {},
@@ -66,6 +69,7 @@ class KVSprayStats(KVConnectorStats):
             _add(self.data["bytes"], f"{side}/{transport or 'unknown'}", nbytes)
         if received and outcome == "ok" and len(self.data["latency_s"]) < MAX_LATENCIES:
             self.data["latency_s"].append(us / 1e6)
+            self.data["sizes"].append(nbytes)
         self.data["recompute_tokens"] += recompute
 
     def local(self, reason: str) -> None:
@@ -88,7 +92,8 @@ class KVSprayStats(KVConnectorStats):
             for label, n in other.data[key].items():
                 _add(self.data[key], label, n)
         room = MAX_LATENCIES - len(self.data["latency_s"])
-        self.data["latency_s"].extend(other.data["latency_s"][:room])
+        for key in ("latency_s", "sizes"):
+            self.data[key].extend(other.data[key][:room])
         self.data["recompute_tokens"] += other.data["recompute_tokens"]
         return self
 
@@ -113,7 +118,8 @@ def _add(counts: dict[str, int], label: str, n: int) -> None:
 
 
 class KVSprayPromMetrics(KVConnectorPromMetrics):
-    """vllm:kvspray_* on vLLM's /metrics."""
+    """vllm:kvspray_* on vLLM's /metrics. Metrics that mean the same as one of vLLM's NIXL connector
+    have its suffix, type and buckets, so that dashboards for NIXL need another prefix only."""
 
     def __init__(
         self,
@@ -134,10 +140,28 @@ class KVSprayPromMetrics(KVConnectorPromMetrics):
             labelnames=[*labelnames, "side", "transport"],
         )
         self._latency = self._histogram_cls(
-            name="vllm:kvspray_transfer_seconds",
+            name="vllm:kvspray_xfer_time_seconds",
             documentation="From the blocks being offered to the commit, for transfers received.",
             labelnames=labelnames,
             buckets=LATENCY_BUCKETS_S,
+        )
+        self._sizes = self._histogram_cls(
+            name="vllm:kvspray_bytes_transferred",
+            documentation="Bytes of each transfer received.",
+            labelnames=labelnames,
+            buckets=TRANSFER_BUCKETS,
+        )
+        self._failed = self._counter_cls(
+            name="vllm:kvspray_num_failed_transfers",
+            documentation="Transfers that this engine should have received and did not, without "
+            "those of cancelled requests.",
+            labelnames=labelnames,
+        )
+        self._expired = self._counter_cls(
+            name="vllm:kvspray_num_kv_expired_reqs",
+            documentation="Prompts of this prefill engine, on each rank, that no decode engine "
+            "fetched in time.",
+            labelnames=labelnames,
         )
         self._recompute = self._counter_cls(
             name="vllm:kvspray_recompute_tokens",
@@ -161,15 +185,25 @@ class KVSprayPromMetrics(KVConnectorPromMetrics):
             "none, late).",
             labelnames=[*labelnames, "outcome"],
         )
+        for values in per_engine_labelvalues.values():  # an alert on growth misses a first value
+            self._failed.labels(*values)
+            self._expired.labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for label, n in transfer_stats_data["transfers"].items():
-            self._transfers.labels(*labels, *label.split("/", 1)).inc(n)
+            side, outcome = label.split("/", 1)
+            self._transfers.labels(*labels, side, outcome).inc(n)
+            if side == "received" and outcome in FAILURES:
+                self._failed.labels(*labels).inc(n)
+            if side == "sent" and outcome == "expired":
+                self._expired.labels(*labels).inc(n)
         for label, n in transfer_stats_data["bytes"].items():
             self._bytes.labels(*labels, *label.split("/", 1)).inc(n)
         for seconds in transfer_stats_data["latency_s"]:
             self._latency.labels(*labels).observe(seconds)
+        for size in transfer_stats_data["sizes"]:
+            self._sizes.labels(*labels).observe(size)
         self._recompute.labels(*labels).inc(transfer_stats_data["recompute_tokens"])
         for reason, n in transfer_stats_data["local"].items():
             self._local.labels(*labels, reason).inc(n)
