@@ -114,13 +114,15 @@ class FakeScheduler:
     asked: list[tuple[bytes, str]] = field(default_factory=list)
     full: bool = False
     declined: list[tuple[bytes, bytes, str, str]] = field(default_factory=list)
+    withdrawn: int = 0  # askers
     loads: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     def expected(self, xfer: bytes, hash: bytes) -> None:
         self.loads.append((xfer, hash))
 
-    def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str) -> None:
+    def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str, asked: bool = True) -> None:
         self.declined.append((xfer, hash, peer, reason))
+        self.withdrawn += asked
 
     def await_admission(
         self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float

@@ -3,6 +3,7 @@ one that a worker has a lease for is not."""
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from fakes import BLOCK, LOG, XFER, Engine, Request, concurrent, e, fake_hash, prefill_first
 
 from kvspray_vllm import shim
+from kvspray_vllm.meta import Landed
 from kvspray_vllm.scheduler import EVERY_PROMPT, SchedulerSide
 from kvspray_vllm.settings import Settings
 
@@ -127,3 +129,73 @@ def test_a_router_releases_a_transfer(e: Engine) -> None:
     assert e.scheduler.matched(r, 0) == (0, False)
     assert e.finish("r") == (False, None)
     assert len(e.scheduler_shim.declined) == 2 and e.scheduler_shim.asked == []
+
+
+def allocated(e: Engine, req: str, kv: dict[str, Any]) -> None:
+    r = e.add(req, 40, kv)
+    e.scheduler.matched(r, 0)
+    e.scheduler.allocated(r, table(e, req), 40)
+
+
+@pytest.mark.parametrize("why", ["no room", "leaves", "no mark"])
+def test_a_load_that_no_sidecar_gets(e: Engine, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many leases, a full ring, an engine that left: no sidecar can inform the prefill."""
+    allocated(e, "r", prefill_first())
+    if why == "no room":
+        e.worker_shim.down = True
+    elif why == "leaves":
+        e.worker.leave("it sleeps")
+    else:
+        monkeypatch.setattr(e.worker._signals, "mark", lambda: None)
+    done = e.step()
+    assert done.received == done.failed == {"r"}
+    assert declined(e) == [(X, hash_of(40), "p:1")] and e.scheduler_shim.withdrawn == 0
+    e.finish("r", "FINISHED_ABORTED")
+    e.step()
+    assert len(e.scheduler_shim.declined) == 1 and not e.scheduler.pending_push_work()
+
+
+def test_one_sample_of_two_that_no_sidecar_gets(e: Engine) -> None:
+    """The other one keeps its place at the prefill, and its query."""
+    allocated(e, "r", prefill_first(fanout=2))
+    e.step()
+    allocated(e, "s", prefill_first(fanout=2))
+    e.worker_shim.down = True
+    assert e.step().received == {"s"}
+    assert declined(e) == [(X, hash_of(40), "p:1")] and e.scheduler_shim.withdrawn == 0
+    e.worker_shim.end(1, received=True)
+    assert e.step().received == {"r"} and len(e.scheduler_shim.declined) == 1
+
+
+def test_a_load_that_the_scheduler_refuses_is_declined_once(e: Engine) -> None:
+    r = e.add("r", 40, prefill_first())
+    e.scheduler.matched(r, 0)
+    e.tables["r"] = e.tables["r"][:2]
+    e.scheduler.allocated(r, table(e, "r"), 32)
+    assert e.step().received == {"r"} and len(e.scheduler_shim.declined) == 1
+
+
+def test_ranks_of_which_some_ask(e: Engine) -> None:
+    """The request has its place at the prefill where any rank asks: a decline would take that of
+    another sample. vLLM passes on a report twice after a rank has failed."""
+    e.scheduler = SchedulerSide(
+        Settings(),
+        e.scheduler_shim,
+        [BLOCK],
+        "engine",
+        fake_hash,
+        LOG,
+        tp_size=2,
+        pp_size=2,
+    )
+    for ranks, want in ((range(1), 0), (range(3), 0), (range(4), 1)):
+        for _ in range(2):
+            allocated(e, "r", prefill_first())
+            e.scheduler_shim.declined.clear()
+            reports = [Landed(unasked={"r": {rank: "no room"}}) for rank in ranks]
+            e.scheduler.worker_reported((), (), reports[0])
+            e.scheduler.worker_reported((), {"r"}, functools.reduce(Landed.aggregate, reports))
+            e.scheduler.worker_reported((), {"r"}, reports[0])
+            assert len(e.scheduler_shim.declined) == want
+            assert not e.scheduler._unasked and not e.scheduler._loading
+            e.finish("r")

@@ -56,7 +56,7 @@ def loading_source(v: Vllm) -> Any:
     v.waiting.insert(0, r)  # vLLM schedules nothing that waits in a step that preempts
     step()
     step()
-    assert v.scheduler._loading == {"src"} and list(v.scheduler._sources) == ["src"]
+    assert set(v.scheduler._loading) == {"src"} and list(v.scheduler._sources) == ["src"]
     return r
 
 
