@@ -303,8 +303,8 @@ func (ds *Table) CloseBy(now Instant, d *Lease, cause lease.Cause, status uint16
 	if fence {
 		ds.fence(d.live, cause)
 	}
+	ds.queries.RequestOver(d.ep.Addr(), d.Key)
 	if status != engines.StatusOK {
-		ds.queries.RequestOver(d.ep.Addr(), d.Key)
 		ds.out.Send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
 			Destination: frame.Lease(d.ID), Gen: d.live.gen, Reason: reason}}})
 	}
