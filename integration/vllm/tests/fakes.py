@@ -160,12 +160,12 @@ class Engine:
         self.requests: dict[str, Any] = {}
         self.seen: set[str] = set()
 
-    def add(self, req: str, n: int, kv: dict[str, Any] | None) -> Any:
+    def add(self, req: str, n: int, kv: dict[str, Any] | None, **more: Any) -> Any:
         tokens = list(range(n))
         r = Request(
             request_id=req, prompt_token_ids=tokens, num_prompt_tokens=n, num_computed_tokens=0,
             kv_transfer_params=kv,
-            status=SimpleNamespace(name="RUNNING"), num_output_tokens=0,
+            status=SimpleNamespace(name="RUNNING"), num_output_tokens=0, **more,
         )  # fmt: skip
         self.requests[req] = r
         self.tables[req] = list(range(1, 1 + -(-n // BLOCK)))

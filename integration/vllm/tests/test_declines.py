@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import BLOCK, LOG, XFER, Engine, Request, concurrent, e, fake_hash, prefill_first
+from fakes import BLOCK, DECODE, LOG, XFER, Engine, Request, concurrent, e, fake_hash, prefill_first
 
 from kvspray_vllm import shim
 from kvspray_vllm.meta import Landed
@@ -105,6 +105,21 @@ def test_a_request_that_the_front_end_refused(e: Engine) -> None:
         e.scheduler.on_new_request(r)  # type: ignore[arg-type]
         assert e.scheduler.finished(r, ((),)) == (False, None)  # type: ignore[arg-type]
         assert declined(e) == [(X, EVERY_PROMPT, "p:1")] * want
+
+
+def test_requests_that_a_paused_engine_refuses(e: Engine) -> None:
+    """vLLM 0.33 refuses each sample and each prompt by itself. A sample that came before keeps its
+    place at the prefill."""
+    allocated(e, "first", prefill_first(fanout=3))
+    for req, n in (("second", 40), ("third", 40), ("other prompt", 20)):
+        e.add(req, n, prefill_first(fanout=3), abort_immediately=True)
+        assert e.finish(req, "FINISHED_ABORTED") == (False, None)
+    assert declined(e) == [(X, hash_of(n), "p:1") for n in (40, 40, 20)]
+    assert e.scheduler_shim.withdrawn == 0 and len(e.scheduler_shim.asked) == 1
+    for kv in (dict(DECODE), {"do_remote_decode": True, "do_remote_prefill": True}, {"kvspray": 1}):
+        e.add("offers", 40, kv, abort_immediately=True)
+        e.finish("offers", "FINISHED_ABORTED")
+    assert len(e.scheduler_shim.declined) == 3
 
 
 def test_a_role_that_receives_nothing(e: Engine) -> None:

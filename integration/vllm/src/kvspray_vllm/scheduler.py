@@ -171,11 +171,10 @@ class SchedulerSide:
         # The samples of one request (n > 1), and the prompts of a list, share one dict.
         given = request.kv_transfer_params = dict(given)
         try:
-            # Of a request that its front end has refused vLLM makes one that it aborts at once, for
-            # connectors that hold something. Ours holds nothing for it, but the prefill's engine
-            # may.
+            # vLLM aborts a request at once, for connectors that hold something. Ours holds nothing
+            # for it, but the prefill's engine may.
             if request.abort_immediately:
-                self._decline_all(given, "refused by the engine's front end")
+                self._refused(request, given)
                 return
             asked = spray.parse(given)
             if asked is not None and asked.release:
@@ -211,7 +210,7 @@ class SchedulerSide:
                 if now is None:
                     raise spray.ParamsError("lora_reading", "its adapter's files are being read")
             except spray.ParamsError as err:
-                self._decline_adapter(request, given, str(err))
+                self._decline_unasked(request, given, str(err))
                 raise
             content = now
         self._transfer(request, given, content)
@@ -240,7 +239,7 @@ class SchedulerSide:
                         f"its adapter's files were not read within {READ_WAIT_S:g} s",
                     )
             except spray.ParamsError as err:
-                self._decline_adapter(request, given, str(err))
+                self._decline_unasked(request, given, str(err))
                 raise
             if content is None:
                 return True
@@ -255,17 +254,17 @@ class SchedulerSide:
             self._compute_here(request, "error", repr(err))
         return False
 
-    def _decline_adapter(self, request: Request, given: dict[str, Any], reason: str) -> None:
-        """The prefill engine need not keep the blocks of a prompt whose adapter is not known here.
-        The prefill's answer names its adapter's content, hence the prompt; without an answer the
-        prompt's hash is not known, and the decline stands for every prompt of the transfer."""
+    def _decline_unasked(self, request: Request, given: dict[str, Any], reason: str) -> None:
+        """The prefill engine need not keep the blocks of a prompt that it was not asked for. Where
+        its adapter is not known here, the prefill's answer names the adapter's content, hence the
+        prompt; without an answer the decline stands for every prompt of the transfer."""
         if given.get("do_remote_decode"):
             return
         asked = spray.parse(given)
         if asked and asked.xfer and asked.peer and self._client.connected:
             key = EVERY_PROMPT
-            if asked.adapter and request.prompt_token_ids:
-                key = self._prompt_hash(request, asked.adapter)
+            if request.prompt_token_ids and (asked.adapter or not request.lora_request):
+                key = self._prompt_hash(request, asked.adapter or "")
             self._client.decline(asked.xfer, key, asked.peer, reason, asked=False)
 
     def _check_role(self, lacks: str, does: str) -> None:
@@ -432,6 +431,15 @@ class SchedulerSide:
         session sends it: one message for all ranks, also if vLLM steps no worker. asked: the
         request has not been reported as expected."""
         self._client.decline(dest.xfer, dest.hash, dest.peer, reason, asked)
+
+    def _refused(self, request: Request, given: dict[str, Any]) -> None:
+        """A request that vLLM does not compute. Its front end makes one, without the prompt, in the
+        place of all prompts and samples that it refuses. A paused engine refuses each sample by
+        itself, and may still compute others that came before."""
+        if request.prompt_token_ids in (None, [], [0]):
+            self._decline_all(given, "refused by the engine's front end")
+        elif given.get("do_remote_prefill"):
+            self._decline_unasked(request, given, "the engine is paused")
 
     def _decline_all(self, given: dict[str, Any], reason: str) -> None:
         """The same for a request whose prompt is not known here: every prompt of its transfer, and
@@ -745,7 +753,7 @@ class SchedulerSide:
         reading = self._reading.pop(req, None)
         if reading is not None:
             try:
-                self._decline_adapter(request, reading[1], why)
+                self._decline_unasked(request, reading[1], why)
             except Exception as err:
                 # For example a prompt that cannot be hashed: no request may end the engine core.
                 self._log.info("kvspray: request %s is not declined: %s", req, err)
