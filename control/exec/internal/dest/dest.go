@@ -186,7 +186,7 @@ func (ds *Table) Open(now Instant, w *engines.Worker, x engines.Expect) {
 	}
 	if full != "" {
 		ds.decline(now, x.Peer, declined{id: x.Lease, key: x.Key, team: team,
-			size: w.Place.World(), reason: full})
+			size: w.Place.World(), reason: full, far: true})
 		refuse(full)
 		return
 	}
