@@ -370,7 +370,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.closed, self.threads = threading.Event(), {"*"}, []
-        self.late = False  # a thread has waited in vain
+        self.late = False  # it was not opened for a minute
         for name in ("digest", "_signature", "directory_of"):
             monkeypatch.setattr(adapters, name, self._gated(getattr(adapters, name)))
 
