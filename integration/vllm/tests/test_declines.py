@@ -122,6 +122,16 @@ def test_requests_that_a_paused_engine_refuses(e: Engine) -> None:
     assert len(e.scheduler_shim.declined) == 3
 
 
+def test_a_request_that_comes_while_the_sidecar_is_away(e: Engine) -> None:
+    """The shim keeps the decline for the next sidecar."""
+    e.scheduler_shim.connected = False
+    r = e.add("r", 40, prefill_first())
+    assert declined(e) == [(X, hash_of(40), "p:1")] and e.scheduler_shim.withdrawn == 0
+    assert e.scheduler.matched(r, 0) == (0, False)
+    e.finish("r")
+    assert len(e.scheduler_shim.declined) == 1
+
+
 def test_a_role_that_receives_nothing(e: Engine) -> None:
     e.scheduler = SchedulerSide(
         Settings(), e.scheduler_shim, [BLOCK], "engine", fake_hash, LOG, role="kv_producer"

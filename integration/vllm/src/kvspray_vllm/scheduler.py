@@ -261,7 +261,7 @@ class SchedulerSide:
         if given.get("do_remote_decode"):
             return
         asked = spray.parse(given)
-        if asked and asked.xfer and asked.peer and self._client.connected:
+        if asked and asked.xfer and asked.peer:
             key = EVERY_PROMPT
             if request.prompt_token_ids and (asked.adapter or not request.lora_request):
                 key = self._prompt_hash(request, asked.adapter or "")
@@ -330,9 +330,9 @@ class SchedulerSide:
                 "no_token_ids",
                 "a prompt without token ids (embeddings) has no name that another engine could use",
             )
-        if not self._client.connected:
-            raise spray.ParamsError("no_sidecar", "no sidecar is connected")
         try:
+            if not self._client.connected:  # the decline is sent once one is
+                raise spray.ParamsError("no_sidecar", "no sidecar is connected")
             self._check_role("kv_producer", "receive")
             self._check_worker()
         except spray.ParamsError as err:
