@@ -468,8 +468,8 @@ func (n *simNode) sendTo(to transfer.Boot, f *peerv1.ControlFrame) {
 	})
 }
 
-// peerDown is the loss of a peer. As package peer promises (TestNothingAfterDown there), no frame of
-// the boot follows if its process is over: the grant of a dead sidecar cannot come late.
+// peerDown is the loss of a peer. As package peer promises (TestNothingAfterDown there), no frame
+// of the boot follows if its process is over: the grant of a dead sidecar cannot come late.
 func (n *simNode) peerDown(boot transfer.Boot, over bool) {
 	n.event(func() {
 		n.over[boot] = n.over[boot] || over
