@@ -1,6 +1,7 @@
 package connector_test
 
 import (
+	"fmt"
 	"math/rand/v2"
 	"sync"
 	"sync/atomic"
@@ -76,7 +77,7 @@ func TestSourceValidNeverLate(t *testing.T) {
 	seen := 0
 	push := func(f func() error) {
 		for f() != nil { // the ring is full: the sidecar is behind
-			if time.Now().After(deadline.Add(10 * time.Second)) {
+			if time.Now().After(deadline.Add(time.Minute)) {
 				t.Fatal("the ring stays full")
 			}
 		}
@@ -118,13 +119,8 @@ func TestSourceValidNeverLate(t *testing.T) {
 	}
 	// Nothing else moves now: what is live is valid.
 	for _, id := range live {
-		ok := false
-		for until := time.Now().Add(5 * time.Second); !ok && time.Now().Before(until); {
-			ok = up.SourceValid(byID[id].id)
-		}
-		if !ok {
-			t.Errorf("lease %d stays invalid although nothing touched it", id)
-		}
+		eventually(t, fmt.Sprintf("lease %d stays invalid although nothing touched it", id),
+			func() bool { return up.SourceValid(byID[id].id) })
 	}
 	close(stop)
 	readers.Wait()

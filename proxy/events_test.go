@@ -224,11 +224,13 @@ func TestEventsThatDoNotCome(t *testing.T) {
 	b.mute.Store(true)
 	until(t, "the feed", func() bool { return p.reporters.about("base") != nil })
 	text := strings.Repeat("a document of some length. ", 400)
+	began := time.Now()
 	for range 4 {
 		if code, answer, _ := post(t, url, "/v1/completions", completion("base", text)); code != 200 {
 			t.Fatalf("%d %s", code, answer)
 		}
 	}
+	limit := 1 + int64(time.Since(began)/tokenizePause)
 	if x, y := a.completions(), b.completions(); x*y != 0 {
 		t.Errorf("%d and %d requests with one prefix", x, y)
 	}
@@ -238,8 +240,8 @@ func TestEventsThatDoNotCome(t *testing.T) {
 			t.Errorf("%q: %d lines", line, n)
 		}
 	}
-	if x, y := a.asked.Load(), b.asked.Load(); x != 1 || y != 1 {
-		t.Errorf("%d and %d questions although none is answered", x, y)
+	if x, y := a.asked.Load(), b.asked.Load(); min(x, y) < 1 || max(x, y) > limit {
+		t.Errorf("%d and %d questions although none is answered, want at most %d", x, y, limit)
 	}
 }
 
@@ -259,7 +261,8 @@ func TestTokenizePausesOneEngine(t *testing.T) {
 	}
 	limit := 1 + int64(time.Since(began)/tokenizePause)
 	got := values(t, reg)
-	if n := a.asked.Load(); n > limit || got["tokenizations_total asked"] < float64(8-limit) {
+	slow := p.tokens.engines[1].until.Load() != 0 // a busy machine delays an answer of the other one
+	if n := a.asked.Load(); n > limit || !slow && got["tokenizations_total asked"] < float64(8-limit) {
 		t.Errorf("%d questions to an engine that does not answer, %v", n, got)
 	}
 	p.lost(p.decode.all[0])

@@ -29,7 +29,7 @@ import (
 // quick are times for tests in which an engine freezes.
 func quick() Times {
 	return Times{Check: 20 * time.Millisecond, Slow: 100 * time.Millisecond,
-		Silent: 500 * time.Millisecond}
+		Silent: time.Second}
 }
 
 // faulty is a fake engine that tests break in several ways. It answers /health, too.

@@ -57,7 +57,7 @@ func TestEnginesFailInTurns(t *testing.T) {
 		})
 	}
 	times := quick()
-	times.Silent = 2 * time.Second // five times as long, a busy machine has no CPU for an engine
+	times.Silent = 2 * time.Second // a busy machine has no CPU for an engine for a while
 	px, url := start(t, Config{Decode: decoders(engines[0].URL, engines[1].URL), Times: times})
 	stop := make(chan struct{})
 	var wg sync.WaitGroup

@@ -159,9 +159,6 @@ func TestLanesOnDemand(t *testing.T) {
 	}
 
 	// A lease keeps the lanes, however long they are idle.
-	a.dial.need(b.boot)
-	b.dial.need(a.boot)
-	until(t, func() bool { return both() == 3 })
 	dials := a.Node
 	if bytes.Compare(a.boot[:], b.boot[:]) > 0 {
 		dials = b.Node
@@ -171,6 +168,9 @@ func TestLanesOnDemand(t *testing.T) {
 		other = b.boot
 	}
 	leases[dials].with.Store(&other)
+	a.dial.need(b.boot)
+	b.dial.need(a.boot)
+	until(t, func() bool { return both() == 3 })
 	before := dials.lanesTo(other)
 	<-time.After(3 * idle)
 	if after := dials.lanesTo(other); !slices.Equal(before, after) {

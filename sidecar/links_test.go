@@ -28,13 +28,13 @@ func TestLinks(t *testing.T) {
 	x := begin(t, p, pe, de, 1, tokens)
 	de.ok(x.dst)
 	pe.ok(x.src)
-	took := time.Since(began)
 	until(t, func() bool { // a flight ends behind its lease
 		v := read(p)
 		return len(v.Peers) == 1 && len(v.Peers[0].Links) == 1 && v.Peers[0].Links[0].InFlight == 0 &&
 			v.Peers[0].Links[0].Samples > 0
 	})
 	v := read(p)
+	took := time.Since(began)
 	if len(v.Peers) != 1 || v.Peers[0].Boot != d.Boot().String() || len(v.Peers[0].Links) != 1 {
 		t.Fatalf("%+v", v)
 	}

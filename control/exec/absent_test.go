@@ -56,10 +56,10 @@ func TestDestinationSidecarDies(t *testing.T) {
 			d.dead = true
 			delete(s.byAddr, "d:1")
 			if order.down > 0 {
-				s.after(order.down, func() { p.event(func() { p.ex.PeerDown(s.now, d.boot, false) }) })
+				s.after(order.down, func() { p.peerDown(d.boot, false) })
 			}
 			if order.over > 0 {
-				s.after(order.over, func() { p.event(func() { p.ex.PeerDown(s.now, d.boot, true) }) })
+				s.after(order.over, func() { p.peerDown(d.boot, true) })
 			}
 			var next *simLease
 			var d2 *simNode
@@ -93,7 +93,7 @@ func TestDestinationSidecarStaysAway(t *testing.T) {
 		src := p.intent(pw, 1, testKey(1, 1), 512, 1, 60*sec)
 		dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 60*sec)
 		s.rest(50 * time.Millisecond)
-		p.event(func() { p.ex.PeerDown(s.now, d.boot, over) })
+		p.peerDown(d.boot, over)
 		s.rest(core.DefaultMatchTimeout - 100*time.Millisecond)
 		if src.done != nil {
 			t.Fatalf("over %v: gave up early: %s", over, src.done.Reason)
@@ -116,7 +116,7 @@ func TestDestinationSidecarComesBack(t *testing.T) {
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 60*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 60*sec)
 	s.rest(50 * time.Millisecond)
-	p.event(func() { p.ex.PeerDown(s.now, d.boot, false) })
+	p.peerDown(d.boot, false)
 	s.rest(9 * sec)
 	p.event(func() { p.ex.PeerUp(s.now, "", d.boot) })
 	s.rest(9 * sec)
@@ -217,7 +217,7 @@ func TestSourceSidecarNeverReturns(t *testing.T) {
 	}
 	p.dead = true
 	delete(s.byAddr, "p:1")
-	d.event(func() { d.ex.PeerDown(s.now, p.boot, false) })
+	d.peerDown(p.boot, false)
 	s.rest(sec)
 	// Many leases wait for the same connect; one failure does not count once for each lease.
 	late := make([]*simLease, 50)

@@ -73,8 +73,9 @@ func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 }
 
 // PeerDown reports that the control lanes to a peer are down. With over, the process has died, was
-// superseded or was silent for too long: all agreements with it are void. Otherwise its leases
-// wait for the match timeout, or until no process listens at its address.
+// superseded or was silent for too long: all agreements with it are void, and no Message of it
+// follows. Otherwise its leases wait for the match timeout, or until no process listens at its
+// address.
 func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
 	p := e.peers.Find(boot)
 	if p == nil {

@@ -64,7 +64,7 @@ func deadReceiver(t *testing.T, seed uint64, order string, gap time.Duration, fa
 			d.dead = true
 			s.rest(2 * time.Millisecond) // no frame follows the loss of its lane
 		case "f", "o":
-			p.event(func() { p.ex.PeerDown(s.now, d.boot, what == "o") })
+			p.peerDown(d.boot, what == "o")
 		case "i":
 			src = p.intent(pw, 1, k, 64, fanout, 30*sec)
 			p.steps(src)

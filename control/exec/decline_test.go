@@ -53,6 +53,29 @@ func TestReceiverCannotPlan(t *testing.T) {
 	}
 }
 
+// The same for a receiver that takes no further load.
+func TestReceiverTakesNoMore(t *testing.T) {
+	for _, draining := range []bool{true, false} {
+		s, p, _, pw, _ := pair(t, 5, 0)
+		n := s.node("x:1", Config{Transports: []string{"tcp"}, MaxDest: 1})
+		w := n.worker()
+		if draining {
+			n.event(func() { n.ex.DrainLeases() })
+		} else {
+			n.hangs = map[string]bool{"q:1": true}
+			n.expect(w, 2, testKey(2, 1), "q:1", 64, 0, 30*sec)
+		}
+		src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+		dst := n.expect(w, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
+		wantStatus(t, dst, engines.StatusRefused)
+		s.until("the source's end", sec, func() bool { return src.done != nil })
+		if wantStatus(t, src, engines.StatusCancelled); !strings.Contains(src.done.Reason,
+			dst.done.Reason) {
+			t.Errorf("draining %v: reason %q, want %q", draining, src.done.Reason, dst.done.Reason)
+		}
+	}
+}
+
 // The revokes that wait for a wrong address are bounded, and dropped in the end.
 func TestQueuedRevokesAreBounded(t *testing.T) {
 	s := newSim(t, 1, 0)

@@ -301,7 +301,7 @@ func TestSourceSidecarOutOfReach(t *testing.T) {
 		dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 20*sec) // the match timeout is 10 s
 		s.run(s.now+50*time.Millisecond, func() bool { return false })
 		d.hangs = map[string]bool{"p:1": true}
-		d.event(func() { d.ex.PeerDown(s.now, p.boot, false) })
+		d.peerDown(p.boot, false)
 		s.run(s.now+9*sec, func() bool { return false })
 		if dst.done != nil {
 			t.Fatalf("gave up after 9 s: %s", dst.done.Reason)

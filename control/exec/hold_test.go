@@ -149,7 +149,7 @@ func TestHoldIsBoundedForAPeerThatComesAndGoes(t *testing.T) {
 		began := s.now
 		for src.done == nil && s.now-began < core.DefaultHoldTimeout+sec {
 			s.rest(3 * sec)
-			p.event(func() { p.ex.PeerDown(s.now, d.boot, false) })
+			p.peerDown(d.boot, false)
 			p.event(func() { p.ex.PeerUp(s.now, "d:1", d.boot) })
 		}
 		if src.done == nil || s.now-began < core.DefaultHoldTimeout {
@@ -184,7 +184,7 @@ func TestDeadDecodeEngineFreesTheSource(t *testing.T) {
 		s, p, d, _, _, src := waiting(t)
 		s.rest(after)
 		d.dead = true
-		p.event(func() { p.ex.PeerDown(s.now, d.boot, true) })
+		p.peerDown(d.boot, true)
 		s.until("the end after the sidecar's death", soon, func() bool { return src.done != nil })
 		wantStatus(t, src, engines.StatusExpired)
 	}
@@ -258,7 +258,7 @@ func TestCanceledWhileTheSourceRestarts(t *testing.T) {
 					cancel()
 				}
 				p.dead = true
-				d.event(func() { d.ex.PeerDown(s.now, p.boot, true) })
+				d.peerDown(p.boot, true)
 				if s.rest(soon); !early {
 					cancel()
 				}
@@ -382,19 +382,50 @@ func TestRefusedRequestsWaitForNothing(t *testing.T) {
 	wantStatus(t, src, engines.StatusExpired)
 }
 
+// A load has come before the answer to its query, and the source's sidecar dies before it sends
+// that answer. The source, which its engine presents to the next sidecar, waits for the match
+// timeout: the query goes to no other process.
+func TestLoadedBeforeTheAnswer(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 21, 0)
+	k := testKey(1, 1)
+	src := p.intent(pw, 1, k, 64, 1, 30*sec)
+	dst := d.expect(dw, 1, k, "p:1", 64, 0, 30*sec)
+	s.rest(100 * time.Millisecond)   // the grant is bound, and no layer is ready
+	p.links[d.boot] = s.now + 60*sec // the source's control lanes send nothing more
+	d.ask(1, decodeSession, k, "p:1")
+	s.rest(100 * time.Millisecond)
+	p.steps(src)
+	s.until("the load", sec, func() bool { return dst.done != nil })
+	wantStatus(t, dst, engines.StatusOK)
+	if d.answer[1].State != "" {
+		t.Fatalf("answer %+v", d.answer[1])
+	}
+	p.dead = true
+	d.peerDown(p.boot, true)
+	again := s.node("p:1", Config{Transports: []string{"shm", "tcp"}})
+	again.event(func() { again.ex.WorkerUp(pw) })
+	src = again.intent(pw, 1, k, 64, 1, 30*sec)
+	again.steps(src)
+	again.hold(pw, 1)
+	s.until("the source's end", core.DefaultMatchTimeout+sec, func() bool { return src.done != nil })
+	if l := d.ex.Load(); l.Asked != 0 || again.ex.sources.Waits() != 0 || d.answer[1].State != "gone" {
+		t.Errorf("left: %+v, %d waits, answer %+v", l, again.ex.sources.Waits(), d.answer[1])
+	}
+}
+
 // A sidecar that is only out of reach has the match timeout, and a dead engine of two frees
 // nothing that the other waits for.
 func TestHoldOutOfReach(t *testing.T) {
 	s, p, d, _, _, src := waiting(t)
 	s.rest(25 * sec)
-	p.event(func() { p.ex.PeerDown(s.now, d.boot, false) })
+	p.peerDown(d.boot, false)
 	s.rest(9 * sec)
 	p.event(func() { p.ex.PeerUp(s.now, "d:1", d.boot) })
 	s.rest(12 * sec)
 	if src.done != nil {
 		t.Fatalf("ended although the sidecar is back: %s", src.done.Reason)
 	}
-	p.event(func() { p.ex.PeerDown(s.now, d.boot, false) })
+	p.peerDown(d.boot, false)
 	s.until("the end", core.DefaultMatchTimeout+100*time.Millisecond, func() bool {
 		return src.done != nil
 	})

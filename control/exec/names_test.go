@@ -71,7 +71,7 @@ func TestSuccessorAtAnAddress(t *testing.T) {
 			}
 			src := q.intent(q.worker(), 1, k, 64, 1, 30*sec)
 			q.steps(src)
-			down := func() { d.event(func() { d.ex.PeerDown(s.now, p.boot, false) }) }
+			down := func() { d.peerDown(p.boot, false) }
 			up := func() { d.event(func() { d.ex.PeerUp(s.now, "p:1", q.boot) }) }
 			if downFirst {
 				down()

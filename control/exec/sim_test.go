@@ -195,8 +195,9 @@ type simNode struct {
 	boot    transfer.Boot
 	ex      *Exec
 	dead    bool
-	stopped bool     // by SIGSTOP
-	later   []func() // events while it is stopped
+	over    map[transfer.Boot]bool // peers whose process is over
+	stopped bool                   // by SIGSTOP
+	later   []func()               // events while it is stopped
 	batch   Batch
 	busy    bool
 	lanes   map[uint64]*simLane
@@ -244,7 +245,7 @@ type simLease struct {
 
 func (s *sim) node(addr string, cfg Config) *simNode {
 	n := &simNode{s: s, addr: addr, lanes: map[uint64]*simLane{}, grants: map[[2]any]*simLanding{},
-		links:  map[transfer.Boot]Instant{},
+		links: map[transfer.Boot]Instant{}, over: map[transfer.Boot]bool{},
 		leases: map[transfer.LeaseID]*simLease{}, fenced: map[*engines.Worker]bool{},
 		follow: map[*engines.Worker]bool{}, answer: map[uint64]engines.Admission{}}
 	for i := range n.boot {
@@ -456,11 +457,23 @@ func (n *simNode) sendTo(to transfer.Boot, f *peerv1.ControlFrame) {
 			return
 		}
 		p.event(func() {
+			if p.over[n.boot] {
+				return
+			}
 			s.logf("%s -> %s %.60T", n.addr, p.addr, f.Body)
 			if err := p.ex.Message(s.now, n.boot, f); err != nil {
 				s.fatalf("message refused: %v", err)
 			}
 		})
+	})
+}
+
+// peerDown is the loss of a peer. As package peer promises (TestNothingAfterDown there), no frame
+// of the boot follows if its process is over: the grant of a dead sidecar cannot come late.
+func (n *simNode) peerDown(boot transfer.Boot, over bool) {
+	n.event(func() {
+		n.over[boot] = n.over[boot] || over
+		n.ex.PeerDown(n.s.now, boot, over)
 	})
 }
 
@@ -483,7 +496,7 @@ func (n *simNode) kill() {
 	for _, p := range s.nodes {
 		if p != n {
 			s.after(s.delay(time.Second), func() {
-				p.event(func() { p.ex.PeerDown(s.now, n.boot, true) })
+				p.peerDown(n.boot, true)
 				for _, l := range p.lanes {
 					if l.to == n {
 						l.die()

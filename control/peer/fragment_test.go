@@ -255,7 +255,7 @@ func TestWaitingForRoomEndsNoSession(t *testing.T) {
 	evil.raw(t, victim, held...)
 	poll(t, "no more may wait", func() bool { return budget.Waiting()+2*frame.Max > MaxMessage })
 	send(pieces[3:]...)
-	deadline := time.After(10 * time.Second)
+	deadline := time.After(patience)
 	for seq := uint64(1); ; seq++ {
 		select {
 		case f := <-got:

@@ -351,7 +351,7 @@ func refuse(t *testing.T, f *railsbench.Field, on bool) (since time.Time) {
 // reset.
 func lanesEnd(t *testing.T, f *railsbench.Field) {
 	t.Helper()
-	for end := time.Now().Add(10 * time.Second); ; after(t, 10*time.Millisecond) {
+	for end := time.Now().Add(time.Minute); ; after(t, 10*time.Millisecond) {
 		s, err := f.State(t.Context(), netrig.Sender)
 		if err != nil {
 			t.Fatal(err)

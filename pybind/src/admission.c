@@ -236,7 +236,7 @@ int kvs_expected(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32])
 	return 0;
 }
 
-int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason)
+int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason, int asked)
 {
 	CHECK(c);
 	if (c->role != KVS_SCHEDULER || !xfer || !hash || !peer || !*peer || strlen(peer) >= sizeof((struct decline *)0)->peer)
@@ -251,9 +251,9 @@ int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], c
 	int rc = 0;
 	pthread_mutex_lock(&c->mu);
 	struct await **at = await_slot(c, xfer, hash);
-	if (*at && (*at)->askers > 1)
+	if (*at && asked && (*at)->askers > 1)
 		(*at)->askers--;
-	else if (*at)
+	else if (*at && (asked || !(*at)->askers))
 		await_drop(c, at);
 	d->end_ms = kvs_now_ms() + c->info.match_timeout_ms;
 	if (c->decline_count >= KVS_MAX_DECLINES) {

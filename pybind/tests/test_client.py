@@ -457,9 +457,9 @@ def test_deadline_of_a_source_counts_from_its_last_step(sidecar: Make, worker: M
     s: Sidecar = sidecar()
     w = worker()
     new: Sidecar = sidecar()  # listens already when it is needed, however long its start takes
-    src = intent(w, deadline_s=2)
+    src = intent(w, deadline_s=3)
     begun, step, pause = time.monotonic(), 0, threading.Event()
-    while time.monotonic() - begun < 2.2:  # longer than the deadline
+    while time.monotonic() - begun < 3.2:  # longer than the deadline
         step += 1
         assert w.step(step, [(src, 1 + step, [[1, 2, 3]])])
         w.signal_step(step)

@@ -602,6 +602,20 @@ def test_a_query_ends_with_the_sidecar_that_has_its_load(
         assert c.admission(XFER, shared) is None
 
 
+def test_a_decline_leaves_the_query_of_other_samples(socket_path: pathlib.Path) -> None:
+    with kvspray.SchedulerClient(socket_path, engine=ENGINE) as c:
+        for _ in range(2):
+            assert c.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30)
+        assert c.decline(
+            XFER, HASH, "127.0.0.1:9", "another sample, which never asked", asked=False
+        )
+        c.expected(XFER, HASH)
+        assert c.decline(XFER, HASH, "127.0.0.1:9", "its load failed", asked=False)
+        assert c.admission(XFER, HASH) is not None, "the other sample waits"
+        assert c.decline(XFER, HASH, "127.0.0.1:9", "aborted")
+        assert c.admission(XFER, HASH) is None
+
+
 def test_declines(sidecar: Make, socket_path: pathlib.Path) -> None:
     with kvspray.SchedulerClient(
         socket_path, engine=ENGINE, ranks=kvspray.Ranks(pp=(0, 2), tp=(0, 4))

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/store/object"
 	"github.com/kvspray/kvspray/store/object/objecttest"
 	"github.com/kvspray/kvspray/store/page"
@@ -145,72 +146,73 @@ func TestFlippedBits(t *testing.T) {
 
 // Answers that are late, cut, flipped on their way or errors cost time at most.
 func TestFaultsOfRequests(t *testing.T) {
-	s := objecttest.New()
-	n := start(t, s, impatient)
-	defer func() { n.close() }()
-	n.add(n.o, 0, 40)
-	n.flush()
-	var calls atomic.Int64
-	for name, f := range map[string]func(op, name string) objecttest.Fault{
-		"every second fails": func(string, string) objecttest.Fault {
-			if calls.Add(1)%2 == 0 {
-				return objecttest.Fault{Err: errors.New("503")}
+	testutil.Bubble(t, func(t *testing.T) {
+		s := objecttest.New()
+		n := start(t, s, impatient)
+		defer func() { n.close() }()
+		n.add(n.o, 0, 40)
+		n.flush()
+		var calls atomic.Int64
+		for name, f := range map[string]func(op, name string) objecttest.Fault{
+			"every second fails": func(string, string) objecttest.Fault {
+				if calls.Add(1)%2 == 0 {
+					return objecttest.Fault{Err: errors.New("503")}
+				}
+				return objecttest.Fault{}
+			},
+			"every second is cut": func(string, string) objecttest.Fault {
+				return objecttest.Fault{Cut: (calls.Add(1) % 2) * (20*size + 77)}
+			},
+			"every second is flipped": func(string, string) objecttest.Fault {
+				return objecttest.Fault{Flip: (calls.Add(1) % 2) * 5 * size}
+			},
+		} {
+			t.Log(name)
+			s.Fail(f)
+			all(t, n.read(n.o, 0, 40), nil)
+			s.Fail(nil)
+		}
+		s.Fail(func(string, string) objecttest.Fault { return objecttest.Fault{Err: errors.New("503")} })
+		began := time.Now()
+		errs := n.read(n.o, 0, 20)
+		if good(errs) > 0 || errs[0] == nil || !strings.Contains(errs[0].Error(), "503") {
+			t.Fatal(errs[0])
+		}
+		all(t, n.read(n.o, 0, 20), object.ErrAway) // at once
+		found := page.NewBitmap(20)
+		if n.o.Exists(keys(0, 20), found); found.Count() != 0 {
+			t.Error("pages exist while the object store is away")
+		}
+		if took := time.Since(began); took > 300*time.Millisecond {
+			t.Errorf("it took %v, the timeout is 300 ms", took)
+		}
+		s.Fail(nil)
+		eventually(t, "it is asked again", func() bool { return n.o.Has(&keys(0, 1)[0]) })
+		all(t, n.read(n.o, 0, 20), nil)
+		// It hangs: the caller gives up, and then the timeout does.
+		s.Fail(func(op, _ string) objecttest.Fault {
+			if op == "get" {
+				return objecttest.Fault{Hold: make(chan struct{})}
 			}
 			return objecttest.Fault{}
-		},
-		"every second is cut": func(string, string) objecttest.Fault {
-			return objecttest.Fault{Cut: (calls.Add(1) % 2) * (20*size + 77)}
-		},
-		"every second is flipped": func(string, string) objecttest.Fault {
-			return objecttest.Fault{Flip: (calls.Add(1) % 2) * 5 * size}
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			s.Fail(f)
-			defer s.Fail(nil)
-			all(t, n.read(n.o, 0, 40), nil)
 		})
-	}
-	s.Fail(func(string, string) objecttest.Fault { return objecttest.Fault{Err: errors.New("503")} })
-	began := time.Now()
-	errs := n.read(n.o, 0, 20)
-	if good(errs) > 0 || errs[0] == nil || !strings.Contains(errs[0].Error(), "503") {
-		t.Fatal(errs[0])
-	}
-	all(t, n.read(n.o, 0, 20), object.ErrAway) // at once
-	found := page.NewBitmap(20)
-	if n.o.Exists(keys(0, 20), found); found.Count() != 0 {
-		t.Error("pages exist while the object store is away")
-	}
-	if took := time.Since(began); took > 5*time.Second {
-		t.Errorf("it took %v, the timeout is 300 ms", took)
-	}
-	s.Fail(nil)
-	eventually(t, "it is asked again", func() bool { return n.o.Has(&keys(0, 1)[0]) })
-	all(t, n.read(n.o, 0, 20), nil)
-	// It hangs: the caller gives up, and then the timeout does.
-	s.Fail(func(op, _ string) objecttest.Fault {
-		if op == "get" {
-			return objecttest.Fault{Hold: make(chan struct{})}
+		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
+		defer cancel()
+		n.o.Read(ctx, keys(0, 1), object.Reading{Buffers: [][]byte{make([]byte, size)},
+			Part: func(int, int, int) {}, Check: func(int, uint32) bool { return true },
+			End: func(_ int, _ uint32, err error) {
+				if !errors.Is(err, context.Canceled) {
+					t.Error(err)
+				}
+			}})
+		if !n.o.Has(&keys(0, 1)[0]) {
+			t.Error("after a canceled call the tier takes the object store for away")
 		}
-		return objecttest.Fault{}
+		if got := good(n.read(n.o, 0, 1)); got != 0 {
+			t.Error("a page came from a store that hangs")
+		}
+		s.Fail(nil)
 	})
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
-	defer cancel()
-	n.o.Read(ctx, keys(0, 1), object.Reading{Buffers: [][]byte{make([]byte, size)},
-		Part: func(int, int, int) {}, Check: func(int, uint32) bool { return true },
-		End: func(_ int, _ uint32, err error) {
-			if !errors.Is(err, context.Canceled) {
-				t.Error(err)
-			}
-		}})
-	if !n.o.Has(&keys(0, 1)[0]) {
-		t.Error("after a canceled call the tier takes the object store for away")
-	}
-	if got := good(n.read(n.o, 0, 1)); got != 0 {
-		t.Error("a page came from a store that hangs")
-	}
-	s.Fail(nil)
 }
 
 // Buffers are bounded: without uploads no more is taken, and no caller waits.

@@ -114,13 +114,15 @@ class FakeScheduler:
     asked: list[tuple[bytes, str]] = field(default_factory=list)
     full: bool = False
     declined: list[tuple[bytes, bytes, str, str]] = field(default_factory=list)
+    withdrawn: int = 0  # askers
     loads: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     def expected(self, xfer: bytes, hash: bytes) -> None:
         self.loads.append((xfer, hash))
 
-    def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str) -> None:
+    def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str, asked: bool = True) -> None:
         self.declined.append((xfer, hash, peer, reason))
+        self.withdrawn += asked
 
     def await_admission(
         self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float
@@ -158,12 +160,12 @@ class Engine:
         self.requests: dict[str, Any] = {}
         self.seen: set[str] = set()
 
-    def add(self, req: str, n: int, kv: dict[str, Any] | None) -> Any:
+    def add(self, req: str, n: int, kv: dict[str, Any] | None, **more: Any) -> Any:
         tokens = list(range(n))
         r = Request(
             request_id=req, prompt_token_ids=tokens, num_prompt_tokens=n, num_computed_tokens=0,
             kv_transfer_params=kv,
-            status=SimpleNamespace(name="RUNNING"), num_output_tokens=0,
+            status=SimpleNamespace(name="RUNNING"), num_output_tokens=0, **more,
         )  # fmt: skip
         self.requests[req] = r
         self.tables[req] = list(range(1, 1 + -(-n // BLOCK)))

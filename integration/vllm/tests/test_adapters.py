@@ -370,6 +370,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.closed, self.threads = threading.Event(), {"*"}, []
+        self.late = False  # it was not opened for a minute
         for name in ("digest", "_signature", "directory_of"):
             monkeypatch.setattr(adapters, name, self._gated(getattr(adapters, name)))
 
@@ -377,7 +378,7 @@ class Gate:
         def gated(path: str, *more: Any) -> Any:
             self.threads.append(threading.current_thread())
             if self.closed & {"*", path}:
-                assert self.open.wait(60)
+                self.late = not self.open.wait(60) or self.late
             return inner(path, *more)
 
         return gated
@@ -388,18 +389,16 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     g = Gate(monkeypatch)
     yield g
     g.open.set()
-    assert threading.main_thread() not in g.threads
+    assert threading.main_thread() not in g.threads and not g.late
 
 
 def test_the_engine_s_thread_makes_no_call_to_the_file_system(
     e: Engine, one: pathlib.Path, gate: Gate
 ) -> None:
     r = request(dict(DECODE), lora(one))
-    began = time.monotonic()
     new(e, r)
     for _ in range(3):
         assert e.scheduler.matched(r, 0) == (None, False)
-    assert time.monotonic() - began < 5, "the gate opens after 60 s"
     gate.open.set()
     read(e, r)
     assert gate.threads

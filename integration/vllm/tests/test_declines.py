@@ -3,13 +3,15 @@ one that a worker has a lease for is not."""
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import BLOCK, LOG, XFER, Engine, Request, concurrent, e, fake_hash, prefill_first
+from fakes import BLOCK, DECODE, LOG, XFER, Engine, Request, concurrent, e, fake_hash, prefill_first
 
 from kvspray_vllm import shim
+from kvspray_vllm.meta import Landed
 from kvspray_vllm.scheduler import EVERY_PROMPT, SchedulerSide
 from kvspray_vllm.settings import Settings
 
@@ -105,6 +107,31 @@ def test_a_request_that_the_front_end_refused(e: Engine) -> None:
         assert declined(e) == [(X, EVERY_PROMPT, "p:1")] * want
 
 
+def test_requests_that_a_paused_engine_refuses(e: Engine) -> None:
+    """vLLM 0.33 refuses each sample and each prompt by itself. A sample that came before keeps its
+    place at the prefill."""
+    allocated(e, "first", prefill_first(fanout=3))
+    for req, n in (("second", 40), ("third", 40), ("other prompt", 20)):
+        e.add(req, n, prefill_first(fanout=3), abort_immediately=True)
+        assert e.finish(req, "FINISHED_ABORTED") == (False, None)
+    assert declined(e) == [(X, hash_of(n), "p:1") for n in (40, 40, 20)]
+    assert e.scheduler_shim.withdrawn == 0 and len(e.scheduler_shim.asked) == 1
+    for kv in (dict(DECODE), {"do_remote_decode": True, "do_remote_prefill": True}, {"kvspray": 1}):
+        e.add("offers", 40, kv, abort_immediately=True)
+        e.finish("offers", "FINISHED_ABORTED")
+    assert len(e.scheduler_shim.declined) == 3
+
+
+def test_a_request_that_comes_while_the_sidecar_is_away(e: Engine) -> None:
+    """The shim keeps the decline for the next sidecar."""
+    e.scheduler_shim.connected = False
+    r = e.add("r", 40, prefill_first())
+    assert declined(e) == [(X, hash_of(40), "p:1")] and e.scheduler_shim.withdrawn == 0
+    assert e.scheduler.matched(r, 0) == (0, False)
+    e.finish("r")
+    assert len(e.scheduler_shim.declined) == 1
+
+
 def test_a_role_that_receives_nothing(e: Engine) -> None:
     e.scheduler = SchedulerSide(
         Settings(), e.scheduler_shim, [BLOCK], "engine", fake_hash, LOG, role="kv_producer"
@@ -127,3 +154,73 @@ def test_a_router_releases_a_transfer(e: Engine) -> None:
     assert e.scheduler.matched(r, 0) == (0, False)
     assert e.finish("r") == (False, None)
     assert len(e.scheduler_shim.declined) == 2 and e.scheduler_shim.asked == []
+
+
+def allocated(e: Engine, req: str, kv: dict[str, Any]) -> None:
+    r = e.add(req, 40, kv)
+    e.scheduler.matched(r, 0)
+    e.scheduler.allocated(r, table(e, req), 40)
+
+
+@pytest.mark.parametrize("why", ["no room", "leaves", "no mark"])
+def test_a_load_that_no_sidecar_gets(e: Engine, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many leases, a full ring, an engine that left: no sidecar can inform the prefill."""
+    allocated(e, "r", prefill_first())
+    if why == "no room":
+        e.worker_shim.down = True
+    elif why == "leaves":
+        e.worker.leave("it sleeps")
+    else:
+        monkeypatch.setattr(e.worker._signals, "mark", lambda: None)
+    done = e.step()
+    assert done.received == done.failed == {"r"}
+    assert declined(e) == [(X, hash_of(40), "p:1")] and e.scheduler_shim.withdrawn == 0
+    e.finish("r", "FINISHED_ABORTED")
+    e.step()
+    assert len(e.scheduler_shim.declined) == 1 and not e.scheduler.pending_push_work()
+
+
+def test_one_sample_of_two_that_no_sidecar_gets(e: Engine) -> None:
+    """The other one keeps its place at the prefill, and its query."""
+    allocated(e, "r", prefill_first(fanout=2))
+    e.step()
+    allocated(e, "s", prefill_first(fanout=2))
+    e.worker_shim.down = True
+    assert e.step().received == {"s"}
+    assert declined(e) == [(X, hash_of(40), "p:1")] and e.scheduler_shim.withdrawn == 0
+    e.worker_shim.end(1, received=True)
+    assert e.step().received == {"r"} and len(e.scheduler_shim.declined) == 1
+
+
+def test_a_load_that_the_scheduler_refuses_is_declined_once(e: Engine) -> None:
+    r = e.add("r", 40, prefill_first())
+    e.scheduler.matched(r, 0)
+    e.tables["r"] = e.tables["r"][:2]
+    e.scheduler.allocated(r, table(e, "r"), 32)
+    assert e.step().received == {"r"} and len(e.scheduler_shim.declined) == 1
+
+
+def test_ranks_of_which_some_ask(e: Engine) -> None:
+    """The request has its place at the prefill where any rank asks: a decline would take that of
+    another sample. vLLM passes on a report twice after a rank has failed."""
+    e.scheduler = SchedulerSide(
+        Settings(),
+        e.scheduler_shim,
+        [BLOCK],
+        "engine",
+        fake_hash,
+        LOG,
+        tp_size=2,
+        pp_size=2,
+    )
+    for ranks, want in ((range(1), 0), (range(3), 0), (range(4), 1)):
+        for _ in range(2):
+            allocated(e, "r", prefill_first())
+            e.scheduler_shim.declined.clear()
+            reports = [Landed(unasked={"r": {rank: "no room"}}) for rank in ranks]
+            e.scheduler.worker_reported((), (), reports[0])
+            e.scheduler.worker_reported((), {"r"}, functools.reduce(Landed.aggregate, reports))
+            e.scheduler.worker_reported((), {"r"}, reports[0])
+            assert len(e.scheduler_shim.declined) == want
+            assert not e.scheduler._unasked and not e.scheduler._loading
+            e.finish("r")

@@ -11,7 +11,7 @@ from fakes import BLOCK, DECODE, Engine, concurrent, e, prefill_first
 from store_fakes import Vllm
 
 from kvspray_vllm import shim
-from kvspray_vllm.meta import Landed
+from kvspray_vllm.meta import Landed, Rank
 
 PROMPT = list(range(40))
 
@@ -56,7 +56,7 @@ def loading_source(v: Vllm) -> Any:
     v.waiting.insert(0, r)  # vLLM schedules nothing that waits in a step that preempts
     step()
     step()
-    assert v.scheduler._loading == {"src"} and list(v.scheduler._sources) == ["src"]
+    assert set(v.scheduler._loading) == {"src"} and list(v.scheduler._sources) == ["src"]
     return r
 
 
@@ -106,3 +106,12 @@ def test_a_report_that_comes_twice_counts_once() -> None:
     one, other = Landed(saved={7: {0: True}}), Landed(saved={7: {1: False}})
     both = one.aggregate(other).aggregate(one)
     assert both.saved == {7: {0: True, 1: False}}
+    one, other = (
+        Landed(unasked={"r": {0: "full"}}),
+        Landed(unasked={"r": {1: "away"}, "s": {1: ""}}),
+    )
+    both = one.aggregate(other).aggregate(one)
+    assert both.unasked == {"r": {0: "full", 1: "away"}, "s": {1: ""}}
+    # The report from before the failure comes first.
+    late = Landed(ranks={0: Rank(1, None)}).aggregate(Landed(ranks={0: Rank(2, None)}))
+    assert late.ranks[0].epoch == 2

@@ -140,8 +140,8 @@ func TestInterrupted(t *testing.T) {
 func TestNoticeIsTheTimeout(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, 0)
-	o := h.options(time.Second)
-	o.Notice = time.Second
+	o := h.options(3 * time.Second)
+	o.Notice = o.Timeout
 	begun := time.Now()
 	if err := Run(t.Context(), o); err != nil {
 		t.Error(err)

@@ -395,10 +395,15 @@ func TestNoPublisher(t *testing.T) {
 	r.Close()
 	r.feed = New(Config{Engine: "http://engine", Endpoint: endpoint, Sink: r.sink,
 		Log: slog.New(slog.NewTextHandler(r.log, nil))})
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
-	defer cancel()
-	r.feed.Run(ctx)
-	if n := strings.Count(r.log.String(), "no KV events"); n != 1 {
+	lines := func() int { return strings.Count(r.log.String(), "no KV events") }
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() { defer close(done); r.feed.Run(ctx) }()
+	r.until("a line in the log", func() bool { return lines() > 0 })
+	<-time.After(2 * time.Second) // it tries again, without another line
+	cancel()
+	<-done
+	if n := lines(); n != 1 {
 		t.Errorf("%d lines:\n%s", n, r.log)
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/placement/index"
 	"github.com/kvspray/kvspray/proxy/internal/kvevents"
 )
@@ -170,9 +171,20 @@ func TestFirstBlockIsAPart(t *testing.T) {
 	c.wantHit(t, "a size that is no multiple", toks, 0, 5, 5)
 }
 
-// While an engine reports much, metrics and decisions do not wait for it. Reports end with their
+// While an engine reports much, metrics and decisions are made beside it. Reports end with their
 // context.
-func TestReportsHoldUpNothing(t *testing.T) {
+func TestReportsHoldUpNothing(t *testing.T) { besideReports(t, 20) }
+
+// They do not wait for it.
+func TestMeasureDecisionsBesideReports(t *testing.T) {
+	testutil.Measures(t)
+	if worst := besideReports(t, 2000); worst > time.Second {
+		t.Errorf("%v", worst)
+	}
+}
+
+// besideReports returns the longest time of a decision.
+func besideReports(t *testing.T, decisions int) (worst time.Duration) {
 	p := newPlacer(t, Config{Policy: Cache, Decode: 1, Reports: []bool{true}})
 	h := p.Holder(0)
 	h.held = index.NewHeld(1 << 12) // full soon
@@ -186,8 +198,7 @@ func TestReportsHoldUpNothing(t *testing.T) {
 		}
 	}()
 	toks := tokens(10*size, 0)
-	worst := time.Duration(0)
-	for end := time.Now().Add(300 * time.Millisecond); time.Now().Before(end); {
+	for range decisions {
 		began := time.Now()
 		p.Stats()
 		h.Stats()
@@ -197,15 +208,13 @@ func TestReportsHoldUpNothing(t *testing.T) {
 	}
 	cancel()
 	<-done
-	if worst > time.Second {
-		t.Errorf("%v", worst)
-	}
 	before := h.Stats()
 	h.Apply(ctx, &kvevents.Batch{Events: []kvevents.Event{stored(tokens(size, 99), 0)}})
 	if after := h.Stats(); after.Blocks != before.Blocks ||
 		after.Left[LeftFull] != before.Left[LeftFull] {
 		t.Errorf("%+v and %+v: events are taken after the end", before, after)
 	}
+	return worst
 }
 
 // Against a plain model of a cache, with random events: never a hit that the engine does not have.

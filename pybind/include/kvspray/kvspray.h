@@ -308,10 +308,10 @@ int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32],
  * reconnection: an EXPECT ends with its sidecar, and for the query the source's engine would keep the blocks until the hold timeout. */
 int kvs_expected(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32]);
 
-/* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. Withdraws one asker of its query, which is dropped with the last. The background thread
- * sends it, if necessary after a reconnection. If it cannot be sent within the match timeout, it is dropped, and the source waits for that time.
+/* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. asked: 1 withdraws one asker of its query, which is dropped with the last; 0: the request
+ * never asked, or kvs_expected took its asker, and the query is of others. The background thread sends it, if necessary after a reconnection. If it cannot be sent within the match timeout, it is dropped, and the source waits for that time.
  * The ranks of the config give the number of leases that it stands for. */
-int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason);
+int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason, int asked);
 
 /* ---- pages of the store: docs/protocol.md section 5 ------------------------------------------------------------------------- */
 

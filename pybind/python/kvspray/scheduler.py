@@ -96,10 +96,13 @@ class SchedulerClient(_Client):
         if h is not None:
             lib.kvs_expected(h, _bin("xfer", xfer, 16), _bin("hash", hash, 32))
 
-    def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str = "") -> bool:
+    def decline(
+        self, xfer: bytes, hash: bytes, peer: str, reason: str = "", *, asked: bool = True
+    ) -> bool:
         """No rank of this engine will expect that prompt's KV: the prefill's engine at ``peer``
-        need not keep it any longer. Withdraws one asker, too.
+        need not keep it any longer.
 
+        Withdraws one asker, too. asked=False: the request never asked, or was reported as expected.
         For requests without a lease; a lease is cancelled instead. Never blocks. False: it cannot
         be sent (too many wait, or the client is closed), and the prefill keeps the blocks until the
         match timeout.
@@ -107,7 +110,7 @@ class SchedulerClient(_Client):
         h = self._handle()
         if h is None:
             return False
-        args = (_bin("xfer", xfer, 16), _bin("hash", hash, 32), peer.encode(), _cut(reason))
+        args = (_bin("xfer", xfer, 16), _bin("hash", hash, 32), peer.encode(), _cut(reason), asked)
         rc = _lib.E_ARG if "\0" in peer else lib.kvs_decline(h, *args)
         if rc == _lib.E_ARG:
             raise ValueError(

@@ -28,12 +28,17 @@ func TestFileThatStalls(t *testing.T) {
 		t.Fatal(err)
 	}
 	const sent = 2000 // more than a pipe holds
-	start := time.Now()
+	waited := 0
 	for i := range sent {
+		start := time.Now()
 		l.Put(Transfer{Side: "source", Bytes: uint64(i)})
+		if time.Since(start) >= patience {
+			waited++
+		}
 	}
-	if took := time.Since(start); took > 20*patience {
-		t.Errorf("%d lines took %v", sent, took)
+	// A busy machine delays some of them.
+	if waited == 0 || waited > sent/10 {
+		t.Errorf("%d of %d lines waited", waited, sent)
 	}
 	scanner := bufio.NewScanner(reader)
 	for i := range sent {

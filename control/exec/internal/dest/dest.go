@@ -186,7 +186,7 @@ func (ds *Table) Open(now Instant, w *engines.Worker, x engines.Expect) {
 	}
 	if full != "" {
 		ds.decline(now, x.Peer, declined{id: x.Lease, key: x.Key, team: team,
-			size: w.Place.World(), reason: full})
+			size: w.Place.World(), reason: full, far: true})
 		refuse(full)
 		return
 	}
@@ -303,8 +303,8 @@ func (ds *Table) CloseBy(now Instant, d *Lease, cause lease.Cause, status uint16
 	if fence {
 		ds.fence(d.live, cause)
 	}
+	ds.queries.RequestOver(d.ep.Addr(), d.Key)
 	if status != engines.StatusOK {
-		ds.queries.RequestOver(d.ep.Addr(), d.Key)
 		ds.out.Send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
 			Destination: frame.Lease(d.ID), Gen: d.live.gen, Reason: reason}}})
 	}

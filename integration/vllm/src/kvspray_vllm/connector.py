@@ -154,6 +154,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 store_lag=vllm_config.max_concurrent_batches if self._settings.store else 0,
                 events=self._events,
                 fails=self._kv_transfer_config.kv_load_failure_policy == "fail",
+                pp_size=parallel.pipeline_parallel_size,
             )
         else:
             self._flag_of = layout.flag_indices(kv_cache_config)
@@ -172,8 +173,9 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             # not take that back.
             rewinds = not vllm_config.use_v2_model_runner
             self._worker = WorkerSide(
-                self._worker_client, logger, LOAD_WAIT_S if alone else 0, block, rewinds
-            )
+                self._worker_client, logger, LOAD_WAIT_S if alone else 0, block, rewinds,
+                self._ranks.pp * self._ranks.tp_size + self._ranks.tp,
+            )  # fmt: skip
             if self._settings.store:
                 self._saving = Saving(self._ranks.tp, self._pages_of, logger)
                 self._worker.set_saving(self._saving)

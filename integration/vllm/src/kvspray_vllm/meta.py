@@ -4,6 +4,7 @@ pickled to every worker."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -11,6 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvspray_vllm.shim import Namespace
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 Blocks = tuple[tuple[int, ...], ...]  # per cache group
 # The engine's id of a LoRA adapter, and the digest of its files that the prompt's hash has.
@@ -97,6 +101,8 @@ class Landed(KVConnectorWorkerMetadata):
     changed: int = 0  # number of the first step with other weights; 0: they have not changed
     # LoRA adapters that vLLM has read: digests, by the engine's id.
     adapters: dict[int, str] = field(default_factory=dict)
+    # By request and rank: why that rank asks no sidecar for the request's load.
+    unasked: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Landed:
         assert isinstance(other, Landed)
@@ -104,14 +110,16 @@ class Landed(KVConnectorWorkerMetadata):
         return Landed(
             self.disabled or other.disabled,
             self.ranks | other.ranks,
-            {
-                id: self.saved.get(id, {}) | other.saved.get(id, {})
-                for id in self.saved | other.saved
-            },
+            _by_rank(self.saved, other.saved),
             self.lacked | other.lacked,
             max(self.changed, other.changed),
             self.adapters | other.adapters,
+            _by_rank(self.unasked, other.unasked),
         )
+
+
+def _by_rank(a: dict[K, dict[int, V]], b: dict[K, dict[int, V]]) -> dict[K, dict[int, V]]:
+    return {key: a.get(key, {}) | b.get(key, {}) for key in a | b}
 
 
 @dataclass

@@ -74,6 +74,7 @@ class SchedulerSide:
         store_lag: int = 0,
         events: StoreEvents | None = None,
         fails: bool = False,
+        pp_size: int = 1,
     ) -> None:
         """store_lag: of StoreSide; 0: the engine does not use the node's store.
         events: those of the store, if the engine publishes any.
@@ -90,6 +91,7 @@ class SchedulerSide:
         self._hash = hash_fn
         self._log = log
         self._tp_size = tp_size
+        self._world = tp_size * pp_size
         self._windows = [(g, w) for g, w in enumerate(windows) if w]
         self._backoff = backoff_of(windows)
         self._now = now
@@ -106,7 +108,10 @@ class SchedulerSide:
         self._sources: dict[str, Source] = {}
         self._pending: dict[str, Source] = {}  # not scheduled yet
         self._destinations: dict[str, Destination] = {}  # not allocated yet
-        self._loading: set[str] = set()
+        # What is loaded, with the place of a load from another engine.
+        self._loading: dict[str, Destination | None] = {}
+        # Of these, by request and rank: why the rank asks no sidecar for it.
+        self._unasked: dict[str, dict[int, str]] = {}
         self._ending: set[str] = set()  # of these, whose request is over
         self._stats = KVSprayStats()
         self._live: dict[str, Request] = {}
@@ -166,11 +171,10 @@ class SchedulerSide:
         # The samples of one request (n > 1), and the prompts of a list, share one dict.
         given = request.kv_transfer_params = dict(given)
         try:
-            # Of a request that its front end has refused vLLM makes one that it aborts at once, for
-            # connectors that hold something. Ours holds nothing for it, but the prefill's engine
-            # may.
+            # vLLM aborts a request at once, for connectors that hold something. Ours holds nothing
+            # for it, but the prefill's engine may.
             if request.abort_immediately:
-                self._decline_all(given, "refused by the engine's front end")
+                self._refused(request, given)
                 return
             asked = spray.parse(given)
             if asked is not None and asked.release:
@@ -206,7 +210,7 @@ class SchedulerSide:
                 if now is None:
                     raise spray.ParamsError("lora_reading", "its adapter's files are being read")
             except spray.ParamsError as err:
-                self._decline_adapter(request, given, str(err))
+                self._decline_unasked(request, given, str(err))
                 raise
             content = now
         self._transfer(request, given, content)
@@ -235,7 +239,7 @@ class SchedulerSide:
                         f"its adapter's files were not read within {READ_WAIT_S:g} s",
                     )
             except spray.ParamsError as err:
-                self._decline_adapter(request, given, str(err))
+                self._decline_unasked(request, given, str(err))
                 raise
             if content is None:
                 return True
@@ -250,18 +254,18 @@ class SchedulerSide:
             self._compute_here(request, "error", repr(err))
         return False
 
-    def _decline_adapter(self, request: Request, given: dict[str, Any], reason: str) -> None:
-        """The prefill engine need not keep the blocks of a prompt whose adapter is not known here.
-        The prefill's answer names its adapter's content, hence the prompt; without an answer the
-        prompt's hash is not known, and the decline stands for every prompt of the transfer."""
+    def _decline_unasked(self, request: Request, given: dict[str, Any], reason: str) -> None:
+        """The prefill engine need not keep the blocks of a prompt that it was not asked for. Where
+        its adapter is not known here, the prefill's answer names the adapter's content, hence the
+        prompt; without an answer the decline stands for every prompt of the transfer."""
         if given.get("do_remote_decode"):
             return
         asked = spray.parse(given)
-        if asked and asked.xfer and asked.peer and self._client.connected:
+        if asked and asked.xfer and asked.peer:
             key = EVERY_PROMPT
-            if asked.adapter and request.prompt_token_ids:
-                key = self._prompt_hash(request, asked.adapter)
-            self._client.decline(asked.xfer, key, asked.peer, reason)
+            if request.prompt_token_ids and (asked.adapter or not request.lora_request):
+                key = self._prompt_hash(request, asked.adapter or "")
+            self._client.decline(asked.xfer, key, asked.peer, reason, asked=False)
 
     def _check_role(self, lacks: str, does: str) -> None:
         """vLLM defers the freeing of blocks that a step in flight may still write for consumers
@@ -326,13 +330,14 @@ class SchedulerSide:
                 "no_token_ids",
                 "a prompt without token ids (embeddings) has no name that another engine could use",
             )
-        if not self._client.connected:
-            raise spray.ParamsError("no_sidecar", "no sidecar is connected")
         try:
+            if not self._client.connected:  # the decline is sent once one is
+                raise spray.ParamsError("no_sidecar", "no sidecar is connected")
             self._check_role("kv_producer", "receive")
             self._check_worker()
         except spray.ParamsError as err:
-            self._client.decline(asked.xfer, self._key_hash(request, content), asked.peer, str(err))
+            key = self._key_hash(request, content)
+            self._client.decline(asked.xfer, key, asked.peer, str(err), asked=False)
             raise
         key = self._key_hash(request, content)
         self._check_adapter(request, asked)
@@ -346,7 +351,7 @@ class SchedulerSide:
                 f"the worker has not reported adapter {request.lora_request.lora_name!r} with "
                 f"{content} as loaded: a prompt is computed here first"
             )
-            self._client.decline(asked.xfer, key, asked.peer, text)
+            self._client.decline(asked.xfer, key, asked.peer, text, asked=False)
             raise spray.ParamsError("lora_unloaded", text)
         # An id of the prefill's request comes only from a prefill that is done; it holds the blocks
         # for us.
@@ -420,11 +425,21 @@ class SchedulerSide:
             return ""
         return f"; its LoRA adapter {request.lora_request.lora_name!r} is {own[1]} here"
 
-    def _decline(self, dest: Destination, reason: str) -> None:
+    def _decline(self, dest: Destination, reason: str, asked: bool = True) -> None:
         """No rank of this engine will fetch that prompt, so the prefill engine need not keep its
         blocks. Only for requests without an EXPECT, which a worker cancels itself. The scheduler's
-        session sends it: one message for all ranks, also if vLLM steps no worker."""
-        self._client.decline(dest.xfer, dest.hash, dest.peer, reason)
+        session sends it: one message for all ranks, also if vLLM steps no worker. asked: the
+        request has not been reported as expected."""
+        self._client.decline(dest.xfer, dest.hash, dest.peer, reason, asked)
+
+    def _refused(self, request: Request, given: dict[str, Any]) -> None:
+        """A request that vLLM does not compute. Its front end makes one, without the prompt, in the
+        place of all prompts and samples that it refuses. A paused engine refuses each sample by
+        itself, and may still compute others that came before."""
+        if request.prompt_token_ids in (None, [], [0]):
+            self._decline_all(given, "refused by the engine's front end")
+        elif given.get("do_remote_prefill"):
+            self._decline_unasked(request, given, "the engine is paused")
 
     def _decline_all(self, given: dict[str, Any], reason: str) -> None:
         """The same for a request whose prompt is not known here: every prompt of its transfer, and
@@ -514,7 +529,7 @@ class SchedulerSide:
             )
             if expect is not None:
                 self._meta.expects.append(expect)
-                self._loading.add(request.request_id)
+                self._loading[request.request_id] = None
             return
         # A load is planned once: vLLM asks again after a failed load, after preemption, and after a
         # prompt of one token.
@@ -559,7 +574,7 @@ class SchedulerSide:
             table, adapter, refused, traceparent=dest.traceparent,
             stall_s=self._patience.stall_s(dest.tokens - dest.computed))
         )  # fmt: skip
-        self._loading.add(request.request_id)
+        self._loading[request.request_id] = dest
 
     # ---- each step
 
@@ -701,9 +716,17 @@ class SchedulerSide:
         for req in sent:
             self._sources.pop(req, None)
             self._held.pop(req, None)
+        if landed is not None:
+            for req, ranks in landed.unasked.items():
+                if req in self._loading:
+                    self._unasked.setdefault(req, {}).update(ranks)
         for req in received:
-            self._loading.discard(req)
             self._ending.discard(req)
+            dest, unasked = self._loading.pop(req, None), self._unasked.pop(req, {})
+            # Where one rank of several asks, the request has its place at the prefill engine: a
+            # decline would take that of another sample.
+            if dest is not None and len(unasked) == self._world:
+                self._decline(dest, "not loaded: " + next(iter(unasked.values())), asked=False)
         if landed is not None and landed.changed:
             self._cache.weights_changed(landed.changed)
         if self._store is not None:
@@ -730,7 +753,7 @@ class SchedulerSide:
         reading = self._reading.pop(req, None)
         if reading is not None:
             try:
-                self._decline_adapter(request, reading[1], why)
+                self._decline_unasked(request, reading[1], why)
             except Exception as err:
                 # For example a prompt that cannot be hashed: no request may end the engine core.
                 self._log.info("kvspray: request %s is not declined: %s", req, err)

@@ -71,16 +71,18 @@ class WorkerSide:
         load_wait_s: float = LOAD_WAIT_S,
         resume_block: int = 0,
         rewinds: bool = True,
+        rank: int = 0,
     ) -> None:
         """resume_block: how many tokens a block has, of an engine that can go on behind the last
         good block of a load that failed. 0: it cannot, because of what its layers look back to only
         the end of the prompt moves. rewinds: the engine can compute again what a running request
-        was loaded with."""
+        was loaded with. rank: this worker's number among the engine's."""
         self._client = client
         self._log = log
         self._resume_block = resume_block
         self._rewinds = rewinds and resume_block > 0
         self._load_wait_s = load_wait_s
+        self._rank = rank
         self._flags: dict[str, int] = {}
         self._signals: Signals = CpuSignals(client)
         self._sources: dict[str, _Source] = {}
@@ -225,6 +227,7 @@ class WorkerSide:
     def _expect(self, expect: Expect, after: int | None) -> None:
         load = self._loads[expect.req] = _Load(expect)
         if refused := expect.refused or self._disabled:
+            self._unasked(expect, refused)
             self._loaded(expect.req, shim.Ended(0, True, shim.REFUSED, 0, 0, "", refused))
             return
         try:
@@ -248,6 +251,7 @@ class WorkerSide:
         except shim.ShimError as err:
             # Nothing was handed out, so there is nothing to fence.
             self._log.warning("kvspray: request %s is recomputed: %s", expect.req, err)
+            self._unasked(expect, str(err))
             self._loaded(expect.req, shim.Ended(0, True, shim.LOST, 0, 0, "", "no sidecar"))
             return
         self._by_lease[lease] = expect.req
@@ -256,6 +260,12 @@ class WorkerSide:
             # Cancelled once it is there, so that the other engine is informed at once.
             load.outdated = unread
             self._client.cancel(lease, unread)
+
+    def _unasked(self, expect: Expect, why: str) -> None:
+        """No sidecar gets this load, so none informs the other engine. The scheduler has done so
+        for one that it refused itself."""
+        if not expect.pages and not expect.refused:
+            self._landed.unasked[expect.req] = {self._rank: why}
 
     def _unread(self, adapter: Adapter | None) -> str:
         """Why nothing is loaded for a prompt with this adapter; empty: vLLM has read it. vLLM reads
