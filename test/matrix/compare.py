@@ -36,7 +36,7 @@ class Page:
         print(f"{title}: {self.names} names in use\n")
         for heading, found in (
             ("Gone or incompatible", self.broken),
-            ("Changed, and what we use is still there", self.changed),
+            ("Changed, or gone where our source copes", self.changed),
             ("New in base classes of ours", self.added),
         ):
             print(f"{heading}: {len(found) or 'nothing'}")
@@ -173,7 +173,7 @@ class Comparison:
         last = {path.rpartition(".")[2] for path in self._gone}
         lost = _words(self.old.root / engine) - _words(self.new.root / engine) - last
         for f in ours:
-            tables = (f.attributes, self.page.broken), (f.strings, self.page.changed)
+            tables = (f.attributes, self.page.broken), (f.guarded, self.page.changed)
             for found, table in tables:
                 for word in sorted(lost & found.keys() - f.own):
                     table[f"no {word} is anywhere in {engine} any more"] = found[word]

@@ -45,9 +45,10 @@ class Package:
 
     uses: list[Use] = field(default_factory=list)
     subclasses: list[Subclass] = field(default_factory=list)
-    # Names of attributes and in strings, and where; they may be of something without a known type.
+    # Of attributes the names alone, and where, as the type of what has them may not be known.
     attributes: dict[str, list[str]] = field(default_factory=dict)
-    strings: dict[str, list[str]] = field(default_factory=dict)
+    # Names in strings, and attributes whose absence is caught.
+    guarded: dict[str, list[str]] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)  # names that the package defines itself
 
 
@@ -194,8 +195,9 @@ class _Reader(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if isinstance(node.ctx, ast.Store):
             self.package.own.add(node.attr)
-        elif not self._guards:
-            self.package.attributes.setdefault(node.attr, []).append(self._at(node))
+        else:
+            table = self.package.guarded if self._guards else self.package.attributes
+            table.setdefault(node.attr, []).append(self._at(node))
         if (path := self.path(node)) and isinstance(node.ctx, ast.Load):
             self._use(node, path)
         self.generic_visit(node)
@@ -220,7 +222,7 @@ class _Reader(ast.NodeVisitor):
         if _PATH.fullmatch(node.value) and "kvspray" not in node.value:
             self._use(node, node.value)
         elif node.value.isidentifier():
-            self.package.strings.setdefault(node.value, []).append(self._at(node))
+            self.package.guarded.setdefault(node.value, []).append(self._at(node))
 
     def visit_Tuple(self, node: ast.Tuple) -> None:
         """(module, name): of a class whose methods we wrap."""
