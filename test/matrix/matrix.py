@@ -104,7 +104,7 @@ def make(cell: Cell, venv: pathlib.Path) -> pathlib.Path:
     (site,) = venv.glob("lib/python*/site-packages")
     subprocess.run([sys.executable, RIG / "cuda_stubs.py", site], check=True)
     if cell.over:
-        overlay(unpacked(f"vllm=={cell.version}") / "vllm", site / "vllm")
+        overlay(unpacked(f"vllm=={cell.version}") / "vllm", site / "vllm", cell.version)
         install(py, "orjson")  # 0.33 has it in its requirements, and 0.32 does not
     wheels = sorted((ROOT / "dist").glob("*.whl"))
     if not wheels:
@@ -113,13 +113,17 @@ def make(cell: Cell, venv: pathlib.Path) -> pathlib.Path:
     return py
 
 
-def overlay(newer: pathlib.Path, site: pathlib.Path) -> None:
-    """Puts the files of a newer release in the place of an older one's, without compiled ones."""
+def overlay(newer: pathlib.Path, site: pathlib.Path, version: str) -> None:
+    """Puts the files of a newer vLLM in the place of an older one's, but keeps the compiled ones.
+    vLLM finds by its distribution's version that it is a build for CPUs."""
     compiled = {p: p.rename(site.parent / f"kept-{p.name}") for p in site.glob("*.so")}
     shutil.rmtree(site)
     shutil.copytree(newer, site, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for place, kept in compiled.items():
         kept.rename(place)
+    info = site.parent / f"vllm-{version}+cpu.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
 def run(cell: Cell) -> dict[str, Any]:
