@@ -178,7 +178,7 @@ def steps(pair: Vllm | Sglang, checks: dict[str, str]) -> None:
     served = right(pair, prompt(DOWN))
     d.start()
     wait_for("transfers after the kill", lambda: moves(pair, prompt(BACK)), WAIT_S, 0.5)
-    checks["kill"] = f"{'answered' if served else 'refused'} without the sidecar; transfers after"
+    checks["kill"] = f"{'answered' if served else 'refused'} without the sidecar, then transfers"
     wait_for("pages in the store", lambda: stored(p) > 0, 60, 0.2)
     hits = found(p)
     wait_for("pages from the store", lambda: loads(pair, prompt(SIZES[-1])), 60, 0.5)

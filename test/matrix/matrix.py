@@ -209,7 +209,8 @@ def main() -> int:
         colour, details = verdict(result)
         print(f"{cell.name}: {colour}: {details}", flush=True)
         red = red or colour == "red"
-        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        kept = {c.name: results[c.name] for c in CELLS if c.name in results}
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     PAGE.write_text(page(results))
     return 1 if red else 0
 
