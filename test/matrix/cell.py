@@ -54,6 +54,8 @@ class Vllm:
     def __init__(self, run: pathlib.Path, logs: pathlib.Path) -> None:
         self.host = dataclasses.replace(cpu(ROOT / ".build"), python=sys.executable)
         self.sidecars = [Sidecar(name, run, {"store": STORE}) for name in ("p", "d")]
+        for s in self.sidecars:
+            s.log = logs / f"sidecar-{s.name}.log"
         self.prefill, self.decode = Server("prefill", logs), Server("decode", logs)
         self.alone, self.proxy = Server("plain", logs), Proxy("proxy", logs)
         self.plain: dict[tuple[int, ...], list[int]] = {}
