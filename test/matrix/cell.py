@@ -80,6 +80,10 @@ class Vllm:
         wait_up(servers, log)
         self.proxy.start("concurrent", self.prefill.url, self.sidecars[0].endpoint, self.decode.url)
         wait_for("the router", self.proxy.up, WAIT_S)
+        self.connected()
+
+    def connected(self) -> None:
+        """Scheduler and worker of both engines have sessions with their sidecars."""
         for s in self.sidecars:
             wait_for(f"sessions at {s.name}", lambda s=s: self._sessions(s), WAIT_S, 0.1)
 
@@ -117,6 +121,9 @@ class Sglang(Pair):
 
     def answer(self, ids: list[int]) -> list[int]:
         return self.router.generate(ids, self.host.answer)[0]
+
+    def connected(self) -> None:
+        pass  # it refuses requests until then
 
     def forget(self) -> None:
         for server in (self.prefill, self.decode):
@@ -179,6 +186,7 @@ def steps(pair: Vllm | Sglang, checks: dict[str, str]) -> None:
     d.kill()
     served = right(pair, prompt(DOWN))
     d.start()
+    pair.connected()
     wait_for("transfers after the kill", lambda: moves(pair, prompt(BACK)), WAIT_S, 0.5)
     checks["kill"] = f"{'answered' if served else 'refused'} without the sidecar, then transfers"
     wait_for("pages in the store", lambda: stored(p) > 0, 60, 0.2)
