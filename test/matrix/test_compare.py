@@ -131,7 +131,7 @@ def test_a_new_hook(tmp_path: pathlib.Path) -> None:
     assert list(page.added) == ["vllm.base.Base.sleep(level): a hook"]
 
 
-def test_most_names_that_our_plugin_uses_have_types_in_vllm() -> None:
+def test_names_that_our_plugin_uses_have_types_in_vllm() -> None:
     """The reading of real sources: few names are left without a type, so few changes are missed."""
     installed = importlib.util.find_spec("vllm")
     if installed is None or installed.origin is None:
