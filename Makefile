@@ -172,7 +172,7 @@ test-go: build s3server $(TOOLS)/gotestsum #: Go tests with -race, without measu
 
 .PHONY: test-py
 test-py: build env #: Python tests, without those with engines
-	$(call pytest,python,$(VENV)/bin/python) pybind/tests integration/vllm/tests integration/sglang/tests lab/soak
+	$(call pytest,python,$(VENV)/bin/python) pybind/tests integration/vllm/tests integration/sglang/tests lab/soak test/matrix
 
 .PHONY: test-smoke test-engines
 test-smoke: build wireflip env #: Real engines, one fault of each kind
@@ -346,6 +346,15 @@ test-sglang: build #: SGLang's pools, HiCache on the page store, prefill and dec
 	$(HOSTPY) test/rig/env.py --sglang
 	KVSPRAY_MUST_RUN=sglang $(B)/venv-sglang/bin/python -m pytest -q -rfEs --no-fold-skipped test/sglang
 
+# The cells' environments take 3 GB each, and are removed after the run.
+CELLS ?=
+.PHONY: test-next test-matrix
+test-next: env #: What the newest vLLM and SGLang changed of all that our plug-ins use; fail if something is gone (VLLM=, SGLANG=: that release)
+	$(VENV)/bin/python test/matrix/compare.py $(if $(VLLM),--vllm $(VLLM)) $(if $(SGLANG),--sglang $(SGLANG))
+
+test-matrix: wheels env #: Releases of vLLM and SGLang, and Pythons: our wheels, a pair of servers each; docs/compatibility.md (an hour; CELLS='vllm-0.32 py3.13')
+	$(VENV)/bin/python test/matrix/matrix.py $(CELLS)
+
 .PHONY: lint lint-go lint-golangci lint-tools lint-docs lint-arm64 lint-ci
 lint: lint-go lint-py lint-docs lint-ci ## All linters
 
@@ -395,9 +404,10 @@ generate: $(TOOLS)/.stamp $(LINTENV)/.stamp ## Regenerate all generated code, ke
 	go generate ./internal/board/... ./internal/metrics ./api/engine/...
 	$(LINTENV)/bin/python internal/sys/cuda/kernels/generate.py
 	go run ./cmd/kvspray config print --docs > docs/config.md.new && mv docs/config.md.new docs/config.md
+	$(LINTENV)/bin/python test/matrix/matrix.py --page
 
 GENERATED := api/peer/v1/*.pb.go internal/board/zz_generated*.go connector/msg/zz_generated*.go pybind/python/kvspray/_messages.py internal/sys/cuda/kernels/kernels.ptx internal/sys/cuda/kernels/kernels.sm_*.cubin \
-  pybind/src/flag_ptx.h docs/config.md deploy/monitoring/alerts.yaml deploy/monitoring/dashboard.json
+  pybind/src/flag_ptx.h docs/config.md docs/compatibility.md deploy/monitoring/alerts.yaml deploy/monitoring/dashboard.json
 .PHONY: generate-check
 generate-check: #: Fail if generated files differ from their sources
 	@before=$$(sha256sum $(GENERATED)); $(MAKE) -s generate; after=$$(sha256sum $(GENERATED)); \

@@ -55,6 +55,19 @@ def pool() -> Any:
         p.cleanup()
 
 
+def test_memory_that_vllm_has_pinned_is_unpinned(
+    pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpinned: list[int] = []
+    runtime = SimpleNamespace(cudaHostUnregister=unpinned.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = pool([64], 1)
+    memory.pinned_addresses += [4096, 8192]
+    memory.cleanup()
+    memory.cleanup()
+    assert sorted(unpinned) == [4096, 8192]
+
+
 @pytest.mark.parametrize("per_chunk", [1, 3])
 @pytest.mark.parametrize("groups", [[[(0, 64), (1, 48)]], [[(0, 64)], [(1, 40), (0, 32)]]])
 def test_blocks_come_back(pool: Any, per_chunk: int, groups: list[list[tuple[int, int]]]) -> None:

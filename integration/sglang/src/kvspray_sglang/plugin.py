@@ -18,10 +18,12 @@ from kvspray_sglang import memory
 
 TRANSFER_BACKEND = "kvspray"
 # They import the function by its name.
-_USES_CLASSES = (
-    "sglang.srt.disaggregation.utils", "sglang.srt.disaggregation.prefill",
-    "sglang.srt.disaggregation.decode", "sglang.srt.managers.disagg_service",
-)  # fmt: skip
+_CHOOSE_CLASSES = (
+    "sglang.srt.disaggregation.utils.get_kv_class",
+    "sglang.srt.disaggregation.prefill.get_kv_class",
+    "sglang.srt.disaggregation.decode.get_kv_class",
+    "sglang.srt.managers.disagg_service.get_kv_class",
+)
 _HOLDS = "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__"
 _RECEIVES = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 _SENDS = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
@@ -44,8 +46,8 @@ def install() -> None:
     except (ImportError, AttributeError) as err:
         _log.warning("kvspray: this SGLang takes no transfer backend from a plug-in: %s", err)
     else:
-        for module in _USES_CLASSES:
-            HookRegistry.register(f"{module}.get_kv_class", _class_of, HookType.AROUND)
+        for path in _CHOOSE_CLASSES:
+            HookRegistry.register(path, _class_of, HookType.AROUND)
         HookRegistry.register(_HOLDS, _hold, HookType.AROUND)
         HookRegistry.register(_RECEIVES, _received, HookType.AROUND)
         HookRegistry.register(_SENDS, _sent, HookType.AROUND)

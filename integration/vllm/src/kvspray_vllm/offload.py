@@ -158,12 +158,8 @@ class Pool:
         """Once nothing accesses the memory any more."""
         if self._base is None:
             return
-        if self.pinned_addresses:
-            from vllm.v1.kv_offload.cpu.host_register import host_unregister
-
-            for address in self.pinned_addresses:
-                host_unregister(address)
-            self.pinned_addresses.clear()
+        while self.pinned_addresses:  # by vLLM's worker for GPUs
+            torch.cuda.cudart().cudaHostUnregister(self.pinned_addresses.pop())
         self._base = None
         self.region.close()
 

