@@ -151,7 +151,7 @@ test-all: ## All other tests that need no special hardware or privilege: more ca
 
 .PHONY: test-nightly
 test-nightly: ## Hours of tests: measurements, attacks, laws, truth, schedules, mutants, fuzzing, soaks; .build/test/report.html
-	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-laws test-truth test-pods-group test-mesh \
+	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-laws test-truth test-pods-group test-mesh test-routers \
 	  soak-sglang soak-store test-fuzz bench || rc=1; $(MAKE) test-pods PODS_STEPS=all || rc=1; $(MAKE) soak SOAK=2h || rc=1; \
 	$(MAKE) test-report || rc=1; exit $$rc
 
@@ -345,6 +345,10 @@ test-sglang: build #: SGLang's pools, HiCache on the page store, prefill and dec
 	$(HOSTPY) test/rig/env.py
 	$(HOSTPY) test/rig/env.py --sglang
 	KVSPRAY_MUST_RUN=sglang $(B)/venv-sglang/bin/python -m pytest -q -rfEs --no-fold-skipped test/sglang
+
+.PHONY: test-routers
+test-routers: build env #: Routers of others in front of two vLLM engines: tokens and pages equal, P dies (1 GB to fetch, once; 15 minutes)
+	$(call pytest,routers,$(VENV)/bin/python) test/routers
 
 .PHONY: lint lint-go lint-golangci lint-tools lint-docs lint-arm64 lint-ci
 lint: lint-go lint-py lint-docs lint-ci ## All linters
