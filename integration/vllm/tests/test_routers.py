@@ -27,7 +27,6 @@ DECODE: dict[str, dict[str, Any]] = {
     "vllm-router, toy proxy, Dynamo, llm-d's sidecar": {},
     "llm-d's coordinator": {"do_remote_decode": False, "do_remote_prefill": True},
     "vLLM's proxy for several turns": {"remote_host": "localhost"},
-    "gRPC, where a number is a float": {"remote_port": 7650.0, "remote_num_tokens": 40.0},
 }
 
 
