@@ -151,7 +151,7 @@ test-all: ## All other tests that need no special hardware or privilege: more ca
 
 .PHONY: test-nightly
 test-nightly: ## Hours of tests: measurements, attacks, laws, truth, schedules, mutants, fuzzing, soaks; .build/test/report.html
-	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-laws test-truth test-pods-group test-mesh \
+	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-laws test-truth test-pods-group test-mesh test-routers \
 	  soak-sglang soak-store test-fuzz bench || rc=1; $(MAKE) test-pods PODS_STEPS=all || rc=1; $(MAKE) soak SOAK=2h || rc=1; \
 	$(MAKE) test-report || rc=1; exit $$rc
 
@@ -354,6 +354,10 @@ test-next: env #: What the newest vLLM and SGLang changed of all that our plug-i
 
 test-matrix: wheels env #: Releases of vLLM and SGLang, and Pythons: our wheels, a pair of servers each; docs/compatibility.md (an hour; CELLS='vllm-0.32 py3.13')
 	$(VENV)/bin/python test/matrix/matrix.py $(CELLS)
+
+.PHONY: test-routers
+test-routers: build env #: Routers of others in front of two vLLM engines: tokens and pages equal, P dies (1 GB to fetch, once; 15 minutes)
+	$(call pytest,routers,$(VENV)/bin/python) test/routers
 
 .PHONY: lint lint-go lint-golangci lint-tools lint-docs lint-arm64 lint-ci
 lint: lint-go lint-py lint-docs lint-ci ## All linters

@@ -13,6 +13,7 @@ import functools
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ def register() -> None:
     KVSPRAY_SLEEP. vLLM's plug-in loader may call this several times in a process, in engines
     without kvspray too: whatever fails here ends none of them."""
     _attempt("the connector", _register)
+    _attempt("the connector's name in Dynamo", _register_with_dynamo)
     for variable, feature in (("KVSPRAY_LOAD", "load"), ("KVSPRAY_SLEEP", "sleep")):
         if os.environ.get(variable, "0") not in ("", "0"):
             _attempt(variable, functools.partial(_install, f"kvspray_vllm.{feature}"))
@@ -41,6 +43,16 @@ def _register() -> None:
     with contextlib.suppress(ValueError):
         KVConnectorFactory.register_connector(
             "KVSprayConnector", "kvspray_vllm.connector", "KVSprayConnector"
+        )
+
+
+def _register_with_dynamo() -> None:
+    """Dynamo's vLLM worker, which has imported its modules by now, refuses each request if its own
+    table lacks the connector. Ours takes and returns the same kv_transfer_params as NIXL's."""
+    protocols = sys.modules.get("dynamo.vllm.kv_connector_protocols")
+    if protocols is not None:
+        protocols.KV_CONNECTOR_PROTOCOLS.setdefault(
+            "KVSprayConnector", protocols.NixlConnectorProtocol
         )
 
 
