@@ -101,14 +101,15 @@ func (l *lines) record(s *Sidecar, e *nodeapi.Record) {
 		l.add(1, "%s: engine %s %s: %s after %s", clock(e.At), e.Engine, fmt.Sprintf(format, a...),
 			e.Outcome, micros(e.TookUS))
 	}
+	req := cmp.Or(e.Req, "a request without an id")
 	switch e.Side {
 	case "destination":
-		head("received %s of %s from %s", bytes(e.Bytes), e.Req, s.name(e.Peer))
+		head("received %s of %s from %s", bytes(e.Bytes), req, s.name(e.Peer))
 		l.waits(e, "the grant: the source had to bind its blocks",
 			"the bytes: the layers that were not computed yet, the queue, the rails",
 			"the fence and the checks")
 	case "source":
-		head("offered %s, and sent %s", e.Req, bytes(e.Bytes))
+		head("offered %s, and sent %s", req, bytes(e.Bytes))
 		l.waits(e, "the first receiver", "the receivers", "")
 		if e.FlagUS > 0 {
 			l.add(2, "%s had arrived before the last layer was computed; the commit came %s after it",
@@ -118,10 +119,10 @@ func (l *lines) record(s *Sidecar, e *nodeapi.Record) {
 			l.send(s, &e.Sends[i])
 		}
 	case "copy":
-		head("copied %s within itself for %s by %s", bytes(e.Bytes), e.Req, cmp.Or(e.Route, "nothing"))
+		head("copied %s within itself for %s by %s", bytes(e.Bytes), req, cmp.Or(e.Route, "nothing"))
 		l.waits(e, "its turn", "", "")
 	default:
-		head("store %s of %s for %s", e.Side, bytes(e.Bytes), e.Req)
+		head("store %s of %s for %s", e.Side, bytes(e.Bytes), req)
 		if p := e.Pages; p != nil {
 			l.pages(e.Side, p)
 		}
