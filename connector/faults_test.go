@@ -157,8 +157,10 @@ func TestRegisterRefused(t *testing.T) {
 			if !errors.As(err, &se) {
 				t.Fatalf("registered, or no answer: %v", err)
 			}
-			if se.Code != c.code || !strings.HasPrefix(se.Field, c.field) || !strings.Contains(se.Message,
-				c.text) || se.Remedy == "" || se.Fatal {
+			text := se.Message + "; " + se.Remedy
+			if se.Code != c.code || !strings.HasPrefix(se.Field, c.field) ||
+				!strings.Contains(text, c.text) || se.Remedy == "" || se.Fatal ||
+				strings.HasSuffix(se.Message, se.Remedy) {
 				t.Fatalf("got %+v", se.ErrorMessage)
 			}
 		})

@@ -125,8 +125,8 @@ func (s *Server) accept(uc *net.UnixConn) {
 	p, err := process.Of(uc)
 	if err == nil && !s.allowed(p.UID) {
 		p.Close()
-		err = fmt.Errorf("uid %d may not connect: run the engine as uid %d, or allow that uid in the "+
-			"sidecar's config", p.UID, os.Getuid())
+		err = fmt.Errorf("uid %d may not connect: run the engine as uid %d, or name the uid in the "+
+			"sidecar's engine.allowed_uids", p.UID, os.Getuid())
 	}
 	if err != nil {
 		s.hookMalformed("peer")

@@ -6,6 +6,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"strings"
 	"sync"
 	"time"
 
@@ -102,6 +103,7 @@ func errorMessage(id uint64, code string, err error, fatal bool) *msg.ErrorMessa
 	case errors.As(err, &me):
 		e.Field, e.Remedy = me.Field, me.Remedy
 	}
+	e.Message = strings.TrimSuffix(e.Message, "; "+e.Remedy) // the shim adds it
 	return e
 }
 
@@ -243,7 +245,7 @@ func (c *session) onHello(h *msg.Hello) error {
 	v, err := msg.Negotiate(h.Min, h.Max, h.Release, c.s.opt.Release)
 	if err != nil {
 		c.sendError(errorMessage(h.ID, msg.CodeVersion, err, true))
-		return errFatal
+		return fmt.Errorf("%w: %w", errFatal, err)
 	}
 	if h.Boot == ([16]byte{}) {
 		c.sendError(&msg.ErrorMessage{ID: h.ID, Code: msg.CodeProtocol, Message: "boot is all zero",

@@ -16,6 +16,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/proxy/internal/place"
 )
 
@@ -61,6 +62,7 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
 	j.release()
 	j.placed()
 	j.traced()
+	j.routedEnd()
 	p.met.requests.WithLabelValues(string(j.mode), statusClass(j.status)).Inc()
 	if j.broken {
 		// The status was sent; only a broken connection shows the client that the answer is
@@ -121,6 +123,7 @@ type job struct {
 	trace   *jobTrace
 	alone   string    // why D computed the prompt, if it did
 	firstAt time.Time // D's first byte
+	routed  nodeapi.Routed
 }
 
 func (j *job) run(ctx context.Context) {
@@ -242,6 +245,7 @@ func (j *job) noteAlone(pre *backend, err error) string {
 
 // prefill asks P and returns the kv_transfer_params of its answer.
 func (j *job) prefill(ctx context.Context, b *backend, body []byte) (json.RawMessage, error) {
+	j.routed.Prefill, j.routed.PrefillSidecar = b.url.String(), b.sidecar.String()
 	hop := j.trace.hop(false)
 	hop.begin(b)
 	params, err := j.askPrefill(ctx, b, body)
@@ -410,6 +414,7 @@ func (j *job) takeDecode(params json.RawMessage) *backend {
 
 // askDecode asks one back end and returns its answer, of which the client has got nothing yet.
 func (j *job) askDecode(ctx context.Context, b *backend, params json.RawMessage) (*reply, error) {
+	j.routed.Decode, j.routed.DecodeSidecar = b.url.String(), b.sidecar.String()
 	hop := j.trace.hop(true)
 	hop.begin(b)
 	g := j.p.guard(ctx, b, j.p.times.FirstByte, func() bool {

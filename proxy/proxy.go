@@ -145,6 +145,7 @@ type Proxy struct {
 
 	reporters reporters // nil: no engine has KV events
 	tokens    *tokenizer
+	routed    routed
 }
 
 // New checks the configuration. It starts nothing.
@@ -294,11 +295,12 @@ const (
 	routeMessages    = "POST /v1/messages"
 	routeHealth      = "GET /health"
 	routeMetrics     = "GET /metrics"
+	routeRequests    = "GET /v1/requests"
 )
 
 // served lists the routes for the error about an unknown one.
 var served = append([]string{routeCompletions, routeChat, routeResponses, routeMessages,
-	routeHealth, routeMetrics}, passed...)
+	routeHealth, routeMetrics, routeRequests}, passed...)
 
 //go:embed page.html
 var pageHTML string
@@ -321,6 +323,7 @@ func (p *Proxy) Handler() http.Handler {
 	}
 	mux.HandleFunc(routeHealth, p.health)
 	mux.Handle(routeMetrics, promhttp.HandlerFor(p.reg, promhttp.HandlerOpts{}))
+	mux.HandleFunc(routeRequests, p.requests)
 	page.Handle(mux, pageHTML, pageScript)
 	return p.orRefuse(mux)
 }

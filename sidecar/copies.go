@@ -98,7 +98,8 @@ func (c *copies) trace(w *engines.Worker, cp *connector.Copy, x *engines.Complet
 	for i := range cp.Parts {
 		blocks += cp.Parts[i].Len()
 	}
-	r := trace.Copy{Side: "copy", Outcome: string(outcome), Req: cp.Req, Lease: cp.Lease.String(),
+	r := trace.Copy{Side: "copy", Outcome: string(outcome), Req: cp.Req, Engine: w.Name,
+		Lease:  cp.Lease.String(),
 		Source: hex.EncodeToString(src[:4]),
 		Dest:   hex.EncodeToString(dst[:4]), Route: x.Transport, Blocks: blocks, Bytes: x.Bytes,
 		QueueUS: waited.Microseconds(),

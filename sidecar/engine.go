@@ -81,9 +81,10 @@ type completions struct {
 func (e *completions) Complete(a *exec.Action) {
 	o := e.observer
 	c := a.Completion
-	route, moved := "", uint64(0)
+	var by carried
 	if len(a.ReceiveParts) > 0 {
-		c.Transport, route, moved = o.route(a.ReceiveParts)
+		by = o.route(a.ReceiveParts)
+		c.Transport = by.main
 		switch c.Status {
 		case engines.StatusOK:
 			for _, l := range a.ReceiveParts {
@@ -94,16 +95,17 @@ func (e *completions) Complete(a *exec.Action) {
 		}
 	}
 	if t := a.Trace; t != nil && !c.Received {
-		c.Transport, route, moved = o.named(t.Moved[:])
+		by = o.named(t.Moved[:])
+		c.Transport = by.main
 	}
 	if e.pages.exchange.Owns(a.Worker) {
 		e.pages.exchange.Completed(c)
-		o.traceEnd(a, &c, route, moved)
+		o.traceEnd(a, &c, by)
 		return
 	}
 	// The engine waits; the log does not.
 	err := e.complete(a.Worker, c)
-	o.traceEnd(a, &c, route, moved)
+	o.traceEnd(a, &c, by)
 	if err != nil {
 		e.log.Debug("completion not delivered", "lease", c.Lease.String(), "err", err)
 	}

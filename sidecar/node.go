@@ -133,7 +133,8 @@ func New(opt Options) (*Node, error) {
 		Transports: func() []string { return namesOf(n.live.Registry) }, Store: n.pages.state,
 		Problems:   n.problems,
 		StoreCalls: n.pages.calls,
-		Recent:     func() []trace.Ended { return n.observer.transfers.Recent() }})
+		Recent:     n.observer.transfers.Recent, Find: n.observer.transfers.Find,
+		Order: n.cfg.Transports.Order})
 	s := &samples{driver: n.driver, rails: n.rails, gpus: n.gpus}
 	if err := s.register(n.metrics, opt.Registry); err != nil {
 		return nil, err
@@ -162,7 +163,7 @@ func (n *Node) join(self transport.Peer) {
 			MatchTimeout: time.Duration(n.cfg.Transfer.MatchTimeout),
 			HoldTimeout:  time.Duration(n.cfg.Transfer.Hold), Grace: n.grace,
 			MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices,
-			Distance: n.rails.near, Spans: n.observer.tracing != nil}),
+			Distance: n.rails.near}),
 		Process: n.proc, Peers: n.conv, Engines: n.results, Memory: n.plans,
 		Rails:    localRails{n.rails, n.gpus},
 		Observer: n.observer, Log: n.log, Grace: n.grace})

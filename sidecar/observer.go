@@ -88,43 +88,72 @@ func (o *observer) Quarantined(by int) { o.metrics.Quarantined(by) }
 // Sent implements driver.Observer.
 func (o *observer) Sent(s *exec.SendPart) { o.hashes.Sent(s, plans.Sent(s)) }
 
-// route names the transport that moved most bytes of a grant's parts, and all transports, and
-// counts the bytes.
-func (o *observer) route(lands []*exec.ReceivePart) (main, all string, bytes uint64) {
+// route is what moved the bytes of a grant's parts.
+func (o *observer) route(lands []*exec.ReceivePart) carried {
 	var moved [transport.MaxBackends]uint64
 	for _, l := range lands {
 		for i := range moved {
 			moved[i] += l.Grant.Receipt.Bytes(i)
 		}
 	}
-	return routeOf(namesOf(o.live.Registry), moved[:])
+	return carriedBy(namesOf(o.live.Registry), moved[:])
 }
 
 // named is route for the executor's counts.
-func (o *observer) named(moved []uint64) (main, all string, bytes uint64) {
-	return routeOf(o.order, moved)
+func (o *observer) named(moved []uint64) carried { return carriedBy(o.order, moved) }
+
+// carried are the transports that moved bytes of a transfer.
+type carried struct {
+	main, all string // that of most bytes; all
+	bytes     uint64
+	by        []nodeapi.Moved
 }
 
-func routeOf(names []string, moved []uint64) (main, all string, bytes uint64) {
+func carriedBy(names []string, moved []uint64) (c carried) {
 	var top uint64
 	for i, name := range names {
 		if i >= len(moved) || moved[i] == 0 {
 			continue
 		}
-		bytes += moved[i]
+		c.bytes += moved[i]
+		c.by = append(c.by, nodeapi.Moved{Transport: name, Bytes: moved[i]})
 		if moved[i] > top {
-			main, top = name, moved[i]
+			c.main, top = name, moved[i]
 		}
-		if all != "" {
-			all += "+"
+		if c.all != "" {
+			c.all += "+"
 		}
-		all += name
+		c.all += name
 	}
-	return main, all, bytes
+	return c
 }
 
-// traceEnd writes a transfer's line. moved counts its bytes, also after a failure.
-func (o *observer) traceEnd(a *exec.Action, c *engines.Completion, route string, moved uint64) {
+// sendsOf describes what a source lease sent.
+func sendsOf(t *exec.Trace) (out []nodeapi.Send) {
+	for i := range t.Sends {
+		s := &t.Sends[i]
+		x := nodeapi.Send{Peer: s.Peer.String(), Committed: s.Committed, Rails: []nodeapi.RailSend{}}
+		if s.First > 0 {
+			x.FirstUS = (s.First - s.Bound).Microseconds()
+		}
+		if s.Last > 0 {
+			x.WireUS = (s.Last - s.First).Microseconds()
+		}
+		if s.Committed && s.Last > 0 {
+			x.CommitUS = (s.Ended - s.Last).Microseconds()
+		}
+		for _, r := range s.Rails {
+			x.Rails = append(x.Rails, nodeapi.RailSend{Transport: r.Path.Transport, Local: r.Path.Local,
+				Remote: r.Path.Remote, Bytes: r.Bytes, Slices: r.Slices, Failed: r.Failed})
+		}
+		out = append(out, x)
+	}
+	return out
+}
+
+// traceEnd writes a transfer's line. by counts its bytes, also after a failure.
+func (o *observer) traceEnd(a *exec.Action, c *engines.Completion, by carried) {
+	route, moved := by.all, by.bytes
 	side := metrics.SideSource
 	if c.Received {
 		side = metrics.SideDestination
@@ -150,12 +179,12 @@ func (o *observer) traceEnd(a *exec.Action, c *engines.Completion, route string,
 		o.metrics.FlagToCommit(t.Flag)
 	}
 	r := trace.Transfer{Side: string(side), Outcome: string(outcome), Xfer: t.Key.Xfer.String(),
-		Hash: hex.EncodeToString(t.Key.Hash[:8]), Req: t.Req,
+		Hash: hex.EncodeToString(t.Key.Hash[:8]), Req: t.Req, Engine: a.Worker.Name,
 		Source: t.Source.String(), Dest: t.Dest.String(), Peer: t.Peer.String(), Slot: uint32(t.Slot),
 		Gen: uint32(t.Gen), Route: route, Bytes: c.Bytes,
 		Grants: t.Grants, QueueUS: t.Queue.Microseconds(), WireUS: t.Wire.Microseconds(),
 		CommitUS: t.Commit.Microseconds(),
-		TookUS:   c.Took.Microseconds(), Reason: c.Reason}
+		TookUS:   c.Took.Microseconds(), Reason: c.Reason, Moved: by.by, Sends: sendsOf(t)}
 	if !c.Received {
 		r.FlagUS, r.Early = t.Flag.Microseconds(), t.BytesBefore
 	}

@@ -316,5 +316,4 @@ func TestTracingOffIsFree(t *testing.T) {
 	if newTracing("", nil) != nil {
 		t.Error("tracing is on without a collector")
 	}
-	// The executor records nothing for its slices either: control/exec has the test.
 }

@@ -51,14 +51,9 @@ type left struct {
 }
 
 func newLoaded(tb testing.TB, open int, tokens uint32) *loadedExec {
-	return newTraced(tb, open, tokens, false)
-}
-
-// newTraced is newLoaded with requests that are traced, by a sidecar that exports spans or not.
-func newTraced(tb testing.TB, open int, tokens uint32, spans bool) *loadedExec {
 	x := &loadedExec{tb: tb, tokens: tokens, now: sec, slotOf: map[transfer.LeaseID]uint32{}}
 	x.e = New(Config{Boot: transfer.Boot{200}, Planner: simPlanner{}, Transports: []string{"tcp"},
-		Deadline: frame.MaxDeadline, Spans: spans})
+		Deadline: frame.MaxDeadline})
 	x.w = &engines.Worker{Name: "w",
 		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
 			Layers: make([]layout.Layer, simLayers)}}}}
@@ -228,45 +223,6 @@ func BenchmarkSlice(b *testing.B) {
 			b.ReportMetric(perTransfer/4096, "B/chunk")
 			runtime.KeepAlive(x)
 		})
-	}
-}
-
-// BenchmarkSliceTraced is BenchmarkSlice with traced requests, in a sidecar that exports no spans,
-// and in one that does.
-func BenchmarkSliceTraced(b *testing.B) {
-	for _, spans := range []bool{false, true} {
-		b.Run(fmt.Sprintf("spans=%v", spans), func(b *testing.B) {
-			x := newTraced(b, 100, 1<<16, spans)
-			for range 1 << 14 {
-				if dst, full := x.slice(); full {
-					x.end(dst)
-				}
-			}
-			b.ReportAllocs()
-			for b.Loop() {
-				if dst, full := x.slice(); full {
-					x.end(dst)
-				}
-			}
-		})
-	}
-}
-
-// A slice of a traced request costs no allocation, whether its sidecar exports spans or not.
-func TestTracedSlicesDoNotAllocate(t *testing.T) {
-	for _, spans := range []bool{false, true} {
-		x := newTraced(t, 8, 1<<22, spans) // no transfer ends
-		step := func() {
-			if _, full := x.slice(); full {
-				t.Fatal("a transfer ended")
-			}
-		}
-		for range 1 << 14 { // every rail pair has carried a slice, and every buffer has grown
-			step()
-		}
-		if n := testing.AllocsPerRun(2000, step); n != 0 {
-			t.Errorf("spans=%v: %v allocations per slice", spans, n)
-		}
 	}
 }
 

@@ -87,7 +87,7 @@ func Rank(in Input) []Candidate {
 			kind = Staged
 		}
 		if t.SameHost && !in.SameHost {
-			why = t.Name + " works within one host"
+			why = t.Name + " works within one host, and the peer is on another one"
 		}
 		local, remote := of(in.Local, t.Name), of(in.Remote, t.Name)
 		for _, p := range Pairs(local, remote) {

@@ -93,7 +93,7 @@ func TestRank(t *testing.T) {
 	}
 	check("host memory, two hosts", "direct gdr mlx5_0>mlx5_0 tier 1", "direct tcp eth0>eth0 tier 2",
 		"direct tcp eth1>eth1 tier 3",
-		"direct shm shm>shm tier 1: shm works within one host",
+		"direct shm shm>shm tier 1: shm works within one host, and the peer is on another one",
 		"direct tcp eth2>eth2 tier 2: the link of eth2 is down")
 	in.SameHost = true
 	check("host memory, one host", "direct shm shm>shm tier 1", "direct gdr mlx5_0>mlx5_0 tier 1",
@@ -103,7 +103,7 @@ func TestRank(t *testing.T) {
 	in.SameHost, in.Device = false, true
 	check("GPU memory", "direct gdr mlx5_0>mlx5_0 tier 1", "staged tcp eth0>eth0 tier 2",
 		"staged tcp eth1>eth1 tier 3",
-		"direct shm shm>shm tier 1: shm works within one host",
+		"direct shm shm>shm tier 1: shm works within one host, and the peer is on another one",
 		"staged tcp eth2>eth2 tier 2: the link of eth2 is down")
 }
 

@@ -8,14 +8,14 @@
 struct cuda cu;
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static char missing[128];
+static char missing[192];
 
 static void open_driver(void)
 {
 	const char *name = getenv("KVSPRAY_LIBCUDA");
 	void *lib = dlopen(name ? name : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
 	if (!lib) {
-		snprintf(missing, sizeof missing, "%s cannot be opened: no NVIDIA driver here", name ? name : "libcuda.so.1");
+		snprintf(missing, sizeof missing, "%s cannot be opened: kvspray needs NVIDIA's driver, it does not support ROCm or XPU", name ? name : "libcuda.so.1");
 		return;
 	}
 #define RESOLVE(field, symbol, params)                                                          \

@@ -131,7 +131,17 @@ void session_begin(kvs_client *c, int64_t now)
 	int big = KVS_PACKET_MAX_BYTES;
 	setsockopt(c->sock, SOL_SOCKET, SO_SNDBUF, &big, sizeof big);
 	if (connect(c->sock, (struct sockaddr *)&addr, sizeof addr) < 0) {
-		log_error(c, "no sidecar at %s: %s", c->path, strerror(errno));
+		int why = errno;
+		if (why == EACCES)
+			log_error(c,
+			          "this user (uid %u) may not use the sidecar at %s; run both as one user, or name the uid in "
+			          "the sidecar's engine.allowed_uids: %s",
+			          (unsigned)geteuid(), c->path, strerror(why));
+		else
+			log_error(c,
+			          "no sidecar at %s; start 'kvspray serve' as this user, or give the engine the path of its "
+			          "engine.socket: %s",
+			          c->path, strerror(why));
 		session_end(c, now, 0);
 		return;
 	}
@@ -154,7 +164,7 @@ void session_begin(kvs_client *c, int64_t now)
 		session_end(c, now, 0);
 		return;
 	}
-	if (send_hello(c) < 0) {
+	if (send_hello(c) < 0 && errno != EPIPE) { /* a sidecar that has closed may have sent its reason */
 		log_error(c, "HELLO to %s: %s", c->path, strerror(errno));
 		session_end(c, now, 0);
 		return;
@@ -361,6 +371,8 @@ void session_receive(kvs_client *c, int64_t now)
 	for (int i = 0; i < PACKETS_PER_TURN && c->state != IDLE; i++) {
 		bool truncated;
 		ssize_t n = message_receive(c, &truncated);
+		if (n < 0 && errno == ECONNRESET) /* reported once, before the packets that came first */
+			n = message_receive(c, &truncated);
 		if (n < 0 && (errno == EAGAIN || errno == EINTR))
 			return;
 		if (n <= 0) {

@@ -141,6 +141,7 @@ def test_without_a_sidecar(worker: Make, sidecar: Make) -> None:
     )
     assert not w.wait(0.01) and w.poll() == []
     until(lambda: "no sidecar at" in w.status().error, "the error is reported")
+    assert "start 'kvspray serve'" in w.status().error and "engine.socket" in w.status().error
     sidecar()
     assert w.wait_connected(TIMEOUT_S)
     intent(w)

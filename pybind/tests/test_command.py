@@ -7,10 +7,13 @@ import pathlib
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
+from conftest import ENGINE, TIMEOUT_S, Serve
 
 import kvspray
 
@@ -55,6 +58,32 @@ def test_the_process_becomes_the_binary(package: pathlib.Path) -> None:
 def test_a_build_without_the_binary_names_the_remedy(package: pathlib.Path) -> None:
     done = run(package, "serve")
     assert done.returncode == 1 and "make wheels" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("library", ["none", "foreign", "garbage"])
+def test_a_library_that_does_not_fit_names_the_remedy(
+    package: pathlib.Path, tmp_path: pathlib.Path, library: str
+) -> None:
+    path = package / "libkvspray.so"
+    path.unlink(missing_ok=True)
+    if library == "foreign":
+        (tmp_path / "other.c").write_text("int kvs_strerror(void) { return 0; }")
+        subprocess.run(
+            ["gcc", "-shared", "-fPIC", "-o", str(path), str(tmp_path / "other.c")], check=True
+        )
+    elif library == "garbage":
+        path.write_text("not a library")
+    done = subprocess.run(
+        [sys.executable, "-c", "import kvspray"],
+        capture_output=True,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k != "KVSPRAY_LIBRARY"},
+        cwd=package.parent,
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    problem = "another version" if library == "foreign" else "cannot be loaded"
+    assert last.startswith("ImportError: kvspray: the library ") and str(path) in last
+    assert problem in last and "install the wheel kvspray" in last
 
 
 def test_versions_of_packages_follow_git_describe() -> None:
@@ -123,3 +152,31 @@ def test_all_packages_of_a_release_have_its_version(tmp_path: pathlib.Path) -> N
             and '\nversion = "' not in project
         )
         assert '\n__version__ = "1.2.3"\n' in (copy / "src" / module / "__init__.py").read_text()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has processes of two users")
+def test_a_refusal_by_user_reaches_the_engine_s_log(serve: Serve) -> None:
+    """The sidecar closes the socket behind its reason, perhaps before it gets HELLO."""
+    _, socket = serve("a")
+    socket.chmod(0o777)
+    socket.parent.chmod(0o711)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.chdir(socket.parent)  # those above are root's
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        with kvspray.SchedulerClient(
+            socket.name, engine=ENGINE, log=lambda _, text: os.write(write, text.encode() + b"\n")
+        ):
+            time.sleep(TIMEOUT_S)
+        os._exit(1)
+    os.close(write)
+    try:
+        with open(read) as lines:
+            first = lines.readline()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert "uid 65534 may not connect" in first and "engine.allowed_uids" in first

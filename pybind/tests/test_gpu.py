@@ -242,6 +242,7 @@ except kvspray.KvsprayError as err:
         [sys.executable, "-c", code + body], capture_output=True, text=True, env=env, timeout=300
     )
     assert p.returncode == 0 and "libnothing.so.1 cannot be opened" in p.stdout, p.stderr
+    assert "NVIDIA's driver" in p.stdout and "ROCm" in p.stdout
 
 
 def test_a_call_that_the_driver_keeps_waiting_does_not_hold_the_interpreter(

@@ -434,6 +434,7 @@ func TestRefusesPathsByName(t *testing.T) {
 	refuse(Config{Devices: []Device{{filepath.Join(dir, "small"), 1 << 20}}}, "size 1048576",
 		"raise it")
 	refuse(Config{Devices: []Device{{filepath.Join(dir, "huge"), 1 << 50}}}, "lower size")
+	refuse(config(filepath.Join(dir, "none", "store")), "no such file", "make the directory")
 	locked := filepath.Join(dir, "locked")
 	if err := os.Mkdir(locked, 0o555); err != nil {
 		t.Fatal(err)

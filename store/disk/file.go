@@ -53,6 +53,9 @@ func openLocked(path string, flags, lock int) (f *osFile, size int64, err error)
 		direct = false
 		h, err = os.OpenFile(path, flags, 0o600)
 	}
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, 0, fmt.Errorf("%w; make the directory first", err)
+	}
 	if err != nil {
 		return nil, 0, fmt.Errorf("%w; give this user a path that it can write to", err)
 	}

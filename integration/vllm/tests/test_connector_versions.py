@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import vllm
 
+import kvspray_vllm
 from kvspray_vllm import versions
 from kvspray_vllm.connector import KVSprayConnector
 
@@ -23,6 +26,19 @@ def test_a_newer_vllm_is_named(version: str, newer: bool) -> None:
     assert bool(line) == newer and "\n" not in line
     if newer:
         assert f"vllm.__version__ is {version}" in line and "use vLLM 0.33" in line
+
+
+def test_a_vllm_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's factory loads the connector: a module of vLLM that it needs is not there."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    kvspray_vllm.register()
+    assert KVConnectorFactory._registry["KVSprayConnector"]() is KVSprayConnector
+    monkeypatch.setattr(vllm, "__version__", "0.20.1")
+    monkeypatch.delitem(sys.modules, "kvspray_vllm.connector")
+    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.v1.base", None)
+    with pytest.raises(ImportError, match=r"vllm.__version__ 0.20.1: .*base.*; install a vLLM"):
+        KVConnectorFactory._registry["KVSprayConnector"]()
 
 
 def test_the_installed_vllm_is_known() -> None:

@@ -103,11 +103,17 @@ func Admin(ctx context.Context, method, socket, path string) ([]byte, error) {
 		}}
 	b, err := sidecar{&c, socket, "http://localhost", "--socket PATH of the right one: its " +
 		"engine.socket, which it logs as socket= when it is ready"}.ask(ctx, method, path)
-	if errors.Is(err, os.ErrPermission) {
-		err = fmt.Errorf("%w. Run kvspray as root or as the sidecar's user, or name this user in its "+
-			"engine.admin_uids", err)
+	return b, denied(socket, err)
+}
+
+// denied replaces the error of a socket that this user may not use: it is there, and nothing is to
+// be started.
+func denied(socket string, err error) error {
+	if !errors.Is(err, os.ErrPermission) {
+		return err
 	}
-	return b, err
+	return fmt.Errorf("the sidecar's socket %s: %w: run kvspray as root or as the sidecar's user, or "+
+		"name this user in its engine.admin_uids", socket, os.ErrPermission)
 }
 
 // sidecar is where to reach one.

@@ -1,6 +1,7 @@
 package ask
 
 import (
+	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -47,6 +48,18 @@ func TestNoRedirect(t *testing.T) {
 	defer s.Close()
 	_, err := Do(t.Context(), http.MethodPost, s.Listener.Addr().String(), "/v1/leave")
 	if err == nil || !strings.Contains(err.Error(), "307 Temporary Redirect to POST /v1/leave") {
+		t.Error(err)
+	}
+}
+
+// A socket of another user is there: the remedy is neither to start a sidecar nor another path.
+func TestSocketOfAnotherUser(t *testing.T) {
+	err := denied("/run/s", fmt.Errorf("no sidecar answers: %w", os.ErrPermission))
+	if want := "the sidecar's socket /run/s: permission denied: run kvspray as root or as the " +
+		"sidecar's user, or name this user in its engine.admin_uids"; err.Error() != want {
+		t.Error(err)
+	}
+	if err := denied("/run/s", os.ErrNotExist); err != os.ErrNotExist {
 		t.Error(err)
 	}
 }

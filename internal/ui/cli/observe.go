@@ -10,12 +10,14 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/ui/ask"
 	"github.com/kvspray/kvspray/internal/ui/bugreport"
 	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/ping"
 	"github.com/kvspray/kvspray/internal/ui/status"
 	"github.com/kvspray/kvspray/internal/ui/usage"
+	"github.com/kvspray/kvspray/internal/ui/why"
 )
 
 func statusCommand() *cobra.Command {
@@ -67,6 +69,61 @@ before: on a terminal in place, elsewhere one after another.`,
 		"host:port of the sidecar's http.listen")
 	cmd.Flags().BoolVar(&watch, "watch", false, "print again and again, with rates, until Ctrl-C")
 	cmd.Flags().DurationVar(&interval, "interval", time.Second, "time between two prints of --watch")
+	command.OutputFlag(cmd, &asJSON)
+	return cmd
+}
+
+func whyCommand() *cobra.Command {
+	var addrs []string
+	var router string
+	var asJSON bool
+	local := fmt.Sprintf("127.0.0.1:%d", config.DefaultHTTPPort)
+	cmd := &cobra.Command{
+		Use:   "why ID",
+		Short: "Explain one request: engines, transports and rails with bytes, waits, outcome",
+		Long: `Prints what a sidecar has about one request: its engine, what it waited for, which rails
+carried how many bytes, why each transport was used or not, and the outcome. ID is the engine's id
+of the request as logs and answers have it (cmpl-...), its X-Request-Id, a beginning of either, or
+the xfer of a log line. A sidecar keeps the last 512 requests that ended well, and the last 512 that
+did not.
+
+--http names a sidecar, and can be repeated: the peer's part of a transfer is at the peer. --router
+asks 'kvspray proxy' for the engines that it chose, and then the sidecars of these. What could not
+be found out is printed as unknown. The exit status is 1 if nothing has a record of the request.`,
+		Example: `  kvspray why cmpl-4be2c7
+  kvspray why 4be2c7 --router http://127.0.0.1:8000 --output json
+  kvspray why 4be2c7 --http 127.0.0.1:7651 --http 10.0.0.2:7651`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			o := why.Options{ID: args[0], Router: router}
+			if o.ID == "" || len(o.ID) > nodeapi.MaxRequestID {
+				return usage.Errorf("why: ID %.20q has %d bytes: want 1 to %d", o.ID, len(o.ID),
+					nodeapi.MaxRequestID)
+			}
+			if router == "" && len(addrs) == 0 {
+				addrs = []string{local}
+			}
+			for _, addr := range addrs {
+				bare, err := ask.Address(addr)
+				if err != nil {
+					return usage.Of(err)
+				}
+				o.Sidecars = append(o.Sidecars, bare)
+			}
+			r, err := why.Read(cmd.Context(), o)
+			if err != nil {
+				return err
+			}
+			if asJSON {
+				return r.WriteJSON(cmd.OutOrStdout())
+			}
+			_, err = io.WriteString(cmd.OutOrStdout(), r.Text())
+			return err
+		},
+	}
+	cmd.Flags().StringArrayVar(&addrs, "http", nil, "host:port of a sidecar's http.listen; "+
+		"repeatable (default "+local+", without --router)")
+	cmd.Flags().StringVar(&router, "router", "", "URL of the router, which names the sidecars")
 	command.OutputFlag(cmd, &asJSON)
 	return cmd
 }

@@ -193,9 +193,26 @@ def _path() -> str:
     return override or str(pathlib.Path(__file__).with_name("libkvspray.so"))
 
 
-lib: ctypes.CDLL = _bind(ctypes.CDLL(_path(), use_errno=True), list(_PROTOTYPES))
-fast: ctypes.PyDLL = ctypes.PyDLL(_path())
-_bind(fast, ["kvs_signal_layer", "kvs_signal_step", "kvs_deadlines"])
+def _open() -> tuple[ctypes.CDLL, ctypes.CDLL]:
+    path = _path()
+    try:
+        return (
+            _bind(ctypes.CDLL(path, use_errno=True), list(_PROTOTYPES)),
+            _bind(ctypes.PyDLL(path), ["kvs_signal_layer", "kvs_signal_step", "kvs_deadlines"]),
+        )
+    except OSError as e:
+        problem = f"cannot be loaded: {e}"
+    except AttributeError as e:
+        problem = f"is of another version than this package: {e}"
+    remedy = "install the wheel kvspray of this platform again"
+    if "KVSPRAY_LIBRARY" in os.environ:
+        remedy = "unset KVSPRAY_LIBRARY, or set it to the library of this version"
+    raise ImportError(f"kvspray: the library {path} {problem}; {remedy}", path=path)
+
+
+lib: ctypes.CDLL
+fast: ctypes.CDLL
+lib, fast = _open()
 
 
 def strerror(code: int) -> str:

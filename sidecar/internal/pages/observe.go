@@ -14,8 +14,9 @@ import (
 // ended counts and traces a lease.
 func (s *Service) ended(w *engines.Worker, r *connector.Pages, c *engines.Completion) {
 	outcome := metrics.OutcomeOf(c.Status)
-	t := trace.Pages{Side: "get", Outcome: string(outcome), Req: r.Req, Lease: r.Lease.String(),
-		Pages: len(r.Blocks), Bytes: c.Bytes, TookUS: c.Took.Microseconds(), Reason: c.Reason}
+	t := trace.Pages{Side: "get", Outcome: string(outcome), Req: r.Req, Engine: w.Name,
+		Lease: r.Lease.String(), Pages: len(r.Blocks), Bytes: c.Bytes, TookUS: c.Took.Microseconds(),
+		Reason: c.Reason}
 	if r.Put {
 		t.Side = "put"
 	}

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/lines"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 )
 
 // patience is how long Put waits for the file, so that a transfer's line is usually in the file
@@ -74,12 +75,15 @@ func (l *Lines) Put(all ...any) {
 	l.stalled.Store(!l.w.Flush(patience))
 }
 
-// Recent lists the last lines, newest first.
-func (l *Lines) Recent() []Ended {
-	if l == nil {
-		return nil
-	}
-	return l.recent.newest()
+// Recent lists the last requests that have ended, newest first.
+func (l *Lines) Recent() []nodeapi.Record {
+	all, _ := l.recent.newest(maxRecent, func(*nodeapi.Record) bool { return true })
+	return all
+}
+
+// Find lists the requests that fit, newest first. What ended since then is kept; zero: all is.
+func (l *Lines) Find(fits func(*nodeapi.Record) bool) (all []nodeapi.Record, since time.Time) {
+	return l.recent.newest(maxKept, fits)
 }
 
 // Close closes the file.

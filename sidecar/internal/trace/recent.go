@@ -6,10 +6,14 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 )
 
-// maxRecent bounds how many ended requests a recent keeps of each kind.
-const maxRecent = 32
+// Bounds of what is kept of ended requests, of each kind.
+const (
+	maxKept   = 512 // found by their ids
+	maxRecent = 32  // listed as the last ones
+)
 
 // recent keeps the last requests that ended well, and the last that did not: many good ones do not
 // push a failure out. The zero value is empty.
@@ -18,23 +22,38 @@ type recent struct {
 	good, rest ring
 }
 
+// ring has the last records, as many as came, and then maxKept.
 type ring struct {
-	last [maxRecent]Ended
-	n    uint64 // added so far
+	last []nodeapi.Record
+	next int // the oldest, once all places are taken
 }
 
-func (r *ring) add(e Ended) {
-	r.last[r.n%maxRecent] = e
-	r.n++
+func (r *ring) add(e nodeapi.Record) {
+	if len(r.last) < maxKept {
+		r.last = append(r.last, e)
+		return
+	}
+	r.last[r.next] = e
+	r.next = (r.next + 1) % maxKept
 }
 
-// newest lists what is kept, newest first.
-func (r *ring) newest() []Ended {
-	out := []Ended{}
-	for i := r.n; i > 0 && r.n-i < maxRecent; i-- {
-		out = append(out, r.last[(i-1)%maxRecent])
+// newest lists up to limit of those that fit, newest first.
+func (r *ring) newest(limit int, fits func(*nodeapi.Record) bool) (out []nodeapi.Record) {
+	for i := range r.last {
+		e := &r.last[(r.next+len(r.last)-1-i)%len(r.last)]
+		if len(out) < limit && fits(e) {
+			out = append(out, *e)
+		}
 	}
 	return out
+}
+
+// since is when the last record was given up; zero: none was.
+func (r *ring) since() time.Time {
+	if len(r.last) < maxKept {
+		return time.Time{}
+	}
+	return r.last[r.next].At
 }
 
 // put adds a line that has a summary.
@@ -54,11 +73,18 @@ func (r *recent) put(line any) {
 	}
 }
 
-// newest lists both kinds, newest first.
-func (r *recent) newest() []Ended {
+// newest lists up to limit records of each kind that fit, newest first. What ended since then is
+// kept; zero: all is.
+func (r *recent) newest(limit int, fits func(*nodeapi.Record) bool) (all []nodeapi.Record,
+	since time.Time) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	all := append(r.good.newest(), r.rest.newest()...)
-	slices.SortStableFunc(all, func(a, b Ended) int { return b.At.Compare(a.At) })
-	return all
+	all = append([]nodeapi.Record{}, r.good.newest(limit, fits)...)
+	all = append(all, r.rest.newest(limit, fits)...)
+	slices.SortStableFunc(all, func(a, b nodeapi.Record) int { return b.At.Compare(a.At) })
+	since = r.good.since()
+	if s := r.rest.since(); s.After(since) {
+		since = s
+	}
+	return all, since
 }

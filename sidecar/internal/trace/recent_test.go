@@ -3,6 +3,8 @@ package trace
 import (
 	"strconv"
 	"testing"
+
+	"github.com/kvspray/kvspray/internal/nodeapi"
 )
 
 // TestRecent: many transfers that end well push no failure out, and the newest come first.
@@ -23,5 +25,26 @@ func TestRecent(t *testing.T) {
 	}
 	if e := got[maxRecent]; e.Req != "lost" || e.At.IsZero() {
 		t.Errorf("%+v", e)
+	}
+}
+
+// TestFind: what is kept is bounded, and its age is reported once something was given up.
+func TestFind(t *testing.T) {
+	var l Lines
+	fits := func(e *nodeapi.Record) bool { return e.Req == "0" || e.Req == "1" }
+	for i := range maxKept {
+		l.Put(Transfer{Outcome: "ok", Req: strconv.Itoa(i)})
+	}
+	l.Put(Copy{Outcome: "failed", Req: "1"})
+	if got, _ := l.Find(fits); len(got) != 3 || got[0].Side != "" || got[0].Outcome != "failed" {
+		t.Errorf("%+v", got)
+	}
+	l.Put(Transfer{Outcome: "ok", Req: "last"})
+	got, since := l.Find(fits)
+	if len(got) != 2 || got[1].Req != "1" || got[1].Outcome != "ok" || !since.Equal(got[1].At) {
+		t.Errorf("since %v: %+v", since, got)
+	}
+	if n := len(l.Recent()); n != maxRecent+1 {
+		t.Errorf("%d are listed", n)
 	}
 }

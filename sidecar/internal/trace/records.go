@@ -1,6 +1,6 @@
 package trace
 
-import "time"
+import "github.com/kvspray/kvspray/internal/nodeapi"
 
 // Transfer is a transfer's line in trace.transfers.
 type Transfer struct {
@@ -9,6 +9,7 @@ type Transfer struct {
 	Xfer    string `json:"xfer"`
 	Hash    string `json:"hash"`
 	Req     string `json:"req,omitempty"`
+	Engine  string `json:"engine"` // the worker's name
 	Source  string `json:"source"`
 	Dest    string `json:"dest"`
 	Peer    string `json:"peer"`
@@ -26,6 +27,9 @@ type Transfer struct {
 	TookUS   int64  `json:"took_us"`
 	Reason   string `json:"reason,omitempty"`
 	Trace    string `json:"trace,omitempty"` // id of the distributed trace that has its spans
+
+	Moved []nodeapi.Moved `json:"moved,omitempty"` // bytes by transport
+	Sends []nodeapi.Send  `json:"sends,omitempty"` // source
 }
 
 // Copy is a copy's line in trace.transfers.
@@ -33,6 +37,7 @@ type Copy struct {
 	Side    string `json:"side"` // "copy"
 	Outcome string `json:"outcome"`
 	Req     string `json:"req,omitempty"`
+	Engine  string `json:"engine,omitempty"` // the worker's name
 	Lease   string `json:"lease"`
 	Source  string `json:"source"` // regions
 	Dest    string `json:"dest"`
@@ -49,6 +54,7 @@ type Pages struct {
 	Side    string `json:"side"` // "get" or "put"
 	Outcome string `json:"outcome"`
 	Req     string `json:"req,omitempty"`
+	Engine  string `json:"engine,omitempty"` // the worker's name
 	Lease   string `json:"lease"`
 	Pages   int    `json:"pages"`
 	Memory  int    `json:"memory,omitempty"` // pages that a get found there
@@ -64,33 +70,25 @@ type Pages struct {
 	Reason  string `json:"reason,omitempty"`
 }
 
-// Ended is what ended lately, of any kind.
-type Ended struct {
-	At      time.Time `json:"at"`
-	Side    string    `json:"side"`
-	Outcome string    `json:"outcome"`
-	Req     string    `json:"req,omitempty"`
-	Peer    string    `json:"peer,omitempty"` // its boot
-	Route   string    `json:"route,omitempty"`
-	Bytes   uint64    `json:"bytes"`
-	TookUS  int64     `json:"took_us"`
-	Reason  string    `json:"reason,omitempty"`
-}
-
 // record is a line with a summary.
-type record interface{ ended() Ended }
+type record interface{ ended() nodeapi.Record }
 
-func (t Transfer) ended() Ended {
-	return Ended{Side: t.Side, Outcome: t.Outcome, Req: t.Req, Peer: t.Peer, Route: t.Route,
-		Bytes: t.Bytes, TookUS: t.TookUS, Reason: t.Reason}
+func (t Transfer) ended() nodeapi.Record {
+	return nodeapi.Record{Side: t.Side, Outcome: t.Outcome, Req: t.Req, Xfer: t.Xfer,
+		Engine: t.Engine, Peer: t.Peer, Route: t.Route, Bytes: t.Bytes, Early: t.Early,
+		Grants: t.Grants, QueueUS: t.QueueUS, WireUS: t.WireUS, CommitUS: t.CommitUS,
+		FlagUS: t.FlagUS, TookUS: t.TookUS, Reason: t.Reason, Moved: t.Moved, Sends: t.Sends}
 }
 
-func (c Copy) ended() Ended {
-	return Ended{Side: c.Side, Outcome: c.Outcome, Req: c.Req, Route: c.Route, Bytes: c.Bytes,
-		TookUS: c.TookUS, Reason: c.Reason}
+func (c Copy) ended() nodeapi.Record {
+	return nodeapi.Record{Side: c.Side, Outcome: c.Outcome, Req: c.Req, Engine: c.Engine,
+		Route: c.Route, Bytes: c.Bytes, QueueUS: c.QueueUS, TookUS: c.TookUS, Reason: c.Reason}
 }
 
-func (p Pages) ended() Ended {
-	return Ended{Side: p.Side, Outcome: p.Outcome, Req: p.Req, Bytes: p.Bytes, TookUS: p.TookUS,
-		Reason: p.Reason}
+func (p Pages) ended() nodeapi.Record {
+	return nodeapi.Record{Side: p.Side, Outcome: p.Outcome, Req: p.Req, Engine: p.Engine,
+		Bytes: p.Bytes, TookUS: p.TookUS, Reason: p.Reason,
+		Pages: &nodeapi.PageCount{All: p.Pages, Memory: p.Memory, Disk: p.Disk, Object: p.Object,
+			Peer: p.Peer, Missing: p.Missing, Stored: p.Stored, Existed: p.Existed,
+			Failed: p.Failed}}
 }

@@ -39,7 +39,14 @@ type TransferSpans struct {
 
 // Traced reports whether there are any.
 func (s *TransferSpans) Traced() bool {
-	return s.Trace != nil && (s.Trace.Span.Own != "" || len(s.Trace.Sends) > 0)
+	if s.Trace == nil {
+		return false
+	}
+	traced := s.Trace.Span.Own != ""
+	for i := range s.Trace.Sends {
+		traced = traced || s.Trace.Sends[i].Traceparent != ""
+	}
+	return traced
 }
 
 // Max is the maximum of their number.

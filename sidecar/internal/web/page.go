@@ -10,7 +10,6 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/internal/nodeapi"
-	"github.com/kvspray/kvspray/sidecar/internal/trace"
 )
 
 // Bounds of the page.
@@ -38,7 +37,7 @@ type Live struct {
 	AllPeers int                 `json:"all_peers"`
 	Links    []gpu.PathState     `json:"gpu_links"`
 	Store    *nodeapi.Store      `json:"store,omitempty"`
-	Recent   []trace.Ended       `json:"recent"` // newest first
+	Recent   []nodeapi.Record    `json:"recent"` // newest first
 }
 
 func (w *Server) live() Live {

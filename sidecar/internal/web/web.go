@@ -28,7 +28,6 @@ import (
 	"github.com/kvspray/kvspray/internal/httpgate"
 	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/page"
-	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -59,7 +58,10 @@ type Options struct {
 	Store         func() *nodeapi.Store // nil: the node has none
 	StoreCalls    func() StoreCalls     // likewise
 	Problems      func() []string       // for Node.Problems
-	Recent        func() []trace.Ended
+	Recent        func() []nodeapi.Record
+	Order         []string // transports.order
+	// Find lists the requests that have ended and fit, newest first. What ended since then is kept.
+	Find func(fits func(*nodeapi.Record) bool) ([]nodeapi.Record, time.Time)
 }
 
 // Life is how far the node has come between its start and its end.
@@ -164,6 +166,7 @@ func (w *Server) handler() http.Handler {
 		}
 		replyJSON(rw, st)
 	})
+	mux.HandleFunc("GET /v1/requests", w.requests)
 	mux.HandleFunc("GET /v1/live", w.stream)
 	page.Handle(mux, pageHTML, pageScript)
 	mux.HandleFunc("GET /debug/state", func(rw http.ResponseWriter, _ *http.Request) {

@@ -18,8 +18,6 @@ type Config struct {
 	// Distance is how far one of our rails is from the memory of a worker: 1 to 3, as in package topo;
 	// 0: unknown. Nil: all are unknown.
 	Distance func(w *engines.Worker, transport, rail string) int
-	// Spans: sends are recorded for spans, if their request is traced.
-	Spans bool
 
 	// Zero values take the defaults below.
 	Deadline     time.Duration // of a lease that names none, and the longest

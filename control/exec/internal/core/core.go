@@ -54,7 +54,7 @@ type Trace struct {
 	BytesBefore uint64                 // source: bytes that were sent before the final step's flag
 	Moved       [spray.MaxRanks]uint64 // source: bytes confirmed, by index in Config.Transports
 
-	// For spans. Instants are 0 where the lease did not get so far.
+	// Instants are 0 where the lease did not get so far.
 	Span   engines.Trace
 	Began  timer.Instant // the engine's request
 	Bound  timer.Instant // the last part was bound (destination), or the first grant (source)
@@ -66,7 +66,7 @@ type Trace struct {
 // MaxSends bounds the sends that a Trace lists.
 const MaxSends = 32
 
-// Send is what a source lease sent for one grant. It is recorded if Config.Spans is set.
+// Send is what a source lease sent for one grant.
 type Send struct {
 	Traceparent string // the grant's; empty: the receiver named none
 	Dest        transfer.LeaseID

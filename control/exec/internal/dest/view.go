@@ -11,6 +11,8 @@ type View struct {
 	Lease   string        `json:"lease"`
 	Key     string        `json:"key"`
 	Req     string        `json:"req"`
+	Engine  string        `json:"engine"` // the worker's name
+	Peer    string        `json:"peer"`   // boot of the source's sidecar
 	State   string        `json:"state"`
 	Grants  int           `json:"grants"`
 	Age     time.Duration `json:"age_ns"`
@@ -32,8 +34,8 @@ func (ds *Table) View(now Instant, limit int) (all []View) {
 		if len(all) == limit {
 			break
 		}
-		v := View{d.ID.String(), d.Key.String(), d.x.Req, d.State.String(), d.Grants,
-			now - d.began, d.Deadline - now, d.trouble, nil}
+		v := View{d.ID.String(), d.Key.String(), d.x.Req, d.ws.Name, d.Peer.String(),
+			d.State.String(), d.Grants, now - d.began, d.Deadline - now, d.trouble, nil}
 		if len(all) < maxArrived && d.live != nil {
 			v.Arrived = d.live.arrived()
 		}

@@ -319,9 +319,7 @@ func (mt *Matcher) open(now Instant, c *partBinding, plan agreement.Plan) {
 	snd.Origin.Peer, snd.Origin.Slot, snd.Origin.Gen = in.peer.Boot, transfer.Slot(c.part.Slot),
 		transfer.Gen(c.part.Gen)
 	snd.src, snd.peer, snd.binding, snd.opened = s, in.peer, c, now
-	if mt.Cfg.Spans {
-		snd.record = recordOf(now, s, in)
-	}
+	snd.record = recordOf(now, in)
 	var deadline Instant
 	if m.DeadlineMs > 0 {
 		deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, frame.MaxDeadline)
@@ -345,14 +343,11 @@ func (mt *Matcher) open(now Instant, c *partBinding, plan agreement.Plan) {
 	}
 }
 
-// recordOf begins the record of a send; nil: its request is not traced.
-func recordOf(now Instant, s *Lease, in *inboundGrant) *core.Send {
-	r := &core.Send{Dest: in.id.Dest, Peer: in.id.Peer, Bound: now}
+// recordOf begins the record of a send.
+func recordOf(now Instant, in *inboundGrant) core.Send {
+	r := core.Send{Dest: in.id.Dest, Peer: in.id.Peer, Bound: now}
 	if t := in.msg.Traceparent; len(t) <= engines.MaxTraceparent {
 		r.Traceparent = string(t)
-	}
-	if r.Traceparent == "" && s.in.Trace.Own == "" {
-		return nil
 	}
 	return r
 }

@@ -51,7 +51,7 @@ type partState struct {
 	opened      Instant
 	early       uint64 // bytes landed before the last flag
 	moved       [spray.MaxRanks]uint64
-	record      *core.Send // for spans; nil: not recorded
+	record      core.Send
 }
 
 // revokeWait is the time for the engine's record of an invalidated source.
@@ -164,10 +164,7 @@ func (ss *Table) Results(now Instant, res []transport.Result) {
 }
 
 func (ss *Table) result(now Instant, r *transport.Result) {
-	var flight spray.Flight
-	if ss.Cfg.Spans {
-		flight = ss.Spray.Flight(r.Cookie)
-	}
+	flight := ss.Spray.Flight(r.Cookie)
 	end, ok := ss.Spray.End(now, r.Cookie, verdict(r))
 	if !ok {
 		return
@@ -177,13 +174,11 @@ func (ss *Table) result(now Instant, r *transport.Result) {
 	if !snd.state.open() {
 		return
 	}
-	if snd.record != nil {
-		bytes := end.Bytes
-		if end.Fresh == 0 {
-			bytes = 0
-		}
-		snd.record.Slice(now, flight, bytes, r.Outcome == transfer.Landed)
+	bytes := end.Bytes
+	if end.Fresh == 0 {
+		bytes = 0
 	}
+	snd.record.Slice(now, flight, bytes, r.Outcome == transfer.Landed)
 	if r.Outcome == transfer.Landed {
 		if end.Fresh > 0 {
 			snd.moved[end.Rank] += end.Bytes
@@ -232,9 +227,7 @@ func (ss *Table) invalidated(now Instant, snd *Part) {
 func (ss *Table) confirmFlights(now Instant, snd *Part) {
 	ss.Spray.Unconfirmed(snd.flow, func(rank int, bytes uint64, at spray.Flight) {
 		snd.moved[rank] += bytes
-		if snd.record != nil {
-			snd.record.Slice(now, at, bytes, true)
-		}
+		snd.record.Slice(now, at, bytes, true)
 	})
 }
 
@@ -256,7 +249,7 @@ func (ss *Table) endSending(now Instant, snd *Part) {
 	if !snd.state.open() {
 		return
 	}
-	if r := snd.record; r != nil && len(snd.src.last.Sends) < core.MaxSends {
+	if r := &snd.record; len(snd.src.last.Sends) < core.MaxSends {
 		if r.Ended, r.Committed = now, snd.committed; r.Committed {
 			r.Bytes = snd.Plan.Space().TotalBytes()
 		}

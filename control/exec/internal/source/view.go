@@ -13,6 +13,7 @@ type View struct {
 	Lease   string        `json:"lease"`
 	Key     string        `json:"key"`
 	Req     string        `json:"req"`
+	Engine  string        `json:"engine"` // the worker's name
 	State   string        `json:"state"`
 	Serving int           `json:"serving"`
 	Served  int           `json:"served"`
@@ -36,7 +37,7 @@ func (ss *Table) View(now Instant, limit int) (all []View) {
 			if len(all) == limit {
 				return all
 			}
-			v := View{s.ID.String(), s.Key.String(), s.in.Req, s.State.String(), s.Serving(),
+			v := View{s.ID.String(), s.Key.String(), s.in.Req, s.ws.Name, s.State.String(), s.Serving(),
 				s.Served, s.Origins(), now - s.began, s.Deadline - now, 0, len(s.layers), s.bytes}
 			for _, layer := range s.layers {
 				if layer.final {

@@ -42,7 +42,7 @@ def _register() -> None:
     # ValueError: the name is registered.
     with contextlib.suppress(ValueError):
         KVConnectorFactory.register_connector(
-            "KVSprayConnector", "kvspray_vllm.connector", "KVSprayConnector"
+            "KVSprayConnector", "kvspray_vllm", "KVSprayConnector"
         )
 
 
@@ -71,8 +71,15 @@ def _attempt(what: str, install: Callable[[], None]) -> None:
 
 def __getattr__(name: str) -> Any:
     if name == "KVSprayConnector":
-        from kvspray_vllm.connector import KVSprayConnector
+        import vllm
 
+        try:
+            from kvspray_vllm.connector import KVSprayConnector
+        except ImportError as e:  # a vLLM that has other modules than those that are known
+            raise ImportError(
+                f"kvspray: this plug-in does not fit vllm.__version__ {vllm.__version__}: {e}; "
+                "install a vLLM that docs/vllm.md lists, or the kvspray that lists this one"
+            ) from e
         return KVSprayConnector
     if name == "set_weights":
         from kvspray_vllm.weights import set_weights
