@@ -278,9 +278,11 @@ func (c *session) onHello(h *msg.Hello) error {
 		Fenced: h.Role == msg.RoleWorker, Limits: msg.Limits{Leases: uint64(o.Limits.Leases),
 			Copies: uint64(o.Limits.Copies), Regions: uint64(o.Limits.Regions),
 			RecordBytes: msg.MaxRecordBytes},
-		DeadlineMS: uint64(o.Deadline.Milliseconds()), MatchTimeoutMS: uint64(o.MatchTimeout.Milliseconds()),
-		GraceMS: uint64(o.Grace.Milliseconds()), Release: o.Release})
-	c.log.Info("session", "version", v.String(), "release", h.Release, "pid", c.peer.PID, "uid", c.peer.UID)
+		DeadlineMS:     uint64(o.Deadline.Milliseconds()),
+		MatchTimeoutMS: uint64(o.MatchTimeout.Milliseconds()),
+		GraceMS:        uint64(o.Grace.Milliseconds()), Release: o.Release})
+	c.log.Info("session", "version", v.String(), "release", h.Release,
+		"pid", c.peer.PID, "uid", c.peer.UID)
 	return nil
 }
 

@@ -45,7 +45,8 @@ func (b *budget) take(why purpose, n uint64) error {
 	}
 	if n > b.limit || taken > b.limit-n {
 		return fmt.Errorf("%d MiB more beside %d MiB exceed the limit of %d MiB: "+
-			"raise transports.gpu.memory, or lower transports.gpu.staging_buffer", n>>20, taken>>20, b.limit>>20)
+			"raise transports.gpu.memory, or lower transports.gpu.staging_buffer", n>>20, taken>>20,
+			b.limit>>20)
 	}
 	b.held[why] += n
 	return nil

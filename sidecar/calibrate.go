@@ -40,7 +40,8 @@ func CalibrateGPUs(ctx context.Context, c *config.Config, path string, log *slog
 	table []byte, err error) {
 	if path == "" {
 		if path, _ = c.Transports.GPU.TablePath(); path == "" {
-			return "", nil, errors.New("sidecar: calibrate: transports.gpu.calibration names no file: name one " +
+			return "", nil, errors.New("sidecar: calibrate: transports.gpu.calibration names no file: " +
+				"name one " +
 				"with --out, or set HOME")
 		}
 	}

@@ -47,7 +47,8 @@ func TestGPUTable(t *testing.T) {
 	}
 	want("broken", config.Auto, "", "make a new one with kvspray calibrate")
 	for _, path := range []string{own, filepath.Join(dir, "nothing")} {
-		if _, err := load(path); err == nil || !strings.Contains(err.Error(), "transports.gpu.calibration") ||
+		if _, err := load(path); err == nil ||
+			!strings.Contains(err.Error(), "transports.gpu.calibration") ||
 			!strings.Contains(err.Error(), "set it to off") {
 			t.Errorf("%s, named: %v", path, err)
 		}

@@ -73,7 +73,9 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 			open = append(open, x.src)
 		}
 	}
-	retries := func(reason string) float64 { return series(bad, "retransmissions_total", "reason", reason) }
+	retries := func(reason string) float64 {
+		return series(bad, "retransmissions_total", "reason", reason)
+	}
 	ended := func() {
 		t.Helper()
 		for _, l := range open {

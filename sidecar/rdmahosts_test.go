@@ -189,7 +189,8 @@ func rdmaIntent(x prompt, blocks []uint32) msg.Intent {
 func rdmaExpect(x prompt, blocks []uint32) msg.Expect {
 	return msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Peer: "10.9.0.1:" + rdmaPort,
 		Skip: []uint32{0}, Blocks: [][]uint32{blocks},
-		DeadlineMS: uint64(rdmaDeadline.Milliseconds()), MatchTimeoutMS: uint64(rdmaDeadline.Milliseconds())}
+		DeadlineMS:     uint64(rdmaDeadline.Milliseconds()),
+		MatchTimeoutMS: uint64(rdmaDeadline.Milliseconds())}
 }
 
 // TestRDMATwoHosts is one of two sidecars on two hosts, of which host 1 prefills and host 2

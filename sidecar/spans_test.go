@@ -93,7 +93,8 @@ func TestSpansOfATransfer(t *testing.T) {
 	began := time.Now()
 	moveTraced(t, p, d, prefillParent, decodeParent)
 	// On a busy machine a slice may be retransmitted, and the copies overlap.
-	again := value(t, p, "kvspray_rail_hedges_total") + value(t, p, "kvspray_rail_retransmissions_total")
+	again := value(t, p, "kvspray_rail_hedges_total") +
+		value(t, p, "kvspray_rail_retransmissions_total")
 	for _, r := range []*running{p, d} { // they export what waits
 		if err := r.stop(); err != nil {
 			t.Fatal(err)

@@ -281,12 +281,14 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 		"value", 0}))
 	rec("load-newer", "LOAD", appendAny(nil, append(kv{"parts", seq(96, 0), "pages", seq(16, 0),
 		"flag", 1, "value", 5, "deadline_ms", 5, "req", ""}, unknown...)))
-	rec("received", "RECEIVED", (&Received{Bytes: 1 << 33, TookUS: 1500, Transport: "tcp"}).Append(nil))
+	rec("received", "RECEIVED", (&Received{Bytes: 1 << 33, TookUS: 1500,
+		Transport: "tcp"}).Append(nil))
 	rec("received-failed", "RECEIVED", (&Received{Bytes: 65536, TookUS: 30000000, Transport: "shm",
 		Reason:    "source lost",
 		Recompute: [][2]uint32{{0, 16}, {512, 2048}}}).Append(nil))
 	rec("received-older", "RECEIVED", appendAny(nil, kv{"bytes", 1}))
-	rec("received-newer", "RECEIVED", appendAny(nil, append(kv{"bytes", 1, "took_us", 2, "transport", "x",
+	rec("received-newer", "RECEIVED", appendAny(nil, append(kv{"bytes", 1, "took_us", 2,
+		"transport", "x",
 		"reason", "", "recompute", []any{}}, unknown...)))
 	rec("sent", "SENT", (&Sent{Grants: 2, Bytes: 1 << 21}).Append(nil))
 	rec("sent-older", "SENT", appendAny(nil, kv{}))

@@ -139,9 +139,11 @@ func TestMistakes(t *testing.T) {
 			"power of two"}},
 		"large quota": {"store: {memory: 1GiB, memory_quota: 2GiB}", []string{"store.memory_quota",
 			"more than store.memory (1GiB)"}},
-		"no portion": {"store: {memory: 1GiB, memory_quota: 101%}", []string{"store.memory_quota", "50%"}},
-		"no part":    {"store: {memory: 1GiB, memory_quota: 0%}", []string{"store.memory_quota", "50%"}},
-		"bare quota": {"store: {memory: 1GiB, memory_quota: 12}", []string{"store.memory_quota", "32GiB or 50%"}},
+		"no portion": {"store: {memory: 1GiB, memory_quota: 101%}",
+			[]string{"store.memory_quota", "50%"}},
+		"no part": {"store: {memory: 1GiB, memory_quota: 0%}", []string{"store.memory_quota", "50%"}},
+		"bare quota": {"store: {memory: 1GiB, memory_quota: 12}",
+			[]string{"store.memory_quota", "32GiB or 50%"}},
 		"quota of no disk": {"store: {memory: 1GiB, disk_quota: 10%}", []string{"store.disk_quota",
 			"there is no disk"}},
 		"quota of no bucket": {"store: {memory: 1GiB, object_quota: 1GiB}",
@@ -152,7 +154,8 @@ func TestMistakes(t *testing.T) {
 			"}, {id: " + strings.Repeat("AB", 32) + "}]}", []string{"store.namespaces[1].id",
 			"also the id of store.namespaces[0]"}},
 		"large part": {"store: {memory: 1GiB, namespaces: [{id: " + strings.Repeat("ab", 32) +
-			", memory_quota: 2GiB}]}", []string{"store.namespaces[0].memory_quota", "more than store.memory"}},
+			", memory_quota: 2GiB}]}", []string{"store.namespaces[0].memory_quota",
+			"more than store.memory"}},
 		"directory elsewhere": {"store: {memory: 1GiB, directory: etcd}", []string{"store.directory",
 			`"etcd"`}},
 		"redis without address": {"peer: {gossip: {join: [a:1]}}\n" +
@@ -302,8 +305,8 @@ func TestRailPatterns(t *testing.T) {
 		{keyed + "transports: {tcp: {rails: auto}}", "", "eth0 eth1 ib0"},
 		{keyed + "transports: {tcp: {rails: [{match: eth1, exclude: true}, {match: \"eth*\"}]}}",
 			"", "eth0"},
-		{keyed + "transports: {tcp: {rails: [{match: \"ib[0-9]\", speed: 200gbit, distance: 1}, {name: a, " +
-			"listen: \"127.0.0.1:0\"}]}}", "a", "ib0"},
+		{keyed + "transports: {tcp: {rails: [{match: \"ib[0-9]\", speed: 200gbit, distance: 1}, " +
+			"{name: a, listen: \"127.0.0.1:0\"}]}}", "a", "ib0"},
 	} {
 		c, err := Parse("f.yaml", []byte(x.yaml))
 		if err != nil {

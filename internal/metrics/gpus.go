@@ -32,7 +32,8 @@ var (
 	gpuLimit = prometheus.NewDesc("kvspray_gpu_memory_limit_bytes", "What this sidecar allocates on "+
 		"a GPU at most (transports.gpu.memory).",
 		[]string{"gpu"}, nil)
-	gpuFree = prometheus.NewDesc("kvspray_gpu_memory_free_bytes", "What a GPU has left, for all processes.",
+	gpuFree = prometheus.NewDesc("kvspray_gpu_memory_free_bytes",
+		"What a GPU has left, for all processes.",
 		[]string{"gpu"}, nil)
 )
 

@@ -366,7 +366,8 @@ func (s *Set) EngineRefused(kind string) {
 
 var copyMethods = [...]string{"host", "staged", "packed", "peer", "direct", "multipath"}
 
-// CopyEnded counts one copy and its bytes; method is the one that moved most bytes, empty if nothing moved.
+// CopyEnded counts one copy and its bytes; method is the one that moved most bytes, empty if
+// nothing moved.
 func (s *Set) CopyEnded(outcome Outcome, method string, bytes uint64, took time.Duration) {
 	if method == "" {
 		method = noTransport

@@ -148,7 +148,8 @@ func testContent(t *testing.T, f Factory) {
 				t.Fatalf("%+v to %+v: %s %s after %s: %v", s, d, r.Outcome, r.Reason, r.Took, r.Err)
 			}
 			if !b.Dest.Full() {
-				t.Fatalf("%+v to %+v: the sender has its Landed, the destination has %d of %d", s, d, b.Dest.Count(),
+				t.Fatalf("%+v to %+v: the sender has its Landed, the destination has %d of %d", s, d,
+					b.Dest.Count(),
 					dst.Chunks())
 			}
 			b.End(t)

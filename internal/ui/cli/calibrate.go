@@ -18,8 +18,8 @@ func calibrateCommand() *cobra.Command {
 		Long: `Measures each GPU model of this host while a stream of kernels keeps it busy: the thread
 blocks that the pack and unpack kernels need, the piece size from which copy engines are faster than
 packing, and the bytes from which a copy with the host is faster over the PCIe links of all GPUs.
-Writes the results to the file of transports.gpu.calibration for serve. Takes some seconds, during which
-engines on these GPUs are slower.`,
+Writes the results to the file of transports.gpu.calibration for serve. Takes some seconds, during
+which engines on these GPUs are slower.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := flags.load()
@@ -39,6 +39,7 @@ engines on these GPUs are slower.`,
 		},
 	}
 	flags.add(cmd)
-	cmd.Flags().StringVar(&out, "out", "", "file to write; default: the file of transports.gpu.calibration")
+	cmd.Flags().StringVar(&out, "out", "", "file to write; default: the file of "+
+		"transports.gpu.calibration")
 	return cmd
 }

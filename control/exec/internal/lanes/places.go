@@ -84,8 +84,8 @@ func (rs *Rails) Place(p *Peer, w *engines.Worker, distances []*peerv1.RailDista
 		return 0
 	}
 	if len(distances) > maxRailDistances {
-		rs.peers.logViolation(p, frame.BadDistance, "a grant with the distances of %d rails: at most %d are "+
-			"looked at",
+		rs.peers.logViolation(p, frame.BadDistance, "a grant with the distances of %d rails: at "+
+			"most %d are looked at",
 			len(distances), maxRailDistances)
 		distances = distances[:maxRailDistances]
 	}

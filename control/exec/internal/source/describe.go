@@ -43,7 +43,8 @@ func (mt *Matcher) Described(now Instant, name layouts.Name, err error) {
 			mt.refuse(now, c.in, peerv1.GrantReply_PLAN,
 				"the layout of the receiver is not to be had: "+err.Error())
 		case !mt.bindPart(now, c):
-			mt.wait(now, &pending{peer: c.in.peer, key: c.in.key, in: c.in, binding: c}, c.in.msg.MatchTimeoutMs)
+			mt.wait(now, &pending{peer: c.in.peer, key: c.in.key, in: c.in, binding: c},
+				c.in.msg.MatchTimeoutMs)
 		}
 	}
 }

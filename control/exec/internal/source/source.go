@@ -232,8 +232,8 @@ func (ss *Table) due(now Instant, s *Lease) {
 		s.MatchBy = lease.Never
 		if s.Narrow() {
 			if s.Served > 0 {
-				ss.Close(now, s, engines.StatusOK, fmt.Sprintf("%d of %d receivers came", s.Served, s.in.Fanout),
-					true)
+				ss.Close(now, s, engines.StatusOK, fmt.Sprintf("%d of %d receivers came", s.Served,
+					s.in.Fanout), true)
 			} else {
 				ss.Close(now, s, engines.StatusExpired, core.WithTrouble(ss.unmatched(now, s), s.trouble), true)
 			}

@@ -139,7 +139,8 @@ func (ss *Table) unmatched(now Instant, s *Lease) string {
 	case len(ss.waits.byKey[s.Key]) == 0:
 		return fmt.Sprintf("no receiver came within %v", ss.Cfg.MatchTimeout)
 	case now >= s.holdEnd:
-		return fmt.Sprintf("the decode engine lives, but fetched nothing within %v (transfer.hold_timeout)",
+		return fmt.Sprintf("the decode engine lives, but fetched nothing within %v "+
+			"(transfer.hold_timeout)",
 			max(ss.Cfg.HoldTimeout, ss.Cfg.MatchTimeout))
 	}
 	return fmt.Sprintf("the sidecar of the decode engine that waits was unreachable for %v",
