@@ -45,6 +45,7 @@ class Client(FakeWorker):
         super().__init__()
         self.what, self.why = what, why
         self.registered = False
+        self.lent = 0  # and not closed
 
     def _fails(self, what: str) -> None:
         if what == self.what:
@@ -52,7 +53,14 @@ class Client(FakeWorker):
 
     def gpu_memory(self, addr: int, nbytes: int) -> Any:
         self._fails("memory")
-        return shim.Memory(SimpleNamespace(addr=addr, kind=kvspray.RegionKind.DEVICE), None)  # type: ignore[arg-type]
+        self.lent += 1
+        region: Any = SimpleNamespace(
+            addr=addr, kind=kvspray.RegionKind.DEVICE, close=self._take_back
+        )
+        return shim.Memory(region, None)
+
+    def _take_back(self) -> None:
+        self.lent -= 1
 
     def gpu_flags(self, log: Any) -> Any:
         self._fails("flags")
@@ -95,7 +103,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, client: Client, policy: str) -> Any:
     )
     monkeypatch.setattr(connector.caches, "describe", lambda *a, **k: described)
     c = object.__new__(connector.KVSprayConnector)
-    model = SimpleNamespace(model="m", served_model_name="m")
+    model = SimpleNamespace(model="m", served_model_name="m", enable_sleep_mode=False)
     c._vllm_config = SimpleNamespace(model_config=model)
     c._kv_transfer_config = SimpleNamespace(kv_load_failure_policy=policy)
     c._kv_cache_config, c._settings = (
@@ -115,7 +123,7 @@ def test_memory_that_cannot_be_lent(
     client = Client(what, why)
     c = engine(monkeypatch, client, "recompute")
     c.register_kv_caches({})
-    assert not client.registered
+    assert not client.registered and client.lent == 0
     lines = warnings(log)
     assert (
         len(lines) == 1
@@ -141,5 +149,5 @@ def test_memory_that_can_be_lent_is_registered(monkeypatch: pytest.MonkeyPatch, 
     client = Client("", "")
     c = engine(monkeypatch, client, "recompute")
     c.register_kv_caches({})
-    assert client.registered and c._worker.take_landed() is None
+    assert client.registered and client.lent == 1 and c._worker.take_landed() is None
     assert not warnings(log)

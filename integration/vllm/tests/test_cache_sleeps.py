@@ -13,7 +13,10 @@ from fakes import DECODE, Engine, e, prefill_first
 from vllm.device_allocator import AllocationData, cumem
 
 from kvspray_vllm import KVSprayConnector, layout, shim, sleep
+from kvspray_vllm import connector as connector_module
 from kvspray_vllm.caches import Storage
+from kvspray_vllm.meta import Landed, Put, StepMeta
+from kvspray_vllm.saving import Saving
 
 STORAGES = (
     Storage(0x1000, 4096, torch.device("cuda")),
@@ -29,6 +32,7 @@ class Client:
         self.open: set[int] = set()
         self.made = 0
         self.refusals = 0  # of memory, before one is accepted
+        self.full = False  # regions are refused
         self.connected = self.answers = True
 
     def gpu_memory(self, addr: int, nbytes: int) -> Any:
@@ -41,6 +45,8 @@ class Client:
 
     def replace(self, memory: Any, layout: Any = None) -> None:
         assert self.open >= {m.number for m in memory}
+        if self.full and memory:
+            raise shim.ShimError("regions in too many files")
         self.presented.append((len(memory), layout["identity"]["weights"] if layout else ""))
 
     def describe(self, layout: Any) -> None:
@@ -133,6 +139,70 @@ def test_a_wake_up_that_cannot_lend_its_memory(e: Engine, caplog: Any) -> None:
     load(e, "two")
     e.step()
     assert e.worker_shim.leases == 1
+
+
+def test_memory_of_a_wake_up_that_is_refused_is_not_kept(e: Engine, caplog: Any) -> None:
+    """Exported memory would stay in use when vLLM frees it for the next sleep."""
+    client = Client()
+    c = connector(e, client)
+    c.unregister_kv_caches()
+    client.full = True
+    c.restore_kv_caches()
+    assert "regions in too many files" in caplog.text and not client.open
+
+
+class Pages:
+    """The store's pages of one namespace, read from and written to regions."""
+
+    error = ""
+
+    def __init__(self, regions: Any) -> None:
+        self.regions, self.closed = [r.number for r in regions], False
+
+    def ready(self) -> bool:
+        return not self.closed
+
+    def put(self, *_: Any) -> int:
+        assert not self.closed, "a page of a cache that sleeps"
+        return 77
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def put_in(e: Engine, c: KVSprayConnector, saving: Saving, id: int, number: int) -> bool | None:
+    """What became of a PUT of the present epoch: None while it is under way."""
+    landed, stats = Landed(), SimpleNamespace(pages=lambda *_: None)
+    put = Put(id, "r", (b"h",), (1,), b"")
+    meta: Any = StepMeta(number=number, puts=[put], epochs={0: saving._epoch})
+    saving.begin(meta, 1, landed, stats, c._worker._disabled)  # type: ignore[arg-type, union-attr]
+    return landed.saved.get(id, {}).get(0)
+
+
+def test_no_page_of_a_sleeping_cache_is_put(e: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, opened = Client(), []
+    c = connector(e, client)
+    monkeypatch.setattr(connector_module.pages, "namespace_of", lambda *_: "namespace")
+    c._layout["groups"], c._ranks = [], None  # type: ignore[assignment]
+
+    def open_pages(_: Any) -> Pages:
+        opened.append(Pages(c._regions))
+        return opened[-1]
+
+    c._saving = saving = Saving(0, open_pages, logging.getLogger("test"))  # type: ignore[arg-type]
+    e.worker.set_saving(saving)
+    c._open_store()
+    assert put_in(e, c, saving, 1, 1) is None, "it is under way"
+    c.unregister_kv_caches()
+    assert opened[0].closed and opened[0].regions == [1, 2]
+    assert put_in(e, c, saving, 2, 2) is False
+    cut = shim.Ended(77, True, shim.FAILED, 0, 0, "", "the memory was replaced")
+    landed = Landed()
+    assert saving.ended(cut, landed, SimpleNamespace(pages=lambda *_: None))  # type: ignore[arg-type]
+    assert landed.saved == {1: {0: False}}, "its blocks are free, and the page is not there"
+    c.restore_kv_caches()
+    assert len(opened) == 2 and opened[1].regions == [3, 4], "pages of the memory that is new"
+    assert put_in(e, c, saving, 3, 3) is None
 
 
 def test_a_sidecar_that_does_not_answer(e: Engine, caplog: Any) -> None:

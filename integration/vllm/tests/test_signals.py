@@ -180,9 +180,10 @@ def test_a_step_whose_flags_may_be_missing_is_given_up(rig: Rig, fails: str) -> 
     assert [c[0] for c in rig.client.take()] == ["cancel"], "no later step is announced"
 
 
-def test_settings_and_engines_that_a_gpu_cannot_have() -> None:
+def test_settings_and_engines_that_a_gpu_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
     from test_vllm import config
 
+    monkeypatch.setattr(layout, "CAPABILITIES", SimpleNamespace(sleeps=False))
     layout.check_config(config(device_config__device_type="cuda"))  # type: ignore[arg-type]
     asleep: Any = config(device_config__device_type="cuda", model_config__enable_sleep_mode=True)
     with pytest.raises(layout.Unsupported, match="enable_sleep_mode is on.*--enable-sleep-mode"):

@@ -96,6 +96,28 @@ def test_weights_that_are_set_to_zero_have_no_name() -> None:
     assert len(changed) == 1, "it is watched no more"
 
 
+@pytest.mark.parametrize("cls, device", [(Worker, "cuda"), (CPUWorker, "cpu")])
+def test_a_sleep_that_discards_the_weights(
+    cls: type, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a wake-up vLLM computes with whatever the memory holds, if nothing is loaded."""
+    slept: list[tuple[int, str]] = []
+    monkeypatch.setattr(cls, "sleep", lambda self, level=1: slept.append((level, str(g))))
+    g = Generation("digest", lambda: None)
+    g.watch(torch.nn.Linear)
+    worker: Any = object.__new__(cls)
+    worker.device = torch.device(device)
+    try:
+        worker.sleep(level=1)
+        assert str(g) == "digest"
+        worker.sleep(level=2)
+    finally:
+        g.close()
+    # The connector has taken its memory back before other weights are announced.
+    assert slept == [(1, "digest"), (2, "digest")]
+    assert str(g).startswith("replaced:") == (device == "cuda")
+
+
 @pytest.mark.parametrize("name", WORKER_WRITERS)
 def test_each_is_watched_and_refused_while_others_are_loaded(
     name: str, monkeypatch: pytest.MonkeyPatch

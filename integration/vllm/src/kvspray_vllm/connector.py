@@ -248,11 +248,14 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             "groups": groups,
             "identity": identity,
         }
+        regions: list[shim.Memory] = []
         try:
             regions = self._memory_of(described.storages)
             on_gpu = any(storage.device.type != "cpu" for storage in described.storages)
             signals = GpuSignals(self._worker_client.gpu_flags(logger)) if on_gpu else None
         except shim.ShimError as err:
+            for region in regions:  # of a GPU: exported memory stays in use when vLLM frees it
+                region.close()
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 raise
             logger.error("kvspray: this engine prefills locally, without transfers: %s", err)
@@ -409,10 +412,13 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None and self._worker_client is not None
         if not self._asleep:
             return
+        regions: list[shim.Memory] = []
         try:
             regions = self._memory_of(self._storages)
             self._worker_client.replace(regions, self._layout)
         except (shim.ShimError, layout.Unsupported) as err:
+            for region in regions:
+                region.close()
             logger.error(
                 "kvspray: this engine prefills locally until its next wake-up, because the KV "
                 "cache cannot be shared again: %s",

@@ -151,6 +151,8 @@ class Generation:
             for method in WORKER_WRITERS:
                 if method in cls.__dict__:
                     self._wrap(cls, method, self._before)
+            if "sleep" in cls.__dict__:
+                self._wrap(cls, "sleep", self._sleep)
 
     def _wrap(self, cls: type, name: str, how: Callable[..., Any]) -> None:
         inner = getattr(cls, name, None)
@@ -167,6 +169,15 @@ class Generation:
     def _before(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.replaced()
         return inner(*args, **kwargs)
+
+    def _sleep(self, inner: Callable[..., Any], worker: Any, level: int = 1) -> None:
+        """Every level but the first discards the weights: what is there after the wake-up, until
+        others are loaded, is no weights of this name."""
+        try:
+            inner(worker, level)
+        finally:
+            if level != 1 and worker.device.type != "cpu":
+                self.replaced()
 
     def _reload(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(inner).bind(*args, **kwargs).arguments
