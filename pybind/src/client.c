@@ -157,17 +157,20 @@ static int presentable(kvs_client *c, const char *call, const struct kvs_region 
 	return 0;
 }
 
-static int set_layout(kvs_client *c, const void *layout, uint32_t layout_bytes)
+static uint8_t *copy_layout(const void *layout, uint32_t layout_bytes)
 {
 	uint8_t *copy = malloc(layout_bytes ? layout_bytes : 1);
-	if (!copy)
-		return KVS_E_SYS;
-	if (layout_bytes)
+	if (copy && layout_bytes)
 		memcpy(copy, layout, layout_bytes);
+	return copy;
+}
+
+/* Takes the copy. */
+static void set_layout(kvs_client *c, uint8_t *copy, uint32_t layout_bytes)
+{
 	free(c->layout);
 	c->layout = copy;
 	c->layout_bytes = layout_bytes;
-	return 0;
 }
 
 static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes)
@@ -179,10 +182,13 @@ static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_
 		return KVS_E_ARG;
 	}
 	int rc = presentable(c, "start", regions, n, layout, layout_bytes);
-	if (rc == 0)
-		rc = set_layout(c, layout, layout_bytes);
-	if (rc == 0)
-		rc = regions_add(c, regions, n);
+	uint8_t *copy = NULL;
+	if (rc == 0 && !(copy = copy_layout(layout, layout_bytes)))
+		rc = KVS_E_SYS;
+	if (rc < 0)
+		return rc;
+	set_layout(c, copy, layout_bytes);
+	rc = regions_add(c, regions, n);
 	if (rc < 0)
 		return rc;
 	c->registered = n;
@@ -226,14 +232,18 @@ int kvs_describe(kvs_client *c, const void *layout, uint32_t layout_bytes)
 		return KVS_E_ARG;
 	if (layout_bytes > LAYOUT_MAX_BYTES)
 		return KVS_E_TOO_BIG;
+	uint8_t *copy = copy_layout(layout, layout_bytes);
+	if (!copy)
+		return KVS_E_SYS;
 	pthread_mutex_lock(&c->mu);
-	int rc = KVS_E_ARG;
-	if (c->started)
-		rc = set_layout(c, layout, layout_bytes);
-	else
-		log_error(c, "describe: the client has not been started");
-	if (rc == 0)
+	int rc = c->started ? 0 : KVS_E_ARG;
+	if (rc == 0) {
+		set_layout(c, copy, layout_bytes);
 		present_anew(c, "the layout was replaced");
+	} else {
+		free(copy);
+		log_error(c, "describe: the client has not been started");
+	}
 	pthread_mutex_unlock(&c->mu);
 	return rc;
 }
@@ -249,12 +259,17 @@ int kvs_replace(kvs_client *c, const struct kvs_region *regions, uint32_t n, con
 		log_error(c, "replace: the client %s", c->started ? "has regions that were added: drop them first" : "has not been started");
 		rc = KVS_E_ARG;
 	}
+	uint8_t *copy = NULL;
+	if (rc == 0 && !(copy = copy_layout(layout, layout_bytes)))
+		rc = KVS_E_SYS;
 	if (rc == 0)
 		rc = regions_replace(c, regions, n);
-	if (rc == 0)
-		rc = set_layout(c, layout, layout_bytes);
-	if (rc == 0)
+	if (rc == 0) {
+		set_layout(c, copy, layout_bytes);
+		copy = NULL;
 		present_anew(c, "the memory was replaced");
+	}
+	free(copy);
 	pthread_mutex_unlock(&c->mu);
 	return rc;
 }

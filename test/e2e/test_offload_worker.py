@@ -32,9 +32,9 @@ NOBODY, PR_SET_DUMPABLE = 65534, 4
 
 
 @pytest.fixture
-def sidecar(tmp_path: pathlib.Path) -> Iterator[rig.Sidecar]:
+def sidecar(workdir: pathlib.Path) -> Iterator[rig.Sidecar]:
     out = rig.Sidecar(
-        "offload", tmp_path, {"engine": {"allowed_uids": [0, NOBODY]}, "transfer": {"grace": "1s"}}
+        "offload", workdir, {"engine": {"allowed_uids": [0, NOBODY]}, "transfer": {"grace": "1s"}}
     ).start()
     try:
         yield out
@@ -96,7 +96,7 @@ def test_more_jobs_than_the_sidecar_takes(sidecar: rig.Sidecar) -> None:
 )
 def test_a_sidecar_of_another_user_hangs(sidecar: rig.Sidecar) -> None:
     """This process may not kill it, so it gets no copy, and vLLM's thread waits for none."""
-    for p in (pathlib.Path(sidecar.socket), *pathlib.Path(sidecar.socket).parents[:4]):
+    for p in (pathlib.Path(sidecar.socket), *pathlib.Path(sidecar.socket).parents[:2]):
         p.chmod(0o777)
     engine = subprocess.Popen(
         [sys.executable, __file__, sidecar.socket], stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -60,8 +60,14 @@ class Client:
         return self.answers
 
 
+@pytest.fixture(autouse=True)
+def other_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector_module, "get_kv_transfer_group", lambda: None)
+
+
 def connector(e: Engine, client: Client) -> KVSprayConnector:
     c = object.__new__(KVSprayConnector)
+    c.region = None
     c._worker, c._worker_client = e.worker, client  # type: ignore[assignment]
     c._vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))  # type: ignore[assignment]
     c._gpu, c._saving, c._storages = True, None, STORAGES
@@ -134,11 +140,11 @@ def test_a_wake_up_that_cannot_lend_its_memory(e: Engine, caplog: Any) -> None:
     assert "cannot be exported" in caplog.text and not client.open
     load(e, "one")
     assert e.step().failed == {"one"}, "the engine goes on without transfers"
+    c._weights_changed()
     c.unregister_kv_caches()
     c.restore_kv_caches()
     load(e, "two")
-    e.step()
-    assert e.worker_shim.leases == 1
+    assert e.step().failed == {"two"} and not client.open
 
 
 def test_memory_of_a_wake_up_that_is_refused_is_not_kept(e: Engine, caplog: Any) -> None:
@@ -217,8 +223,12 @@ def test_a_sidecar_that_does_not_answer(e: Engine, caplog: Any) -> None:
     assert not caplog.text
 
 
-def test_memory_that_only_this_process_can_map(e: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is replaced, at the same addresses, before anything is in it."""
+@pytest.mark.parametrize("alone", [True, False])
+def test_memory_that_only_this_process_can_map(
+    e: Engine, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """It is replaced, at the same addresses, before anything is in it, unless another connector of
+    the engine may use it already."""
     calls: list[Any] = []
     monkeypatch.setattr(sleep.Gpu, "synchronize", lambda _: calls.append("synchronize"))
     monkeypatch.setattr(sleep.Gpu, "unmap", lambda _, handle: calls.append(("unmap", handle[2])))
@@ -230,10 +240,13 @@ def test_memory_that_only_this_process_can_map(e: Engine, monkeypatch: pytest.Mo
     monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
     client = Client()
     c = connector(e, client)
+    monkeypatch.setattr(connector_module, "get_kv_transfer_group", lambda: c if alone else None)
     c.unregister_kv_caches()
-    client.refusals = 1
     client.gpu_memory = refuse_first(client, 0x9000)  # type: ignore[method-assign]
     c.restore_kv_caches()
+    if not alone:
+        assert not client.open and not calls
+        return
     assert len(client.open) == 2 and not whole.is_asleep
     assert calls == [
         "synchronize", ("unmap", 0x9000), ("map", 0x9000), ("zero", 0x9000, 0, 0x2000),
@@ -243,7 +256,6 @@ def test_memory_that_only_this_process_can_map(e: Engine, monkeypatch: pytest.Mo
 
 def refuse_first(client: Client, address: int) -> Any:
     real = client.gpu_memory
-    client.refusals = 0
     refused: list[int] = []
 
     def memory(addr: int, nbytes: int) -> Any:

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvspray import protocol
-from kvspray_vllm import layout, strategies
+from kvspray_vllm import layout, strategies, versions
 
 BINARY = pathlib.Path(
     os.environ.get(
@@ -310,12 +310,15 @@ def test_releases_whose_caches_have_the_same_values(
     import vllm
 
     with monkeypatch.context() as m:
+        m.setattr(vllm, "__version__", versions.KNOWN[0] + ".7")
+        known = list(Engine())
         m.setattr(vllm, "__version__", "0.99")
-        newer = list(Engine())
-    answer = check(Engine(), newer)
+        unknown = list(Engine())
+    answer = check(Engine(), known)
     assert answer["fingerprints"][0] == answer["fingerprints"][1]
+    assert named(check(Engine(), unknown)) == {"identity.numerics"}
     with monkeypatch.context() as m:
-        m.setattr(layout, "NUMERICS", "other")
+        m.setattr(versions, "NUMERICS", "other")
         others = list(Engine())
     assert named(check(Engine(), others)) == {"identity.numerics"}
 

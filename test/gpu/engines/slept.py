@@ -12,11 +12,11 @@ import nvml
 from clients import prompt
 from cluster import Failed, wait_for
 from content import compared, table
-from pairs import MODES, Pair, say, start_plain, summary, wait_up
+from pairs import MODES, Pair, compare_answers, say, start_plain, summary, wait_up
 from servers import Server, complete
 
 NEEDS: set[str] = set()
-SHARE = 0.9  # of the cache's bytes, that are free at least while an engine sleeps
+SHARE = 0.95  # of the bytes of cache and weights, that are free while an engine sleeps
 FREE_S = 3.0  # until they are: a sidecar of this host unmaps a peer's memory within a second
 
 
@@ -33,21 +33,22 @@ def post(server: Server, path: str) -> float:
     return time.perf_counter() - start
 
 
-def nap(pair: Pair, turn: int, cache: int, out: dict[str, list[float]]) -> list[str]:
+def nap(pair: Pair, plain: Server, turn: int, out: dict[str, list[float]]) -> list[str]:
     rig, gpu = pair.rig, nvml.open_first()
+    weights = sum(f.stat().st_size for f in (rig.host.models / rig.model).glob("*.safetensors"))
     who = [[pair.p], [pair.d], [pair.p, pair.d]][turn % 3]
-    under_way = None
+    under_way, problems, answers = None, [], []
     if turn % 2:
         ids = prompt(min(16000, rig.max_len // 2), f"under way {turn}")
         port = pair.proxies[MODES[turn // 2 % 2]].port
         under_way = threading.Thread(
-            target=lambda: complete(port, ids, max_tokens=64, rid=f"gone{turn}")
+            target=lambda: answers.append(complete(port, ids, max_tokens=8, rid=f"gone{turn}"))
         )
         under_way.start()
         time.sleep(0.05 * (turn % 5))
     before = gpu.free() if gpu else 0
     out["sleep_s"] += [post(s, "/sleep?level=1") for s in who]
-    start, freed, want = time.perf_counter(), 0, SHARE * cache * len(who)
+    start, freed, want = time.perf_counter(), 0, SHARE * (rig.cache_bytes() + weights) * len(who)
     while gpu and freed < want and time.perf_counter() < start + FREE_S:
         time.sleep(0.01 if freed else 0)
         freed = gpu.free() - before
@@ -56,11 +57,14 @@ def nap(pair: Pair, turn: int, cache: int, out: dict[str, list[float]]) -> list[
     out["wake_s"] += [post(s, "/wake_up") for s in who]
     if under_way is not None:
         under_way.join()
+        good, what = compare_answers(plain, ids, complete(plain.port, ids, max_tokens=8), *answers)
+        if pair.d not in who and not good:  # D had the request all the time
+            problems.append(f"nap {turn}: the answer under way differs: {what}")
     wait_for("both engines idle", pair.idle, 60, tick=0.1)
     wait_for("no lease open", lambda: pair.leases() == 0, 60, tick=0.1)
     if freed < want:
-        return [f"nap {turn}: {freed >> 20} MiB were freed, {cache >> 20} MiB are one cache"]
-    return []
+        problems.append(f"nap {turn}: {freed >> 20} MiB were freed, want {int(want) >> 20}")
+    return problems
 
 
 def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
@@ -83,7 +87,7 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
         pair.route()
         pair.wait_sessions()
         for turn in range(-1, a.naps):  # first without a sleep
-            problems += nap(pair, turn, rig.cache_bytes(), took) if turn >= 0 else []
+            problems += nap(pair, plain, turn, took) if turn >= 0 else []
             todo = [
                 (f"look-{turn}-{i}", MODES[i % 2], prompt(n, f"{turn} {i}"))
                 for i, n in zip(range(a.nap_prompts), (3000, 517, 12000, 33) * 8, strict=False)

@@ -12,6 +12,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable
@@ -27,6 +28,17 @@ ALGORITHM = "sglang-sha256"
 # Of the values in a cache. Raise it when a release of SGLang computes others for the same model and
 # arguments: its engines then neither pair with those before nor find their pages.
 NUMERICS = "1"
+KNOWN = (0, 5, 23)  # the newest release that was tested
+
+
+def numerics() -> str:
+    """A release that is not known yet may compute other values."""
+    import sglang
+
+    number = tuple(int(x) for x in re.findall(r"\d+", sglang.__version__)[:3])
+    return NUMERICS + (f", SGLang {sglang.__version__}" if number > KNOWN else "")
+
+
 _REMEDY = "set weights in hicache_storage_backend_extra_config"
 
 # Arguments of the server that change KV or its bytes, beside the checkpoint.
@@ -240,7 +252,7 @@ class Names:
             names += ["tp_rank", "tp_size"]
         ranks = {k: getattr(c, k, None) for k in names}
         return [
-            ranks, arguments(self._args), NUMERICS, sys.byteorder, hidden_order(),
+            ranks, arguments(self._args), numerics(), sys.byteorder, hidden_order(),
         ]  # fmt: skip
 
     def _make(self, dtype: str, layout: str, tokens: int, nbytes: int) -> Namespace:

@@ -248,7 +248,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         else:
             identity = pd_cache.identity(
                 self._weights.name,
-                {"numerics": names.NUMERICS, **names.arguments(server_args)},
+                {"numerics": names.numerics(), **names.arguments(server_args)},
                 len(args.kv_data_ptrs) // (2 if heads else 1),
                 per_token // (heads.own if heads else 1),
             )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -88,6 +89,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     _pieces: Sequence[tuple[int, int, int, int]] = ()
     _storages: Sequence[caches.Storage] = ()  # what the regions are made of
     _asleep = False  # vLLM has freed, or is about to free, the memory of the cache
+    _attached = False  # a sidecar had the memory before the sleep
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -372,7 +374,11 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             return self._worker_client.gpu_memory(storage.address, storage.nbytes)
         except shim.ShimError:
             # Only on some GPUs vLLM's sleep mode asks for memory that another process can map.
-            if not self._vllm_config.model_config.enable_sleep_mode:
+            # Another connector of a MultiConnector may have registered what would be replaced.
+            if (
+                not self._vllm_config.model_config.enable_sleep_mode
+                or get_kv_transfer_group() is not self
+            ):
                 raise
             from kvspray_vllm import sleep
 
@@ -393,14 +399,15 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.leave(ASLEEP)
         if self._saving is not None:
             self._saving.set(None, ASLEEP)
-        there = self._worker_client.connected
-        self._worker_client.replace([])
+        self._attached = self._worker_client.connected or self._worker_client.holds()
+        try:
+            self._worker_client.replace([])
+        except shim.ShimError as err:  # raised in one rank, it would leave the others asleep
+            logger.error("kvspray: the KV cache cannot be taken back: %s", err)
         for region in self._regions:
             region.close()
         self._regions = ()
-        if (there or self._worker_client.holds()) and not self._worker_client.wait_connected(
-            RETURN_S
-        ):
+        if self._attached and not self._worker_client.wait_connected(RETURN_S):
             logger.warning(
                 "kvspray: the sidecar has not answered for %d s, and may still map the KV cache, "
                 "whose memory is free once it does not",
@@ -410,7 +417,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     def restore_kv_caches(self) -> None:
         """After a wake-up: other memory, at the same addresses."""
         assert self._worker is not None and self._worker_client is not None
-        if not self._asleep:
+        if not self._asleep or not self._storages:
             return
         regions: list[shim.Memory] = []
         try:
@@ -420,15 +427,19 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             for region in regions:
                 region.close()
             logger.error(
-                "kvspray: this engine prefills locally until its next wake-up, because the KV "
-                "cache cannot be shared again: %s",
+                "kvspray: this engine prefills locally from now on, because its KV cache cannot be "
+                "shared after a wake-up: %s",
                 err,
             )
+            self._storages = ()
+            self._worker.leave(str(err))
+            self._worker.stop_transfers(str(err))
             return
         self._asleep, self._regions = False, regions
         self._open_store()
         self._worker.rejoin()
-        self._worker_client.wait_connected(LEND_S)
+        if self._attached:
+            self._worker_client.wait_connected(LEND_S)
         logger.info("kvspray: awake: %d region(s) are registered again", len(regions))
 
     # ---- worker: each step

@@ -16,7 +16,7 @@ from kvspray import portable
 from kvspray_vllm.speculation import check_speculation, draft_in_cache
 from kvspray_vllm.strategies import TRANSPOSED
 from kvspray_vllm.strategies import Unsupported as Unsupported
-from kvspray_vllm.versions import CAPABILITIES, NUMERICS
+from kvspray_vllm.versions import CAPABILITIES, numerics
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -173,7 +173,7 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
     }
     return {
         "engine": "vllm",
-        "numerics": NUMERICS,
+        "numerics": numerics(),
         "model_config": hashlib.sha256(
             json.dumps(hf, sort_keys=True, default=str).encode()
         ).hexdigest()[:32],

@@ -18,6 +18,11 @@ KNOWN = ("0.32", "0.33")  # tested: docs/vllm.md has how
 NUMERICS = "1"
 
 
+def numerics() -> str:
+    """A release that is not known yet may compute other values."""
+    return NUMERICS + (f", vLLM {vllm.__version__}" if newer_than_known() else "")
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What a version may lack, found by feature when the plug-in is loaded."""
