@@ -133,7 +133,7 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	sock("hello-worker", &Hello{ID: 1, Min: VersionMin, Max: VersionMax, Role: RoleWorker, Boot: boot,
 		Engine: Engine{"vllm", "0.32.0", "prefill-0"}, Ranks: Ranks{DP: Rank{0, 1}, PP: Rank{0, 1},
 			TP: Rank{1, 2}, PCP: Rank{0, 1}, DCP: Rank{0, 1}},
-		PID: 4242, Features: []string{"layer-flags"}, Release: "0.1.0"})
+		PID: 4242, Features: []string{"layer-flags"}, Release: "1.2.3"})
 	sock("hello-scheduler", &Hello{ID: 1, Min: VersionMin, Max: VersionMax,
 		Role: RoleScheduler, Boot: boot,
 		Engine: Engine{"vllm", "0.32.0", "decode-0"}, Ranks: Ranks{DP: Rank{0, 1}, PP: Rank{0, 1},
@@ -150,7 +150,7 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 		Endpoint: "127.0.0.1:7411",
 		HostBoot: "5f0c2b1e-0000-4000-8000-123456789abc", Features: []string{}, Fenced: true,
 		Limits:     Limits{4096, 64, 1024, 1 << 20},
-		DeadlineMS: 30000, MatchTimeoutMS: 10000, GraceMS: 5000, Release: "0.1.0"})
+		DeadlineMS: 30000, MatchTimeoutMS: 10000, GraceMS: 5000, Release: "1.2.3"})
 	rawSock("welcome-older", TypeWelcome, kv{"id", 1, "version", uint64(VersionMin), "boot",
 		seq(16, 0x40)})
 	rawSock("welcome-newer", TypeWelcome, append(kv{"id", 1, "version", uint64(VersionMin), "boot",

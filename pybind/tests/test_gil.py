@@ -204,6 +204,7 @@ def test_no_call_holds_the_interpreters_lock(
             "describe": lambda: w.describe(
                 {**layout(), "identity": {"model": "tiny", "weights": "2"}}
             ),
+            "replace": lambda: w.replace([]),
             "close": spare.close,
             "close, with a log": spoken.close,
             "SchedulerClient.close": asks.close,
