@@ -133,6 +133,13 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                     "kvspray: kv_load_failure_policy is 'fail': a request whose transfer fails is "
                     "answered with an error. With 'recompute' it is prefilled here instead."
                 )
+            graphs = vllm_config.compilation_config.cudagraph_mode
+            if self._gpu and getattr(graphs, "name", "") == "FULL":
+                logger.warning(
+                    "kvspray: cudagraph_mode is FULL: vLLM 0.33 with FlashAttention 3 answered "
+                    "wrongly in tests with several requests at a time, with and without transfers; "
+                    "use FULL_AND_PIECEWISE, the default"
+                )
             parallel = vllm_config.parallel_config
             if self._settings.store and events.wanted(vllm_config):
                 self._events = events.StoreEvents()
