@@ -123,7 +123,7 @@ func TestHoldIsBounded(t *testing.T) {
 	}
 	s.until("the end of the hold", sec, func() bool { return src.done != nil })
 	wantStatus(t, src, engines.StatusExpired)
-	if !strings.Contains(src.done.Reason, "transfer.hold") {
+	if !strings.Contains(src.done.Reason, "transfer.hold_timeout") {
 		t.Errorf("reason %q", src.done.Reason)
 	}
 	// Its engine would end the session of a sidecar that holds it past its deadline without a sign.
