@@ -346,17 +346,17 @@ test-sglang: build #: SGLang's pools, HiCache on the page store, prefill and dec
 	$(HOSTPY) test/rig/env.py --sglang
 	KVSPRAY_MUST_RUN=sglang $(B)/venv-sglang/bin/python -m pytest -q -rfEs --no-fold-skipped test/sglang
 
-# The cells' environments take 3 GB each, and are removed after the run.
+# Each cell has an environment of 3 GB, which is removed after the run.
 CELLS ?=
 .PHONY: test-next test-matrix
-test-next: env #: What the newest vLLM and SGLang changed of all that our plug-ins use; fail if something is gone (VLLM=, SGLANG=: that release)
+test-next: env #: Changes in the newest vLLM and SGLang to what our plug-ins use; fails if something is gone (VLLM=, SGLANG=: another release)
 	$(VENV)/bin/python test/matrix/compare.py $(if $(VLLM),--vllm $(VLLM)) $(if $(SGLANG),--sglang $(SGLANG))
 
-test-matrix: wheels env #: Releases of vLLM and SGLang, and Pythons: our wheels, a pair of servers each; docs/compatibility.md (an hour; CELLS='vllm-0.32 py3.13')
+test-matrix: wheels env #: A pair of servers from our wheels for each release of vLLM and SGLang, and each Python; writes docs/compatibility.md (an hour; CELLS='vllm-0.32 py3.13')
 	$(VENV)/bin/python test/matrix/matrix.py $(CELLS)
 
 .PHONY: test-routers
-test-routers: build env #: Routers of others in front of two vLLM engines: tokens and pages equal, P dies (1 GB to fetch, once; 15 minutes)
+test-routers: build env #: Other routers in front of two vLLM engines: equal tokens and pages, P is killed (downloads 1 GB once; 15 minutes)
 	$(call pytest,routers,$(VENV)/bin/python) test/routers
 
 .PHONY: lint lint-go lint-golangci lint-tools lint-docs lint-arm64 lint-ci

@@ -108,7 +108,7 @@ type Options struct {
 	Devices Devices
 	// Store serves pages. nil: this node has no store.
 	Store Store
-	// Generation is part of the namespace of all pages.
+	// Generation is part of the namespaces of all pages.
 	Generation string
 }
 

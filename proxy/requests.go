@@ -11,7 +11,7 @@ import (
 	"github.com/kvspray/kvspray/internal/nodeapi"
 )
 
-// maxRouted bounds the requests that a router remembers.
+// maxRouted bounds the requests that a router keeps.
 const maxRouted = 1024
 
 // routed has the last requests that have ended. The zero value is empty.
@@ -32,8 +32,8 @@ func (r *routed) add(e nodeapi.Routed) {
 	r.next = (r.next + 1) % maxRouted
 }
 
-// find lists the requests whose whole id an engine's id has: clients may ask, and one that does not
-// have the id of another client's request gets nothing about it.
+// find lists the requests whose whole id is id, or a part of it between dashes. Clients may ask,
+// and get nothing about a request of another client without its whole id.
 func (r *routed) find(id string) nodeapi.RoutedList {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -62,7 +62,7 @@ func (p *Proxy) requests(w http.ResponseWriter, r *http.Request) {
 	_ = json.NewEncoder(w).Encode(p.routed.find(id)) // the client may be gone
 }
 
-// routedEnd remembers a request that has ended, if an engine computes a prompt for it.
+// routedEnd keeps a request that has ended, if an engine computed a prompt for it.
 func (j *job) routedEnd() {
 	if j.req.kind == kindPassed {
 		return

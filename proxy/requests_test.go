@@ -27,8 +27,8 @@ func routedOf(t *testing.T, url, id string) (v nodeapi.RoutedList) {
 	return v
 }
 
-// The router remembers which engines it chose for a request, and answers for its whole id only,
-// also within that of an engine.
+// The router keeps the engines that it chose for a request. Only the whole id of the request finds
+// it, also within an engine's id.
 func TestRequestsOfTheRouter(t *testing.T) {
 	pre, dec := newEngine(t, answerPrefill), newEngine(t, answerDecode)
 	_, url := start(t, Config{Prefill: []Engine{{URL: pre.URL, Peer: "127.0.0.1:7650"}},
@@ -54,7 +54,7 @@ func TestRequestsOfTheRouter(t *testing.T) {
 	}
 }
 
-// A router remembers a bounded number of requests, the last ones, and from when on.
+// A router keeps the last requests, up to a bound.
 func TestRoutedIsBounded(t *testing.T) {
 	var r routed
 	for i := range maxRouted + 10 {

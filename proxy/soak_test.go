@@ -57,7 +57,7 @@ func TestEnginesFailInTurns(t *testing.T) {
 		})
 	}
 	times := quick()
-	times.Silent = 2 * time.Second // a busy machine has no CPU for an engine for a while
+	times.Silent = 2 * time.Second // on a busy machine an engine may get no CPU for a while
 	px, url := start(t, Config{Decode: decoders(engines[0].URL, engines[1].URL), Times: times})
 	stop := make(chan struct{})
 	var wg sync.WaitGroup

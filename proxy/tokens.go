@@ -77,7 +77,7 @@ type answer struct {
 func newTokenizer(engines int, reg prometheus.Registerer) *tokenizer {
 	t := &tokenizer{slots: make(chan struct{}, tokenizeAtOnce), engines: make([]mute, engines),
 		kept: map[[sha256.Size]byte]*list.Element{},
-		results: counterVec("tokenizations_total", "Prompts by how the router learned their tokens.",
+		results: counterVec("tokenizations_total", "Prompts, by the source of their tokens.",
 			"result")}
 	reg.MustRegister(t.results)
 	return t

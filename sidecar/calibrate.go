@@ -41,8 +41,7 @@ func CalibrateGPUs(ctx context.Context, c *config.Config, path string, log *slog
 	if path == "" {
 		if path, _ = c.Transports.GPU.TablePath(); path == "" {
 			return "", nil, errors.New("sidecar: calibrate: transports.gpu.calibration names no file: " +
-				"name one " +
-				"with --out, or set HOME")
+				"name one with --out, or set HOME")
 		}
 	}
 	t, err := policy.LoadTable(path)

@@ -214,8 +214,8 @@ func TestTraceAddsUp(t *testing.T) {
 	}
 }
 
-// An executor that does not get on fails the liveness probe, and passes again when it does. The
-// driver's own test has the time that the probe takes.
+// The liveness probe fails while the executor makes no progress, and passes again afterwards. A
+// test of the driver checks the time that the probe takes.
 func TestHealthOfTheExecutor(t *testing.T) {
 	r := start(t, nil)
 	healthy := func() bool { code, _ := get(t, r, "/healthz"); return code == http.StatusOK }

@@ -104,7 +104,7 @@ func (o *observer) named(moved []uint64) carried { return carriedBy(o.order, mov
 
 // carried are the transports that moved bytes of a transfer.
 type carried struct {
-	main, all string // that of most bytes; all
+	main, all string // the one of most bytes; all, joined by +
 	bytes     uint64
 	by        []nodeapi.Moved
 }

@@ -34,7 +34,7 @@ func requestsOf(t *testing.T, r *running, id string) (v debug.Requests) {
 
 // Both sidecars have a record of a request without any tracing: engine, transports with their
 // bytes, waits; the sender has the bytes of each rail pair. The two engines have different ids for
-// the request, and the transfer's joins them.
+// the request; the id of the transfer joins the records.
 func TestRequests(t *testing.T) {
 	p, d := traced(t, "", "")
 	moveTraced(t, p, d, "", "")
@@ -89,7 +89,7 @@ func TestRequests(t *testing.T) {
 	}
 }
 
-// An open transfer is found too, and an id that is missing or too long is refused.
+// An open transfer is found, too. An id that is missing or too long is refused.
 func TestOpenRequests(t *testing.T) {
 	p, d := pairOf(t, "tcp")
 	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)

@@ -447,7 +447,7 @@ func (w *Worker) Poll() (Completion, bool, error) {
 	return c, err == nil, err
 }
 
-// Wait takes the next completion, sleeping on the CQ eventfd until there is one.
+// Wait takes the next completion. It waits on the CQ eventfd until there is one.
 func (w *Worker) Wait(ctx context.Context) (Completion, error) {
 	stop := context.AfterFunc(ctx, func() { _ = w.cqEvent.SetReadDeadline(longAgo) })
 	defer func() {

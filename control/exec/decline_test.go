@@ -53,7 +53,7 @@ func TestReceiverCannotPlan(t *testing.T) {
 	}
 }
 
-// The same for a receiver that takes no further load.
+// A receiver that takes no further load declines it at the source.
 func TestReceiverTakesNoMore(t *testing.T) {
 	for _, draining := range []bool{true, false} {
 		s, p, _, pw, _ := pair(t, 5, 0)

@@ -123,7 +123,7 @@ func TestHoldIsBounded(t *testing.T) {
 	}
 	s.until("the end of the hold", sec, func() bool { return src.done != nil })
 	wantStatus(t, src, engines.StatusExpired)
-	if !strings.Contains(src.done.Reason, "transfer.hold") {
+	if !strings.Contains(src.done.Reason, "transfer.hold_timeout") {
 		t.Errorf("reason %q", src.done.Reason)
 	}
 	// Its engine would end the session of a sidecar that holds it past its deadline without a sign.
@@ -382,9 +382,9 @@ func TestRefusedRequestsWaitForNothing(t *testing.T) {
 	wantStatus(t, src, engines.StatusExpired)
 }
 
-// A load has come before the answer to its query, and the source's sidecar dies before it sends
-// that answer. The source, which its engine presents to the next sidecar, waits for the match
-// timeout: the query goes to no other process.
+// A load completes before its query is answered, and the source's sidecar dies before it sends that
+// answer. The engine presents the source to the next sidecar, where it waits for the match timeout,
+// because the query goes to no other process.
 func TestLoadedBeforeTheAnswer(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 21, 0)
 	k := testKey(1, 1)

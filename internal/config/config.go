@@ -84,7 +84,7 @@ type Transports struct {
 type GDR struct {
 	Rails        []string `yaml:"rails" unit:"device, device/port or device/port@gid-index" doc:"Ports to use. Each is a rail. Without an index the sidecar chooses the GID: 'kvspray doctor' shows the tables, the choice and the reason." default:"every active port"`
 	QueuePairs   int      `yaml:"queue_pairs" unit:"queue pairs per pair of rails" doc:"Queue pairs per rail pair."`
-	DeadAfter    Duration `yaml:"dead_after" unit:"duration" doc:"Time before an unresponsive path is declared dead. Below the fabric's longest pause, healthy rails are dropped."`
+	DeadAfter    Duration `yaml:"dead_after" unit:"duration" doc:"Time before an unresponsive path is declared dead. If it is shorter than the fabric's longest pause, healthy lanes end."`
 	Listen       string   `yaml:"listen" unit:"host" doc:"Address for opening lanes over InfiniBand ports. RoCE ports use the address of their GID." default:"the host of peer.listen"`
 	MTU          int      `yaml:"mtu" unit:"bytes: 256, 512, 1024, 2048 or 4096" doc:"Largest payload of a packet; both ends use the smaller value." default:"the port's"`
 	TrafficClass int      `yaml:"traffic_class" unit:"0 to 255" doc:"Traffic class of the packets: the DSCP, times four, on RoCE."`
@@ -148,12 +148,12 @@ type Store struct {
 	Object      StoreObject  `yaml:"object" doc:"Object store below memory and disk, over S3's API. Off unless its bucket is set. The sidecar does not start with a service that does not list in the order of names, or that ignores If-Match and If-None-Match. Credentials come from the environment, the shared credentials file or the instance's role."`
 	Segment     Size         `yaml:"segment" unit:"bytes" doc:"Segment of a new disk tier: what is written in sequence, and cleaned together. A power of two of 1MiB to 1GiB. An existing store keeps its own." default:"64MiB, less if a disk is smaller than 1GiB"`
 	EraseWithin Duration     `yaml:"erase_within" unit:"duration" doc:"Time in which the bytes of removed namespaces are overwritten on disks. A page of a removed namespace is not served from the confirmation of the removal on. A shorter time causes more writes: the other pages of a segment are moved first."`
-	Quota       Portion      `yaml:"memory_quota" unit:"bytes or percent" doc:"Maximum memory of one namespace: the cache of one model on one rank, and of one tenant. A namespace that has it gives up its own pages for new ones. 0B: no limit."`
-	Generation  string       `yaml:"generation" unit:"text" doc:"Part of the name of all pages. Sidecars find the pages of their own generation only, so another text than before makes every earlier page unfindable, for instance after a kernel of the engines has computed wrong values. Give all sidecars one text."`
+	Quota       Portion      `yaml:"memory_quota" unit:"bytes or percent" doc:"Maximum memory of one namespace: the cache of one model on one rank, and of one tenant. A namespace that has reached it gives up its own pages for new ones. 0B: no limit."`
+	Generation  string       `yaml:"generation" unit:"text" doc:"Part of the names of all pages. A sidecar finds only pages of its own generation, so another text hides all earlier pages, for instance after a kernel of the engines has computed wrong values. All sidecars need the same text."`
 	Directory   string       `yaml:"directory" unit:"embedded, redis or off" doc:"Where sidecars look for pages that others hold. embedded: in the sidecars themselves. redis: in a Redis or Valkey service. off: not at all. It has effect with peer.gossip, and only hints are kept there."`
 	Redis       StoreRedis   `yaml:"redis" doc:"The service of store.directory redis."`
 	DiskQuota   Portion      `yaml:"disk_quota" unit:"bytes or percent" doc:"Maximum disk space of one namespace. 0B: no limit."`
-	ObjectQuota Portion      `yaml:"object_quota" unit:"bytes or percent" doc:"Maximum of the object store for one namespace. 0B: no limit."`
+	ObjectQuota Portion      `yaml:"object_quota" unit:"bytes or percent" doc:"Maximum space of one namespace in the object store. 0B: no limit."`
 	Namespaces  []StoreQuota `yaml:"namespaces" doc:"Namespaces with other quotas than these."`
 }
 

@@ -12,7 +12,7 @@ type Node struct {
 	Version    string   `json:"version"`
 	Endpoint   string   `json:"endpoint"`
 	Transports []string `json:"transports"`
-	Workers    []string `json:"workers"` // registered ones of engines
+	Workers    []string `json:"workers"` // registered workers of engines
 	Ready      bool     `json:"ready"`
 	Draining   bool     `json:"draining"`
 	Leaving    bool     `json:"leaving"` // routers choose other engines

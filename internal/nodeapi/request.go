@@ -8,8 +8,8 @@ import (
 // MaxRequestID bounds the id in a question for one request, in bytes.
 const MaxRequestID = 256
 
-// SameRequest reports whether a request's id begins with another one, or has it behind a "-":
-// engines put parts of their own around the id of a client (cmpl-ID-0).
+// SameRequest reports whether a request's id begins with part, or contains it after a "-": engines
+// add parts of their own to the id of a client (cmpl-ID-0).
 func SameRequest(id, part string) bool {
 	return part != "" && (strings.HasPrefix(id, part) || strings.Contains(id, "-"+part))
 }
@@ -50,14 +50,13 @@ type Send struct {
 	Peer      string `json:"peer"` // its boot
 	Committed bool   `json:"committed"`
 	FirstUS   int64  `json:"first_us"`  // from the binding of the grant to the first slice
-	WireUS    int64  `json:"wire_us"`   // from there until the last slice was confirmed
-	CommitUS  int64  `json:"commit_us"` // from there to the receiver's commit
+	WireUS    int64  `json:"wire_us"`   // from the first slice to the last confirmation
+	CommitUS  int64  `json:"commit_us"` // from the last confirmation to the receiver's commit
 	// Rails are the rail pairs that carried slices.
 	Rails []RailSend `json:"rails"`
 }
 
-// RailSend is what a rail pair carried of a Send. Bytes are those of slices that brought something
-// new.
+// RailSend is what a rail pair carried of a Send. Bytes counts slices with new chunks only.
 type RailSend struct {
 	Transport string `json:"transport"`
 	Local     string `json:"local"`
@@ -86,7 +85,7 @@ type Routed struct {
 	Req    string    `json:"req"`
 	Mode   string    `json:"mode"`
 	Status int       `json:"status"` // of the answer; 0: the client disconnected before it
-	// URLs of the engines that were asked last and of their sidecars; empty: none, or unknown
+	// URLs of the engines that were asked last, and of their sidecars. Empty: none, or unknown.
 	Prefill        string `json:"prefill,omitempty"`
 	PrefillSidecar string `json:"prefill_sidecar,omitempty"`
 	Decode         string `json:"decode,omitempty"`
@@ -98,6 +97,6 @@ type Routed struct {
 
 // RoutedList is /v1/requests?id=ID of the router.
 type RoutedList struct {
-	Since   time.Time `json:"since"`   // what ended since then is kept
+	Since   time.Time `json:"since"`   // requests that ended since then are kept
 	Records []Routed  `json:"records"` // newest first
 }

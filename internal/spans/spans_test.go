@@ -171,8 +171,8 @@ func TestCollectorDown(t *testing.T) {
 	}
 }
 
-// A collector that does not answer holds up the end for a short time only: for less than a request
-// may take, so there is one request.
+// A collector that does not answer delays Close by less than the timeout of one request, so Close
+// makes no second request.
 func TestCloseIsBounded(t *testing.T) {
 	hold := make(chan struct{})
 	var requests atomic.Int64

@@ -110,7 +110,7 @@ func TestHeldForgetsLostBlocks(t *testing.T) {
 // A full map refuses blocks, and gives places of lost blocks away one by one.
 func TestFullHeld(t *testing.T) { fullHeld(t, 1<<10, 100) }
 
-// It does so at once.
+// A full map does so without a delay.
 func TestMeasureFullHeld(t *testing.T) {
 	testutil.Measures(t)
 	if took := fullHeld(t, 1<<18, 10_000); took > 5*time.Second {
@@ -118,8 +118,8 @@ func TestMeasureFullHeld(t *testing.T) {
 	}
 }
 
-// fullHeld fills a map of limit blocks, has count more refused, replaces count, and returns how
-// long the last two took.
+// fullHeld fills a map with limit blocks. Then it adds count more, which are refused, and replaces
+// count of them. It returns the time of these two.
 func fullHeld(t *testing.T, limit, count uint64) time.Duration {
 	h := NewHeld(int(limit))
 	for i := range limit {

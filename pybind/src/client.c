@@ -139,7 +139,7 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	return 0;
 }
 
-/* What a worker presents: regions with a layout, either alone, or nothing. */
+/* Checks what a worker presents: regions with a layout, regions alone, or nothing. */
 static int presentable(kvs_client *c, const char *call, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes)
 {
 	if (c->role == KVS_SCHEDULER ? n != 0 : n > KVS_MAX_REGIONS || (n && !regions) || (!n && layout)) {
@@ -165,7 +165,7 @@ static uint8_t *copy_layout(const void *layout, uint32_t layout_bytes)
 	return copy;
 }
 
-/* Takes the copy. */
+/* Takes ownership of the copy. */
 static void set_layout(kvs_client *c, uint8_t *copy, uint32_t layout_bytes)
 {
 	free(c->layout);
@@ -218,7 +218,7 @@ int kvs_start(kvs_client *c, const struct kvs_region *regions, uint32_t n, const
 	return rc;
 }
 
-/* Everything that is open belongs to the session before. */
+/* Begins a new session. Everything that is open belongs to the old one. */
 static void present_anew(kvs_client *c, const char *why)
 {
 	leases_disown(c, kvs_now_ms());

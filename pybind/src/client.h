@@ -417,7 +417,7 @@ int64_t request_post(kvs_client *c, uint32_t type, uint32_t keys, const struct m
 
 /* Takes regions with the next numbers; their descriptors are duplicated. After an error none was added. */
 int regions_add(kvs_client *c, const struct kvs_region *all, uint32_t n);
-/* Replaces those of kvs_start, which are all that there are. After an error they are as before. */
+/* Replaces the regions of kvs_start. There must be no others. After an error they are as before. */
 int regions_replace(kvs_client *c, const struct kvs_region *all, uint32_t n);
 void regions_free(kvs_client *c);
 /* The regions of REGISTER. If they do not fit its packet, *p has none, and others have passed them. -1: errno. */

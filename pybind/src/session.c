@@ -139,8 +139,8 @@ void session_begin(kvs_client *c, int64_t now)
 			          (unsigned)geteuid(), c->path, strerror(why));
 		else
 			log_error(c,
-			          "no sidecar at %s; start 'kvspray serve' as this user, or give the engine the path of its "
-			          "engine.socket: %s",
+			          "no sidecar at %s; start 'kvspray serve' as this user, or set the engine's socket to the "
+			          "sidecar's engine.socket: %s",
 			          c->path, strerror(why));
 		session_end(c, now, 0);
 		return;
@@ -164,7 +164,7 @@ void session_begin(kvs_client *c, int64_t now)
 		session_end(c, now, 0);
 		return;
 	}
-	if (send_hello(c) < 0 && errno != EPIPE) { /* a sidecar that has closed may have sent its reason */
+	if (send_hello(c) < 0 && errno != EPIPE) { /* the sidecar may have sent a reason before it closed */
 		log_error(c, "HELLO to %s: %s", c->path, strerror(errno));
 		session_end(c, now, 0);
 		return;
@@ -371,7 +371,7 @@ void session_receive(kvs_client *c, int64_t now)
 	for (int i = 0; i < PACKETS_PER_TURN && c->state != IDLE; i++) {
 		bool truncated;
 		ssize_t n = message_receive(c, &truncated);
-		if (n < 0 && errno == ECONNRESET) /* reported once, before the packets that came first */
+		if (n < 0 && errno == ECONNRESET) /* reported once, ahead of packets that came earlier */
 			n = message_receive(c, &truncated);
 		if (n < 0 && (errno == EAGAIN || errno == EINTR))
 			return;

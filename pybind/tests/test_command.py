@@ -156,7 +156,7 @@ def test_all_packages_of_a_release_have_its_version(tmp_path: pathlib.Path) -> N
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has processes of two users")
 def test_a_refusal_by_user_reaches_the_engine_s_log(serve: Serve) -> None:
-    """The sidecar closes the socket behind its reason, perhaps before it gets HELLO."""
+    """The sidecar sends its reason and closes the socket, perhaps before it has received HELLO."""
     _, socket = serve("a")
     socket.chmod(0o777)
     socket.parent.chmod(0o711)

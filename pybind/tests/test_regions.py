@@ -266,7 +266,7 @@ def test_memory_that_is_taken_back_and_lent_again(sidecar: Make, lender: Make) -
 
 
 def test_a_sidecar_unmaps_what_is_taken_back(serve: Serve, lender: Make) -> None:
-    """Also one without a store, which a worker without a layout uses for nothing."""
+    """Also a sidecar without a store, for which a worker without a layout has no use."""
     p, socket = serve("a")
     w = lender(socket)
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""One cell of the matrix: a pair of servers of the engine that this interpreter's environment has,
-and kvspray from its wheels. matrix.py calls it.
+"""One cell of the matrix: a pair of servers with the engine and the kvspray wheels that are in this
+interpreter's environment. matrix.py calls it.
 
 usage: cell.py vllm|sglang RESULT.json LOGS
 
-Tokens are compared with those of a plain server, and pages by the hashes that both sidecars trace.
-Then decode's sidecar is killed and comes back, and last, prefill's own cache is emptied, so that
+It compares tokens with those of a plain server, and pages by the hashes that both sidecars trace.
+Then it kills decode's sidecar and starts it again. At last it empties prefill's own cache, so that
 pages come from its sidecar's store.
 """
 
@@ -39,7 +39,7 @@ from sglang_pair import Pair  # noqa: E402
 from sglang_server import found, moved, stored  # noqa: E402
 
 SIZES = (1, 31, 33, 129, 513, 1024)  # tokens of a prompt
-DOWN, BACK = 257, 700  # of those for the kill
+DOWN, BACK = 257, 700  # tokens of the prompts during and after the kill
 ANSWER = 12
 STORE = {"memory": "64MiB"}
 WAIT_S = 180.0
@@ -123,7 +123,7 @@ class Sglang(Pair):
         return self.router.generate(ids, self.host.answer)[0]
 
     def connected(self) -> None:
-        pass  # it refuses requests until then
+        pass  # SGLang refuses requests until its sessions are up
 
     def forget(self) -> None:
         for server in (self.prefill, self.decode):
@@ -138,7 +138,7 @@ def log(text: str) -> None:
 
 
 def right(pair: Vllm | Sglang, ids: list[int]) -> bool:
-    """False: it was refused. Other tokens than the plain server's end the cell."""
+    """False: the prompt was refused. The cell ends if the tokens differ from the plain server's."""
     try:
         got = pair.answer(ids)
     except (urllib.error.HTTPError, Failed) as err:

@@ -36,7 +36,7 @@ class Page:
         print(f"{title}: {self.names} names in use\n")
         for heading, found in (
             ("Gone or incompatible", self.broken),
-            ("Changed, or gone where our source copes", self.changed),
+            ("Changed, or gone where our source handles that", self.changed),
             ("New in base classes of ours", self.added),
         ):
             print(f"{heading}: {len(found) or 'nothing'}")
@@ -48,7 +48,7 @@ class Page:
 
 
 def changes(old: Signature, new: Signature) -> str:
-    """In words; empty where they are equal."""
+    """The differences in words; empty if there are none."""
     if old == new:
         return ""
     gone = [n for n in old.names if n not in new.names]
@@ -84,7 +84,7 @@ def call_problem(call: ast.Call, to: Signature) -> str:
 
 
 def override_problem(ours: Signature, base: Signature) -> str:
-    """Why a method of ours can no longer stand in for the engine's."""
+    """Why a method of ours can no longer replace the engine's."""
     lacking = [n for n in base.names if n not in ours.names]
     if lacking and not ours.star_star:
         return f"our method lacks {', '.join(lacking)}"
@@ -117,7 +117,7 @@ class Comparison:
         if a is None or b is None:
             return
         if isinstance(after.node, ast.ClassDef) and use.call is None:
-            return  # its constructor is not ours to call
+            return  # we do not call its constructor
         problem = ""
         if use.call is not None and not call_problem(use.call, a):
             problem = call_problem(use.call, b)
@@ -132,7 +132,7 @@ class Comparison:
             table.setdefault(what, []).append(use.where)
 
     def _elsewhere(self, path: str) -> str:
-        """The module that has a name now."""
+        """The file of the new release that defines this name."""
         name = path.rpartition(".")[2]
         defined = re.compile(rf"^\s*(?:class|def|async def) {name}\b", re.M)
         root = self.new.root / path.partition(".")[0]
@@ -142,7 +142,7 @@ class Comparison:
         return ""
 
     def _base(self, sub: Subclass) -> None:
-        """Methods that a base class of ours has now, and had not."""
+        """Methods that a base class of ours has only in the new release."""
         try:
             before, after = self.old.find(sub.base), self.new.find(sub.base)
         except Unknown:

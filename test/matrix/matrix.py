@@ -6,9 +6,8 @@ environment with one engine and the wheels of dist/, in which cell.py runs a pai
 usage: matrix.py [--page] [WORD...]     only the cells whose name has one of the words;
                                         --page: write docs/compatibility.md, and run nothing
 
-A cell whose interpreter or wheel is missing is skipped, with the reason. The results are in
-test/matrix/results.json, also of earlier runs of other cells. The exit status is 1 if a cell is
-red.
+A cell whose interpreter or wheel is missing is skipped, with the reason. test/matrix/results.json
+has the last result of each cell. The exit status is 1 if a cell is red.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Cell:
     engine: str
     version: str
     python: str
-    # An overlay: the Python of this release over the compiled parts of an earlier one for CPUs.
+    # An overlay: this release's Python code, with the compiled parts of an earlier one for CPUs.
     over: str = ""
 
     @property
@@ -114,8 +113,8 @@ def make(cell: Cell, venv: pathlib.Path) -> pathlib.Path:
 
 
 def overlay(newer: pathlib.Path, site: pathlib.Path, version: str) -> None:
-    """Puts the files of a newer vLLM in the place of an older one's, but keeps the compiled ones.
-    vLLM finds by its distribution's version that it is a build for CPUs."""
+    """Replaces the files of a vLLM by those of a newer one, but keeps the compiled ones. vLLM
+    recognizes a build for CPUs by the version of its distribution."""
     compiled = {p: p.rename(site.parent / f"kept-{p.name}") for p in site.glob("*.so")}
     shutil.rmtree(site)
     shutil.copytree(newer, site, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -151,7 +150,7 @@ def run(cell: Cell) -> dict[str, Any]:
 
 
 def verdict(result: dict[str, Any]) -> tuple[str, str]:
-    """Its colour and the details."""
+    """The colour and the details of a result."""
     if not result:
         return "not run", ""
     if "skipped" in result:
@@ -177,17 +176,21 @@ def page(results: dict[str, Any]) -> str:
 HEAD = """\
 # Engines and Pythons that were tested
 
-`make test-matrix` writes this page from its runs. kvspray supports the last three minor releases
-of vLLM and of SGLang, and CPython 3.10 to 3.13 as far as the engine does.
+`make test-matrix` writes this page from its runs. The matrix has the last three minor releases of
+vLLM, the last three releases of SGLang, and CPython 3.10 to 3.13 where the engine supports them.
+[install.md](install.md#compatibility) has the supported versions.
 
-Each row is an empty environment with the engine and kvspray's wheels. A prefill and a decode server
-answer prompts, and the tokens are those of a plain server. The hashes of all pages are equal in
-both sidecars. Decode's sidecar is killed and starts again. At last the prefill server's own cache
-is emptied, and its sidecar's store has the pages.
+For each row, the test installs the engine and kvspray's wheels into an empty environment, starts a
+prefill and a decode server on a CPU, and makes these checks in turn:
 
-An overlay is the Python code of a release that has no build for CPUs, over the compiled parts of
-the release before. `make test-next` compares what kvspray uses of an engine in the pinned and in
-the newest release.
+- `tokens`: the servers answer prompts with the tokens of a plain server.
+- `pages`: the two sidecars have equal hashes of all pages.
+- `kill`: after decode's sidecar was killed and has started again, pages are transferred again.
+- `store`: after its own cache was emptied, the prefill server loads pages from its sidecar's store.
+
+A red row lists the first check that failed. An overlay is the Python code of a release that has no
+build for CPUs, with the compiled parts of the release before it. `make test-next` compares the
+pinned release of an engine with the newest one, in all names that kvspray uses.
 
 | engine | Python | how | result | details | date | wheels |
 |---|---|---|---|---|---|---|

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages of engines from the configured index, by uv, which keeps what it has fetched."""
+"""Packages of engines from the configured index. uv caches what it has downloaded."""
 
 from __future__ import annotations
 

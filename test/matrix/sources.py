@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's Python sources, read and not imported: what a dotted path stands for.
+"""Finds what a dotted path names in an engine's Python sources, which are not imported.
 
 A path names what our plug-ins use: ``vllm.config.VllmConfig.model_config.dtype``. The step ``()``
-is what a call returns, and ``[]`` an element. Types come from annotations; without one, the rest of
-a path is Unknown, which is no error.
+is what a call returns, and ``[]`` an element. Types come from annotations. Without an annotation
+the rest of a path is Unknown, which is no error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Signature:
 
 
 def _holds(annotation: ast.AST) -> bool:
-    """Whether it is of a container."""
+    """Whether an annotation is that of a container."""
     return isinstance(annotation, ast.Subscript) and (
         ast.unparse(annotation.value).rpartition(".")[2] not in _INNER
     )
@@ -93,7 +93,7 @@ def members(cls: ast.ClassDef) -> dict[str, ast.AST]:
 
 
 def signature(function: ast.AST, bound: bool = True) -> Signature:
-    """Of a function; bound: without its first parameter, unless it is static."""
+    """The signature of a function. bound: without its first parameter, unless it is static."""
     assert isinstance(function, Function)
     a = function.args
     positional = [*a.posonlyargs, *a.args]
@@ -202,7 +202,8 @@ class Sources:
         raise Unknown
 
     def lineage(self, cls: Thing) -> Iterator[Thing | None]:
-        """A class and its bases, in about Python's order; None for one of another distribution."""
+        """A class and its bases, roughly in Python's order; None for a base of another
+        distribution."""
         yield cls
         assert isinstance(cls.node, ast.ClassDef)
         for base in cls.node.bases:
@@ -232,7 +233,7 @@ class Sources:
         return self._of_subclass(cls, name)
 
     def _of_subclass(self, cls: Thing, name: str) -> Thing | None:
-        """What is typed as a class is often one of the classes beside it that derive from it."""
+        """A value with the type of a class is often of a subclass in the same module."""
         module = self.module(cls.module)
         assert module is not None and isinstance(module.node, ast.Module)
         for node in scope(module.node.body).values():
@@ -254,7 +255,7 @@ class Sources:
         return out
 
     def parameters(self, thing: Thing) -> Signature | None:
-        """Of a function or a class, when called; None where the sources do not show it."""
+        """The parameters of a call of a function or class; None if the sources do not show them."""
         if isinstance(thing.node, Function):
             return signature(thing.node, bool(thing.node.args.args[:1]) and
                              thing.node.args.args[0].arg in ("self", "cls"))  # fmt: skip

@@ -119,7 +119,7 @@ def test_a_function_that_moved_is_found(tmp_path: pathlib.Path) -> None:
     assert list(page.broken) == ["vllm.util.join is gone; vllm/text.py has one"]
 
 
-def test_what_our_source_copes_with_is_no_fault(tmp_path: pathlib.Path) -> None:
+def test_an_absence_that_our_source_handles_is_no_fault(tmp_path: pathlib.Path) -> None:
     page = compare(tmp_path, extra=None)
     assert not page.broken
     assert list(page.changed) == ["vllm.extra.extra is gone"]
@@ -132,7 +132,7 @@ def test_a_new_hook(tmp_path: pathlib.Path) -> None:
 
 
 def test_names_that_our_plugin_uses_have_types_in_vllm() -> None:
-    """The reading of real sources: few names are left without a type, so few changes are missed."""
+    """In real sources few names are left without a type, so few changes are missed."""
     installed = importlib.util.find_spec("vllm")
     if installed is None or installed.origin is None:
         pytest.skip("vllm: it is not installed; run these tests with .build/venv")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our Python sources use of the engines, as paths (sources.py), read from the sources alone:
+"""What our Python sources use of the engines, as paths (sources.py). They are read, not imported:
 imports, subclasses and the methods that they override, calls, attributes of imported names and of
-all that has the type of one, and engines' paths in strings, as hooks and wrapped methods have them.
+values of their types, and engines' paths in strings, which hooks and wrapped methods have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Use:
     where: str  # file:line
     call: ast.Call | None = None
     override: ast.AST | None = None  # our method, in the place of the engine's
-    guarded: bool = False  # our source copes with its absence
+    guarded: bool = False  # our source handles its absence
 
     @property
     def engine(self) -> str:
@@ -45,7 +45,7 @@ class Package:
 
     uses: list[Use] = field(default_factory=list)
     subclasses: list[Subclass] = field(default_factory=list)
-    # Of attributes the names alone, and where, as the type of what has them may not be known.
+    # Names of attributes, and where they are used: the type of their object may be unknown.
     attributes: dict[str, list[str]] = field(default_factory=dict)
     # Names in strings, and attributes whose absence is caught.
     guarded: dict[str, list[str]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class _Reader(ast.NodeVisitor):
         )
 
     def path(self, e: ast.AST | None) -> str:
-        """Empty where an expression is nothing of an engine's."""
+        """The path of an expression; empty if it is nothing of an engine's."""
         if isinstance(e, ast.Name):
             return self._names.get(e.id, "")
         if isinstance(e, ast.Attribute):
@@ -234,7 +234,7 @@ class _Reader(ast.NodeVisitor):
 
 
 def read(root: pathlib.Path, package: str) -> Package:
-    """Of all Python files below a directory of the checkout."""
+    """What all Python files below a directory of the checkout use."""
     out = Package()
     for path in sorted((root / package).rglob("*.py")):
         _Reader(str(path.relative_to(root)), out).visit(ast.parse(path.read_bytes()))

@@ -1,5 +1,5 @@
-"""Routers of others, as the package index has them, in front of real vLLM engines with kvspray:
-tokens equal those of one engine, all pages move, and P may die (docs/routers.md)."""
+"""Other routers, as the package index has them, in front of real vLLM engines with kvspray: tokens
+equal those of one engine, all pages move, and P is killed (docs/routers.md)."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def answer(port: int, tokens: list[int]) -> tuple[int, str]:
         data = got.read()
         if got.status != 200:
             return got.status, data.decode(errors="replace")
-        # Bytes that are no whole character look different from each server.
+        # Servers return different text for bytes that are not a whole character.
         text = json.loads(data)["choices"][0]["text"]
         return got.status, text.encode("ascii", "ignore").decode()
     except (OSError, http.client.HTTPException) as err:
@@ -187,14 +187,14 @@ def listens(router: servers.Process) -> bool:
     try:
         rig.get(router.url + "/health")
     except urllib.error.HTTPError as err:
-        return err.code == 404  # of one that has no such path
+        return err.code == 404  # a router without this path
     except OSError:
         return False
     return True
 
 
 def check(pair: Pair, port: int, alone: int, name: str) -> None:
-    """Prompts through a router, compared with one engine's answers; then P dies and comes back.
+    """Compares answers through a router with one engine's; then P is killed and starts again.
     alone: the port of a server that computes the prompts by itself."""
     for n in LENGTHS:
         tokens = prompt(n, name)

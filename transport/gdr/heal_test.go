@@ -187,8 +187,8 @@ func TestPortState(t *testing.T) {
 	moves(t, p, 1)
 }
 
-// TestDeadAfterWaitsForNoTimerOfOurs: when the NIC's timers have given a path up, its slices are
-// notified of without any wait of gdr's: all of them are longer here than the test has time.
+// TestDeadAfterWaitsForNoTimerOfOurs: when the NIC's timers have given a path up, gdr reports its
+// slices without a wait of its own. All waits of gdr are longer here than the test.
 func TestDeadAfterWaitsForNoTimerOfOurs(t *testing.T) {
 	f, p, _, _ := oddPair(t, func(c *Config) {
 		c.Patience, c.Silence, c.Drain = time.Hour, time.Hour,

@@ -365,7 +365,7 @@ func testResolveErrors(t *testing.T, f Factory) {
 	b.Dest.Refuse(true)
 	if r := p.A.MoveWait(a, b.Origin, src.All(), 2); r.Outcome != transfer.Rejected ||
 		r.Reason != transfer.ReasonRange {
-		t.Fatalf("a sink that resolves nothing: %s %s", r.Outcome, r.Reason)
+		t.Fatalf("a destination that resolves nothing: %s %s", r.Outcome, r.Reason)
 	}
 	b.Dest.Refuse(false)
 	if r := p.A.MoveWait(a, b.Origin, src.All(), 3); r.Outcome != transfer.Landed {

@@ -318,7 +318,7 @@ func (s *Dest) Count() int {
 // Resolve implements transport.Memory.
 func (s *Dest) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
 	if s.Reject.Load() {
-		return dst, errors.New("this sink resolves nothing")
+		return dst, errors.New("this destination resolves nothing")
 	}
 	return s.Memory.Resolve(dst, r)
 }

@@ -1,5 +1,5 @@
-"""A KV cache that vLLM frees for a sleep: it is taken back from the sidecar before, nothing that
-was on its way is used, and the wake-up lends other memory at the same addresses."""
+"""A KV cache that vLLM frees for a sleep. The connector first takes it back from the sidecar, uses
+nothing that was on its way, and lends other memory at the same addresses after the wake-up."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Pages:
 
 
 def put_in(e: Engine, c: KVSprayConnector, saving: Saving, id: int, number: int) -> bool | None:
-    """What became of a PUT of the present epoch: None while it is under way."""
+    """Whether a PUT of the present epoch succeeded; None while it is under way."""
     landed, stats = Landed(), SimpleNamespace(pages=lambda *_: None)
     put = Put(id, "r", (b"h",), (1,), b"")
     meta: Any = StepMeta(number=number, puts=[put], epochs={0: saving._epoch})
@@ -227,8 +227,8 @@ def test_a_sidecar_that_does_not_answer(e: Engine, caplog: Any) -> None:
 def test_memory_that_only_this_process_can_map(
     e: Engine, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
-    """It is replaced, at the same addresses, before anything is in it, unless another connector of
-    the engine may use it already."""
+    """The connector replaces it at the same addresses while it is still empty, unless another
+    connector of the engine may already use it."""
     calls: list[Any] = []
     monkeypatch.setattr(sleep.Gpu, "synchronize", lambda _: calls.append("synchronize"))
     monkeypatch.setattr(sleep.Gpu, "unmap", lambda _, handle: calls.append(("unmap", handle[2])))

@@ -13,7 +13,8 @@ from kvspray_vllm.connector import KVSprayConnector
 
 
 def test_vllm_033_asks_whether_caches_may_sleep() -> None:
-    """And calls the connector before and after. An older one does neither, and is refused."""
+    """vLLM 0.33 also calls the connector before and after a sleep. An older vLLM does not, and is
+    refused."""
     assert KVSprayConnector.supports_sleep_mode(None) is True  # type: ignore[arg-type]
 
 

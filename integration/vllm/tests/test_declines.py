@@ -108,8 +108,8 @@ def test_a_request_that_the_front_end_refused(e: Engine) -> None:
 
 
 def test_requests_that_a_paused_engine_refuses(e: Engine) -> None:
-    """vLLM 0.33 refuses each sample and each prompt by itself. A sample that came before keeps its
-    place at the prefill."""
+    """vLLM 0.33 refuses each sample and each prompt separately. An earlier sample keeps its place
+    at the prefill."""
     allocated(e, "first", prefill_first(fanout=3))
     for req, n in (("second", 40), ("third", 40), ("other prompt", 20)):
         e.add(req, n, prefill_first(fanout=3), abort_immediately=True)
@@ -201,8 +201,8 @@ def test_a_load_that_the_scheduler_refuses_is_declined_once(e: Engine) -> None:
 
 
 def test_ranks_of_which_some_ask(e: Engine) -> None:
-    """The request has its place at the prefill where any rank asks: a decline would take that of
-    another sample. vLLM passes on a report twice after a rank has failed."""
+    """If any rank asks, the request has its place at the prefill, and a decline would take the
+    place of another sample. After a rank has failed, vLLM passes its report on twice."""
     e.scheduler = SchedulerSide(
         Settings(),
         e.scheduler_shim,

@@ -1,5 +1,5 @@
-"""What routers of others put into ``kv_transfer_params``, and what our answer has to bear from
-them (docs/routers.md)."""
+"""Other routers: what they put into ``kv_transfer_params``, and how they change the prefill's
+answer (docs/routers.md)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_prompt_moves_by_the_params_of_a_router(e: Engine, changed: dict[str, 
     assert other.scheduler_shim.asked == [(bytes.fromhex(answer["kvspray"]["xfer"]), "p:1")]
 
 
-def test_dynamo_learns_the_connectors_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_connectors_name_is_in_dynamos_table(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "dynamo.vllm.kv_connector_protocols"
     register()
     assert name not in sys.modules, "Dynamo is not imported where it is not used"

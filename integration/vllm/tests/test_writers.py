@@ -100,7 +100,7 @@ def test_weights_that_are_set_to_zero_have_no_name() -> None:
 def test_a_sleep_that_discards_the_weights(
     cls: type, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a wake-up vLLM computes with whatever the memory holds, if nothing is loaded."""
+    """If no weights are loaded after a wake-up, vLLM computes with any content of the memory."""
     slept: list[tuple[int, str]] = []
     monkeypatch.setattr(cls, "sleep", lambda self, level=1: slept.append((level, str(g))))
     g = Generation("digest", lambda: None)

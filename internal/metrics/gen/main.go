@@ -61,10 +61,10 @@ type metric struct {
 	kind       kind
 }
 
-// subsystem is the second word of a name, and the row of the dashboard.
-// plurals are the names that count the subsystem itself, such as kvspray_copies_total.
+// plurals has the names that count the subsystem itself, such as kvspray_copies_total.
 var plurals = map[string]string{"transfers": "transfer", "copies": "copy"}
 
+// subsystem is the second word of a name, in the singular, and the row of the dashboard.
 func (m metric) subsystem() string {
 	s := strings.SplitN(m.name, "_", 3)[1]
 	return cmp.Or(plurals[s], s)

@@ -18,9 +18,9 @@ import (
 // loses its carrier and vanishes.
 func TestWatch(t *testing.T) { watched(t, 1) }
 
-// The other end of a link goes: the link loses its carrier, which must be an event within a few
-// milliseconds. Of 20 ms that healing may take in all this is a part, on a quiet machine; here the
-// median of several shows that no timer polls.
+// If the other end of a link disappears, the loss of the carrier must be an event within a few
+// milliseconds on a quiet machine: healing may take 20 ms in all. The bound here is wider. The
+// median of several losses shows that Watch does not poll by a timer.
 func TestMeasureLostCarrier(t *testing.T) {
 	testutil.Measures(t)
 	const soon = 200 * time.Millisecond

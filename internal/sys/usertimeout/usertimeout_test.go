@@ -121,7 +121,7 @@ func TestLostHost(t *testing.T) {
 }
 
 // An outage that is shorter than the timeout leaves a connection as it was, with bytes under way or
-// idle, and however long it had been idle. The kernel's timers need the end of the outage in time.
+// idle, and however long it had been idle. The outage must end on time for the kernel's timers.
 func TestMeasureOutage(t *testing.T) {
 	testutil.Measures(t)
 	if !testutil.InNamespace(t) {
@@ -157,8 +157,8 @@ func TestMeasureOutage(t *testing.T) {
 	}
 }
 
-// A process that is stopped, or gets no processor, reads nothing, while its kernel answers. The
-// silence is longer on a busy machine, and the kernel's answers need no processor of this process.
+// A process that is stopped, or gets no processor, reads nothing, while its kernel answers. A busy
+// machine makes the silence longer, which does no harm: the kernel answers without the process.
 func TestStoppedProcess(t *testing.T) {
 	t.Parallel()
 	a, b := connected(t, quick)

@@ -106,8 +106,8 @@ func Admin(ctx context.Context, method, socket, path string) ([]byte, error) {
 	return b, denied(socket, err)
 }
 
-// denied replaces the error of a socket that this user may not use: it is there, and nothing is to
-// be started.
+// denied replaces the error of a socket that this user may not use. A sidecar has the socket, so
+// the remedy is not to start one.
 func denied(socket string, err error) error {
 	if !errors.Is(err, os.ErrPermission) {
 		return err

@@ -52,7 +52,7 @@ func TestNoRedirect(t *testing.T) {
 	}
 }
 
-// A socket of another user is there: the remedy is neither to start a sidecar nor another path.
+// The socket of another user exists, so the remedy is neither to start a sidecar nor another path.
 func TestSocketOfAnotherUser(t *testing.T) {
 	err := denied("/run/s", fmt.Errorf("no sidecar answers: %w", os.ErrPermission))
 	if want := "the sidecar's socket /run/s: permission denied: run kvspray as root or as the " +

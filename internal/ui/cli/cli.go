@@ -40,7 +40,7 @@ Start one next to each engine:        kvspray serve
 Route requests to prefill and decode: kvspray proxy --config FILE
 Check what works on this host:        kvspray doctor
 See what a sidecar does:              kvspray status
-Why was one request slow, or local:   kvspray why ID`,
+Explain one request:                  kvspray why ID`,
 	}
 	root.AddCommand(serveCommand(), configCommand(), doctorCommand(), keygenCommand(), proxyCommand(),
 		benchCommand(), calibrateCommand(), layoutCommand(), loadCommand(), placeCommand(),

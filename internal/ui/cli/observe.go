@@ -81,15 +81,16 @@ func whyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "why ID",
 		Short: "Explain one request: engines, transports and rails with bytes, waits, outcome",
-		Long: `Prints what a sidecar has about one request: its engine, what it waited for, which rails
-carried how many bytes, why each transport was used or not, and the outcome. ID is the engine's id
-of the request as logs and answers have it (cmpl-...), its X-Request-Id, a beginning of either, or
-the xfer of a log line. A sidecar keeps the last 512 requests that ended well, and the last 512 that
-did not.
+		Long: `Prints what a sidecar has about one request: its engine, its waits, the bytes of each
+rail, why each transport was used or not, and the outcome. ID is the engine's id of the request,
+as in logs and answers (cmpl-...), its X-Request-Id, the beginning of either, or the first 8 or more
+digits of the xfer of a log line. A sidecar keeps records of its last transfers, copies, gets and
+puts: 512 that ended well, and 512 that did not.
 
---http names a sidecar, and can be repeated: the peer's part of a transfer is at the peer. --router
-asks 'kvspray proxy' for the engines that it chose, and then the sidecars of these. What could not
-be found out is printed as unknown. The exit status is 1 if nothing has a record of the request.`,
+--http names a sidecar, and can be repeated: the peer's sidecar has the other part of a transfer.
+--router asks 'kvspray proxy' for the engines that it chose, and then asks their sidecars. The
+router needs the whole X-Request-Id, or an engine's id that contains it. Parts that the command
+cannot get are printed as unknown. The exit status is 1 if there is no record of the request.`,
 		Example: `  kvspray why cmpl-4be2c7
   kvspray why 4be2c7 --router http://127.0.0.1:8000 --output json
   kvspray why 4be2c7 --http 127.0.0.1:7651 --http 10.0.0.2:7651`,

@@ -18,8 +18,8 @@ type (
 	pair  = spray.PairView
 )
 
-// Choice is what a transport carried between a sidecar and a peer, and why not more. The reason is
-// of now: rails may have changed since the request.
+// Choice is what a transport carried between a sidecar and a peer, and why it was used or not. The
+// reason is the present one: rails may have changed since the request.
 type Choice struct {
 	Peer      string `json:"peer"` // its boot
 	Transport string `json:"transport"`
@@ -34,8 +34,8 @@ var moves = map[string]string{
 	config.TransTCP: "the sender's sidecar writes to connections (push)",
 }
 
-// judge notes which parts are missing, and why transports carried bytes or did not. The sending
-// sidecar chooses them; a receiver's view counts only where the sender's part is missing.
+// judge notes which parts are missing, and why transports carried bytes or did not. The sender's
+// sidecar chooses the transports; a receiver's view counts only if the sender's part is missing.
 func (r *Report) judge() {
 	r.absent()
 	seen := map[string]bool{}
@@ -129,7 +129,8 @@ func (s *Sidecar) choose(peer string, carried map[string]uint64) {
 	}
 }
 
-// unused is why a transport carried nothing to a peer. preferred: one that comes before it did.
+// unused is why a transport carried nothing to a peer. preferred is a transport before it in the
+// order that carried bytes; empty: none.
 func (s *Sidecar) unused(peer, name, preferred string) string {
 	if !slices.Contains(s.Order, name) {
 		return fmt.Sprintf("transports.order of %s (%s) does not have it", s.Node,
@@ -177,7 +178,7 @@ func (s *Sidecar) unused(peer, name, preferred string) string {
 	return "unknown"
 }
 
-// name of a sidecar: what suffices for people.
+// name is the shortest name of a sidecar that people recognize.
 func (s *Sidecar) name(boot string) string {
 	if boot == s.Boot {
 		return s.Node
@@ -190,5 +191,5 @@ func (s *Sidecar) name(boot string) string {
 	return "the sidecar with boot " + short(boot)
 }
 
-// short is the part of an id that suffices for people.
+// short is the beginning of an id, for people.
 func short(id string) string { return id[:min(len(id), 8)] }

@@ -15,8 +15,8 @@ const shownRecords = 8 // of one sidecar, in text; JSON has all
 // lines collects the text.
 type lines struct{ strings.Builder }
 
-// add adds a line below depth others, and makes foreign text safe for a terminal: a client chooses
-// the id of its request.
+// add adds a line with an indent of depth levels, and makes foreign text safe for a terminal: a
+// client chooses the id of its request.
 func (l *lines) add(depth int, format string, a ...any) {
 	l.WriteString(strings.Repeat("  ", depth) + strings.Map(func(r rune) rune {
 		if unicode.IsPrint(r) {
@@ -132,7 +132,7 @@ func (l *lines) record(s *Sidecar, e *nodeapi.Record) {
 	}
 }
 
-// waits writes what was waited for; an empty text has no wait.
+// waits writes how long the request waited for what. A wait with an empty text is left out.
 func (l *lines) waits(e *nodeapi.Record, queue, wire, commit string) {
 	for _, x := range []struct {
 		us   int64

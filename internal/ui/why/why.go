@@ -1,6 +1,6 @@
 // Package why is `kvspray why`: what sidecars, and the router, have about one request. It asks each
 // sidecar for the request's id, and then for the transfers that the answers name, because the two
-// engines of a request may have different ids for it. The report lists what it could not find out.
+// engines of a request may have different ids for it. The report lists what is unknown.
 //
 // Text is pure. No goroutines.
 package why
@@ -23,14 +23,14 @@ import (
 )
 
 const (
-	maxTransfers  = 4 // of one request, that sidecars are asked for
+	maxTransfers  = 4 // of one request: sidecars are asked for no more
 	routerTimeout = 3 * time.Second
 )
 
-// ErrUnknown is wrapped if nothing has a record of the request.
+// ErrUnknown is wrapped if there is no record of the request.
 var ErrUnknown = errors.New("no record of request")
 
-// Options are what to ask.
+// Options select what is asked.
 type Options struct {
 	ID       string   // of the request, or its beginning
 	Sidecars []string // host:port of each http.listen
@@ -42,7 +42,7 @@ type Report struct {
 	ID       string           `json:"id"`
 	Router   []nodeapi.Routed `json:"router,omitempty"` // newest first
 	Sidecars []Sidecar        `json:"sidecars"`
-	Unknown  []string         `json:"unknown"` // what could not be found out
+	Unknown  []string         `json:"unknown"` // parts without an answer
 }
 
 // Sidecar is what one sidecar has.
@@ -124,7 +124,7 @@ func (r *Report) askRouter(ctx context.Context, router string) error {
 	return nil
 }
 
-// kept is the time that records go back to.
+// kept describes the time from which on records are kept.
 func kept(since time.Time) string {
 	if since.IsZero() {
 		return "it has all since its start"
@@ -145,7 +145,7 @@ func (s *Sidecar) ask(ctx context.Context, ids ...string) error {
 	return nil
 }
 
-// merge adds an answer. It replaces what is as of now.
+// merge adds an answer. It replaces older states of the same lease, peer or rail pair.
 func (s *Sidecar) merge(v debug.Requests) {
 	had := s.Requests
 	s.Requests = v
@@ -161,7 +161,7 @@ func (s *Sidecar) merge(v debug.Requests) {
 	})
 }
 
-// union is a, and what of b is not the same as an element of a.
+// union is a, and the elements of b that are the same as none of a.
 func union[T any](a, b []T, same func(a, b T) bool) []T {
 	for _, x := range b {
 		if !slices.ContainsFunc(a, func(y T) bool { return same(x, y) }) {
@@ -202,7 +202,7 @@ func xferOf(key string) string {
 // some reports whether the sidecar has something about the request.
 func (s *Sidecar) some() bool { return len(s.Records)+len(s.Dests)+len(s.Sources) > 0 }
 
-// found reports whether anything has.
+// found reports whether the router or a sidecar has something about the request.
 func (r *Report) found() bool {
 	found := len(r.Router) > 0
 	for i := range r.Sidecars {

@@ -149,7 +149,7 @@ func TestPartOfThePeerIsUnknown(t *testing.T) {
 	}
 }
 
-// A request without a record is an error with the reasons, and what is asked matters.
+// A request without a record is an error. It has the reasons, and names what else could be asked.
 func TestUnknownRequest(t *testing.T) {
 	v := source()
 	v.Since, v.Unseen = at, 3
@@ -195,7 +195,7 @@ func TestUnused(t *testing.T) {
 	}
 }
 
-// Open leases show how far they are, and a client's id cannot write to the terminal.
+// Open leases show their progress. Control characters in a client's id do not reach the terminal.
 func TestOpen(t *testing.T) {
 	v := debug.Requests{Node: "d-0", Boot: bootD, Order: []string{"tcp"},
 		Dests: []exec.DestView{{Lease: "1", Key: xfer + "/ab", Req: "a\x1b[2J", Engine: "e", Peer: bootP,

@@ -171,11 +171,11 @@ func TestFirstBlockIsAPart(t *testing.T) {
 	c.wantHit(t, "a size that is no multiple", toks, 0, 5, 5)
 }
 
-// While an engine reports much, metrics and decisions are made beside it. Reports end with their
+// Metrics and decisions are made while an engine reports many blocks. Reports end with their
 // context.
 func TestReportsHoldUpNothing(t *testing.T) { besideReports(t, 20) }
 
-// They do not wait for it.
+// Decisions do not wait for the reports.
 func TestMeasureDecisionsBesideReports(t *testing.T) {
 	testutil.Measures(t)
 	if worst := besideReports(t, 2000); worst > time.Second {

@@ -172,9 +172,9 @@ int64_t kvs_regions_drop(kvs_client *c, const uint32_t *numbers, uint32_t n);
  * released, and the session is replaced by one that presents this layout; running loads fail. KVS_E_ARG before kvs_start. */
 int kvs_describe(kvs_client *c, const void *layout, uint32_t layout_bytes);
 
-/* Worker: replaces the regions of kvs_start, too, for example because the engine gives the memory back for a while: n is 0 then, and layout NULL.
- * As for kvs_describe, a session follows, and once kvs_connected returns 1 the sidecar accesses the former regions no more. The caller may then
- * free them. KVS_E_ARG before kvs_start, and while regions of kvs_regions_add are there. */
+/* Worker: replaces the regions and the layout of kvs_start. With n 0 and layout NULL, the engine takes its memory back for a while. As for
+ * kvs_describe, a new session follows. When kvs_connected returns 1, the sidecar no longer accesses the former regions, and the caller may free
+ * them. KVS_E_ARG before kvs_start, and while there are regions of kvs_regions_add. */
 int kvs_replace(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes);
 
 /* Sends BYE and joins the background thread. Waits of other threads return, and from now on every call behaves as without a sidecar. Open leases
@@ -308,9 +308,10 @@ int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32],
  * reconnection: an EXPECT ends with its sidecar, and for the query the source's engine would keep the blocks until the hold timeout. */
 int kvs_expected(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32]);
 
-/* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. asked: 1 withdraws one asker of its query, which is dropped with the last; 0: the request
- * never asked, or kvs_expected took its asker, and the query is of others. The background thread sends it, if necessary after a reconnection. If it cannot be sent within the match timeout, it is dropped, and the source waits for that time.
- * The ranks of the config give the number of leases that it stands for. */
+/* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. asked: 1 also withdraws one asker of the prompt's
+ * query, which is dropped with its last asker. 0: the request never asked, or kvs_expected has withdrawn its asker, so the query belongs to other
+ * requests. The background thread sends the decline, if necessary after a reconnection. If it cannot be sent within the match timeout, it is
+ * dropped, and the source waits for that time. The ranks of the config give the number of leases that it stands for. */
 int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason, int asked);
 
 /* ---- pages of the store: docs/protocol.md section 5 ------------------------------------------------------------------------- */

@@ -102,7 +102,8 @@ class SchedulerClient(_Client):
         """No rank of this engine will expect that prompt's KV: the prefill's engine at ``peer``
         need not keep it any longer.
 
-        Withdraws one asker, too. asked=False: the request never asked, or was reported as expected.
+        Also withdraws one asker of the prompt's query. asked=False: the request never asked, or was
+        reported as expected, so the query belongs to other requests.
         For requests without a lease; a lease is cancelled instead. Never blocks. False: it cannot
         be sent (too many wait, or the client is closed), and the prefill keeps the blocks until the
         match timeout.

@@ -126,12 +126,12 @@ class WorkerClient(_Client):
         self._present("register", lib.kvs_start, h, regions, layout)
 
     def replace(self, regions: Sequence[Region], layout: Mapping[str, Any] | None = None) -> None:
-        """Replaces the regions and the layout of register(). Without both, the engine takes its
-        memory back for a while.
+        """Replaces the regions and the layout of register(). Without regions and layout, the engine
+        takes its memory back for a while.
 
-        Open source leases are released, running loads fail, and a new session follows. When
-        ``connected`` is true again, the sidecar accesses the former regions no more, and they may
-        be closed. Spaces of the store that have pieces in them must not be used any more.
+        Open source leases are released, open loads fail, and a new session follows. When
+        ``connected`` is true again, the sidecar no longer accesses the former regions, and they may
+        be closed. Spaces of the store with pieces in them must not be used any more.
         """
         h = self._handle()
         if h is None:

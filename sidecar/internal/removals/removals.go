@@ -287,11 +287,11 @@ func (r *Removals) learnLocked(from transfer.Boot, m removal.Removal) error {
 		poke(r.remove)
 		poke(r.talk)
 	}
-	return err //nolint:wrapcheck // it says what is wrong
+	return err //nolint:wrapcheck // it names what is wrong
 }
 
-var errPushes = fmt.Errorf("this node remembers removals of %d namespaces, its limit, "+
-	"and has forgotten %d for one peer in this hour; try again later", removal.Max, pushesPerHour)
+var errPushes = fmt.Errorf("this node keeps removals of %d namespaces, its limit, and has "+
+	"given up %d of them for one peer in this hour; try again later", removal.Max, pushesPerHour)
 
 // mayPushLocked counts a namespace that a peer pushes out of the list.
 func (r *Removals) mayPushLocked(from transfer.Boot, now time.Time) bool {

@@ -75,13 +75,13 @@ func (l *Lines) Put(all ...any) {
 	l.stalled.Store(!l.w.Flush(patience))
 }
 
-// Recent lists the last requests that have ended, newest first.
+// Recent lists the last records, newest first.
 func (l *Lines) Recent() []nodeapi.Record {
 	all, _ := l.recent.newest(maxRecent, func(*nodeapi.Record) bool { return true })
 	return all
 }
 
-// Find lists the requests that fit, newest first. What ended since then is kept; zero: all is.
+// Find lists the records that fit, newest first. All that ended after since are kept; zero: all.
 func (l *Lines) Find(fits func(*nodeapi.Record) bool) (all []nodeapi.Record, since time.Time) {
 	return l.recent.newest(maxKept, fits)
 }

@@ -9,9 +9,9 @@ import (
 	"github.com/kvspray/kvspray/internal/nodeapi"
 )
 
-// Bounds of what is kept of ended requests, of each kind.
+// Bounds of the records of each kind.
 const (
-	maxKept   = 512 // found by their ids
+	maxKept   = 512 // kept, and found by their ids
 	maxRecent = 32  // listed as the last ones
 )
 
@@ -22,7 +22,7 @@ type recent struct {
 	good, rest ring
 }
 
-// ring has the last records, as many as came, and then maxKept.
+// ring has the last records, at most maxKept.
 type ring struct {
 	last []nodeapi.Record
 	next int // the oldest, once all places are taken
@@ -37,7 +37,7 @@ func (r *ring) add(e nodeapi.Record) {
 	r.next = (r.next + 1) % maxKept
 }
 
-// newest lists up to limit of those that fit, newest first.
+// newest lists up to limit records that fit, newest first.
 func (r *ring) newest(limit int, fits func(*nodeapi.Record) bool) (out []nodeapi.Record) {
 	for i := range r.last {
 		e := &r.last[(r.next+len(r.last)-1-i)%len(r.last)]
@@ -48,7 +48,7 @@ func (r *ring) newest(limit int, fits func(*nodeapi.Record) bool) (out []nodeapi
 	return out
 }
 
-// since is when the last record was given up; zero: none was.
+// since is the time of the oldest record if all places are taken; zero: they are not.
 func (r *ring) since() time.Time {
 	if len(r.last) < maxKept {
 		return time.Time{}
@@ -73,8 +73,8 @@ func (r *recent) put(line any) {
 	}
 }
 
-// newest lists up to limit records of each kind that fit, newest first. What ended since then is
-// kept; zero: all is.
+// newest lists up to limit records of each kind that fit, newest first. All that ended after since
+// are kept; zero: all.
 func (r *recent) newest(limit int, fits func(*nodeapi.Record) bool) (all []nodeapi.Record,
 	since time.Time) {
 	r.mu.Lock()

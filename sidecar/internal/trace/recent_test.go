@@ -28,7 +28,7 @@ func TestRecent(t *testing.T) {
 	}
 }
 
-// TestFind: what is kept is bounded, and its age is reported once something was given up.
+// TestFind: the number of records is bounded. Find reports since when all are kept.
 func TestFind(t *testing.T) {
 	var l Lines
 	fits := func(e *nodeapi.Record) bool { return e.Req == "0" || e.Req == "1" }

@@ -13,15 +13,15 @@ import (
 
 const (
 	maxFound = 64 // records in an answer
-	minXfer  = 8  // digits of a transfer's id that find it
+	minXfer  = 8  // digits: fewer find no transfer
 )
 
-// requests answers for one request: by its id, the beginning of it, or that of its transfer.
+// requests answers for one request, by the beginning of its id or of its transfer's id.
 func (w *Server) requests(rw http.ResponseWriter, r *http.Request) {
 	id := r.URL.Query().Get("id")
 	if id == "" || len(id) > nodeapi.MaxRequestID {
-		reply(rw, http.StatusBadRequest, fmt.Sprintf("want id: a request's id or its beginning, or the "+
-			"first %d digits of its xfer in the log, of at most %d bytes\n", minXfer,
+		reply(rw, http.StatusBadRequest, fmt.Sprintf("want id: the beginning of a request's id, or %d "+
+			"or more digits of its xfer in the log, %d bytes at most\n", minXfer,
 			nodeapi.MaxRequestID))
 		return
 	}

@@ -60,7 +60,7 @@ type Options struct {
 	Problems      func() []string       // for Node.Problems
 	Recent        func() []nodeapi.Record
 	Order         []string // transports.order
-	// Find lists the requests that have ended and fit, newest first. What ended since then is kept.
+	// Find lists the records that fit, newest first, and the time since which all are kept.
 	Find func(fits func(*nodeapi.Record) bool) ([]nodeapi.Record, time.Time)
 }
 

@@ -1,5 +1,5 @@
-"""P and D of a pair sleep between prompts, and while one is under way. Their caches are freed
-meanwhile. After each wake-up pages and answers are compared."""
+"""P and D of a pair sleep between prompts, and while a request is under way. Their caches are freed
+meanwhile. After each wake-up the test compares pages and answers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from pairs import MODES, Pair, compare_answers, say, start_plain, summary, wait_
 from servers import Server, complete
 
 NEEDS: set[str] = set()
-SHARE = 0.95  # of the bytes of cache and weights, that are free while an engine sleeps
-FREE_S = 3.0  # until they are: a sidecar of this host unmaps a peer's memory within a second
+SHARE = 0.95  # of the bytes of cache and weights; it is free while an engine sleeps
+FREE_S = 3.0  # until it is free: a sidecar of this host unmaps a peer's memory within a second
 
 
 def options(parser: Any) -> None:
-    parser.add_argument("--naps", type=int, default=20, help="of P, of D, or of both, in turns")
-    parser.add_argument("--nap-prompts", type=int, default=4, help="after each wake-up")
+    parser.add_argument(
+        "--naps", type=int, default=20, help="sleeps of P, of D, or of both, in turns"
+    )
+    parser.add_argument("--nap-prompts", type=int, default=4, help="prompts after each wake-up")
 
 
 def post(server: Server, path: str) -> float:
@@ -36,7 +38,7 @@ def post(server: Server, path: str) -> float:
 def nap(pair: Pair, plain: Server, turn: int, out: dict[str, list[float]]) -> list[str]:
     rig, gpu = pair.rig, nvml.open_first()
     weights = sum(f.stat().st_size for f in (rig.host.models / rig.model).glob("*.safetensors"))
-    who = [[pair.p], [pair.d], [pair.p, pair.d]][turn % 3]
+    asleep = [[pair.p], [pair.d], [pair.p, pair.d]][turn % 3]
     under_way, problems, answers = None, [], []
     if turn % 2:
         ids = prompt(min(16000, rig.max_len // 2), f"under way {turn}")
@@ -47,18 +49,18 @@ def nap(pair: Pair, plain: Server, turn: int, out: dict[str, list[float]]) -> li
         under_way.start()
         time.sleep(0.05 * (turn % 5))
     before = gpu.free() if gpu else 0
-    out["sleep_s"] += [post(s, "/sleep?level=1") for s in who]
-    start, freed, want = time.perf_counter(), 0, SHARE * (rig.cache_bytes() + weights) * len(who)
+    out["sleep_s"] += [post(s, "/sleep?level=1") for s in asleep]
+    start, freed, want = time.perf_counter(), 0, SHARE * (rig.cache_bytes() + weights) * len(asleep)
     while gpu and freed < want and time.perf_counter() < start + FREE_S:
         time.sleep(0.01 if freed else 0)
         freed = gpu.free() - before
     out["freed_gib"].append(freed / (1 << 30))
     out["freed_after_s"].append(time.perf_counter() - start)
-    out["wake_s"] += [post(s, "/wake_up") for s in who]
+    out["wake_s"] += [post(s, "/wake_up") for s in asleep]
     if under_way is not None:
         under_way.join()
         good, what = compare_answers(plain, ids, complete(plain.port, ids, max_tokens=8), *answers)
-        if pair.d not in who and not good:  # D had the request all the time
+        if pair.d not in asleep and not good:  # D was awake the whole time
             problems.append(f"nap {turn}: the answer under way differs: {what}")
     wait_for("both engines idle", pair.idle, 60, tick=0.1)
     wait_for("no lease open", lambda: pair.leases() == 0, 60, tick=0.1)

@@ -25,14 +25,15 @@ from kvspray_sglang.pools import Pool
 from kvspray_sglang.settings import Settings
 
 ALGORITHM = "sglang-sha256"
-# Of the values in a cache. Raise it when a release of SGLang computes others for the same model and
-# arguments: its engines then neither pair with those before nor find their pages.
+# A number for the values in a cache. Raise it when a release of SGLang computes other values for
+# the same model and arguments. Its engines then neither pair with earlier ones, nor find their
+# pages.
 NUMERICS = "1"
 KNOWN = (0, 5, 23)  # the newest release that was tested
 
 
 def numerics() -> str:
-    """A release that is not known yet may compute other values."""
+    """NUMERICS, with SGLang's version if it is newer than KNOWN: it may compute other values."""
     import sglang
 
     number = tuple(int(x) for x in re.findall(r"\d+", sglang.__version__)[:3])

@@ -47,8 +47,9 @@ def _register() -> None:
 
 
 def _register_with_dynamo() -> None:
-    """Dynamo's vLLM worker, which has imported its modules by now, refuses each request if its own
-    table lacks the connector. Ours takes and returns the same kv_transfer_params as NIXL's."""
+    """Dynamo's vLLM worker refuses each request if its own table lacks the connector. It imports
+    its modules before vLLM loads plug-ins. KVSprayConnector accepts and returns the same
+    kv_transfer_params as NixlConnector."""
     protocols = sys.modules.get("dynamo.vllm.kv_connector_protocols")
     if protocols is not None:
         protocols.KV_CONNECTOR_PROTOCOLS.setdefault(
@@ -75,10 +76,10 @@ def __getattr__(name: str) -> Any:
 
         try:
             from kvspray_vllm.connector import KVSprayConnector
-        except ImportError as e:  # a vLLM that has other modules than those that are known
+        except ImportError as e:  # this vLLM lacks a module that the connector imports
             raise ImportError(
                 f"kvspray: this plug-in does not fit vllm.__version__ {vllm.__version__}: {e}; "
-                "install a vLLM that docs/vllm.md lists, or the kvspray that lists this one"
+                "install a vLLM that docs/vllm.md lists, or a kvspray whose docs/vllm.md lists it"
             ) from e
         return KVSprayConnector
     if name == "set_weights":

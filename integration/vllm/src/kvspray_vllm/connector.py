@@ -55,7 +55,7 @@ logger = init_logger("vllm.kvspray")
 
 ASLEEP = "the engine sleeps"
 RETURN_S = 10.0  # for the sidecar to unmap a cache that is about to be freed
-LEND_S = 2.0  # for the sidecar to map it after a wake-up; later, transfers begin later
+LEND_S = 2.0  # for the sidecar to map it after a wake-up; after that the engine does not wait
 
 
 class _SharedZeros(TorchFunctionMode):
@@ -136,8 +136,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             graphs = vllm_config.compilation_config.cudagraph_mode
             if self._gpu and getattr(graphs, "name", "") == "FULL":
                 logger.warning(
-                    "kvspray: cudagraph_mode is FULL: vLLM 0.33 with FlashAttention 3 answered "
-                    "wrongly in tests with several requests at a time, with and without transfers; "
+                    "kvspray: cudagraph_mode is FULL: vLLM 0.33 with FlashAttention 3 gave wrong "
+                    "answers in tests with several requests at a time, with and without transfers; "
                     "use FULL_AND_PIECEWISE, the default"
                 )
             parallel = vllm_config.parallel_config
@@ -263,7 +263,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             on_gpu = any(storage.device.type != "cpu" for storage in described.storages)
             signals = GpuSignals(self._worker_client.gpu_flags(logger)) if on_gpu else None
         except shim.ShimError as err:
-            for region in regions:  # of a GPU: exported memory stays in use when vLLM frees it
+            for region in regions:  # exported memory of a GPU would stay in use when vLLM frees it
                 region.close()
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 raise
@@ -357,7 +357,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 out.append(self._region_of(storage))
         except BaseException:
             for region in out:
-                if region is not self.region:  # which vLLM's tensors are in
+                if region is not self.region:  # it contains vLLM's tensors
                     region.close()
             raise
         return out
@@ -380,8 +380,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             return self._worker_client.gpu_memory(storage.address, storage.nbytes)
         except shim.ShimError:
-            # Only on some GPUs vLLM's sleep mode asks for memory that another process can map.
-            # Another connector of a MultiConnector may have registered what would be replaced.
+            # On some GPUs vLLM's sleep mode allocates memory that no other process can map. It is
+            # replaced, unless another connector of a MultiConnector may have registered it.
             if (
                 not self._vllm_config.model_config.enable_sleep_mode
                 or get_kv_transfer_group() is not self
@@ -397,7 +397,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def unregister_kv_caches(self) -> None:
         """Memory that a sidecar maps stays in use, so it is taken back before vLLM frees it. A late
-        write meets no other data: a wake-up maps other memory at these addresses."""
+        write reaches no other data, because a wake-up maps other memory at these addresses."""
         assert self._worker is not None and self._worker_client is not None
         if self._asleep or not self._regions or not self._gpu:
             return
@@ -409,15 +409,15 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._attached = self._worker_client.connected or self._worker_client.holds()
         try:
             self._worker_client.replace([])
-        except shim.ShimError as err:  # raised in one rank, it would leave the others asleep
+        except shim.ShimError as err:  # if one rank raised it, the others would stay asleep
             logger.error("kvspray: the KV cache cannot be taken back: %s", err)
         for region in self._regions:
             region.close()
         self._regions = ()
         if self._attached and not self._worker_client.wait_connected(RETURN_S):
             logger.warning(
-                "kvspray: the sidecar has not answered for %d s, and may still map the KV cache, "
-                "whose memory is free once it does not",
+                "kvspray: the sidecar has not answered for %d s, and may still map the KV cache; "
+                "the memory is free when the sidecar has unmapped it",
                 RETURN_S,
             )
 

@@ -51,8 +51,8 @@ def check_config(config: VllmConfig) -> None:
     # After a sleep the addresses map other pages, while the sidecar still holds the first ones.
     if device == "cuda" and config.model_config.enable_sleep_mode and not CAPABILITIES.sleeps:
         raise Unsupported(
-            "kvspray: enable_sleep_mode is on, and this vLLM does not announce to a connector that "
-            "its KV cache sleeps; start without --enable-sleep-mode, or use vLLM 0.33 or later"
+            "kvspray: enable_sleep_mode is on, and this vLLM does not call a connector before it "
+            "frees the KV cache; start without --enable-sleep-mode, or use vLLM 0.33 or later"
         )
     # vLLM 0.33 then drops nearly all tokens that a connector offers, and reports nothing.
     if config.aux_output_config.enable_return_routed_experts:

@@ -158,7 +158,7 @@ class Pool:
         """Once nothing accesses the memory any more."""
         if self._base is None:
             return
-        while self.pinned_addresses:  # by vLLM's worker for GPUs
+        while self.pinned_addresses:  # vLLM's worker for GPUs has pinned them
             torch.cuda.cudart().cudaHostUnregister(self.pinned_addresses.pop())
         self._base = None
         self.region.close()

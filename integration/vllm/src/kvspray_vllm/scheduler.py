@@ -108,9 +108,9 @@ class SchedulerSide:
         self._sources: dict[str, Source] = {}
         self._pending: dict[str, Source] = {}  # not scheduled yet
         self._destinations: dict[str, Destination] = {}  # not allocated yet
-        # What is loaded, with the place of a load from another engine.
+        # Requests that are loaded; None: from the store.
         self._loading: dict[str, Destination | None] = {}
-        # Of these, by request and rank: why the rank asks no sidecar for it.
+        # Of these, by request and rank: why the rank asks no sidecar for the load.
         self._unasked: dict[str, dict[int, str]] = {}
         self._ending: set[str] = set()  # of these, whose request is over
         self._stats = KVSprayStats()
@@ -171,8 +171,8 @@ class SchedulerSide:
         # The samples of one request (n > 1), and the prompts of a list, share one dict.
         given = request.kv_transfer_params = dict(given)
         try:
-            # vLLM aborts a request at once, for connectors that hold something. Ours holds nothing
-            # for it, but the prefill's engine may.
+            # vLLM adds such a request only to abort it, so that a connector releases what it holds.
+            # This one holds nothing, but the prefill's engine may.
             if request.abort_immediately:
                 self._refused(request, given)
                 return
@@ -255,9 +255,9 @@ class SchedulerSide:
         return False
 
     def _decline_unasked(self, request: Request, given: dict[str, Any], reason: str) -> None:
-        """The prefill engine need not keep the blocks of a prompt that it was not asked for. Where
-        its adapter is not known here, the prefill's answer names the adapter's content, hence the
-        prompt; without an answer the decline stands for every prompt of the transfer."""
+        """The prefill engine need not keep the blocks of a prompt that it was not asked for. If the
+        prompt's adapter has not been read here, the prefill's answer names the adapter's content,
+        and with it the prompt. Without that answer, every prompt of the transfer is declined."""
         if given.get("do_remote_decode"):
             return
         asked = spray.parse(given)
@@ -331,7 +331,7 @@ class SchedulerSide:
                 "a prompt without token ids (embeddings) has no name that another engine could use",
             )
         try:
-            if not self._client.connected:  # the decline is sent once one is
+            if not self._client.connected:  # the decline is sent once a sidecar is connected
                 raise spray.ParamsError("no_sidecar", "no sidecar is connected")
             self._check_role("kv_producer", "receive")
             self._check_worker()
@@ -429,13 +429,13 @@ class SchedulerSide:
         """No rank of this engine will fetch that prompt, so the prefill engine need not keep its
         blocks. Only for requests without an EXPECT, which a worker cancels itself. The scheduler's
         session sends it: one message for all ranks, also if vLLM steps no worker. asked: the
-        request has not been reported as expected."""
+        request has a query, and was not reported as expected."""
         self._client.decline(dest.xfer, dest.hash, dest.peer, reason, asked)
 
     def _refused(self, request: Request, given: dict[str, Any]) -> None:
-        """A request that vLLM does not compute. Its front end makes one, without the prompt, in the
+        """A request that vLLM does not compute. The front end makes one request without a prompt in
         place of all prompts and samples that it refuses. A paused engine refuses each sample by
-        itself, and may still compute others that came before."""
+        itself, and may still compute earlier samples."""
         if request.prompt_token_ids in (None, [], [0]):
             self._decline_all(given, "refused by the engine's front end")
         elif given.get("do_remote_prefill"):
@@ -723,8 +723,8 @@ class SchedulerSide:
         for req in received:
             self._ending.discard(req)
             dest, unasked = self._loading.pop(req, None), self._unasked.pop(req, {})
-            # Where one rank of several asks, the request has its place at the prefill engine: a
-            # decline would take that of another sample.
+            # If any rank asks, the request has its place at the prefill engine, and a decline would
+            # take the place of another sample.
             if dest is not None and len(unasked) == self._world:
                 self._decline(dest, "not loaded: " + next(iter(unasked.values())), asked=False)
         if landed is not None and landed.changed:

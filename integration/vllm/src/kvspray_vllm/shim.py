@@ -304,7 +304,7 @@ class Worker:
         self._c.describe(layout)
 
     def replace(self, memory: Sequence[Memory], layout: Mapping[str, Any] | None = None) -> None:
-        """What register has passed; nothing: the engine takes its memory back for a while."""
+        """Replaces the memory of register. Without memory, the engine takes it back for a while."""
         try:
             self._c.replace([m.region for m in memory], layout)
         except kvspray.KvsprayError as err:

@@ -106,7 +106,8 @@ class Gpu:
 
 def share(address: int, nbytes: int) -> bool:
     """Replaces memory of vLLM's allocator by memory that another process can map, at the same
-    addresses. What it held is lost: it is zero then. False: the allocator has no memory there."""
+    addresses. Its content is lost, and is zero afterwards. False: the allocator has no memory
+    there."""
     allocator = cumem.CuMemAllocator.instance
     for ptr, data in allocator.pointer_to_data.items() if allocator is not None else ():
         if not data.is_asleep and ptr <= address and address + nbytes <= ptr + data.handle[1]:

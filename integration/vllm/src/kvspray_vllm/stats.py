@@ -34,7 +34,7 @@ LATENCY_BUCKETS_S = (
     30.0,
 )
 TRANSFER_BUCKETS = [2**i for i in range(11, 35, 2)]  # bytes; those of vLLM's NIXL metrics
-FAILURES = ("failed", "expired", "refused", "lost")  # outcomes; a cancelled request is none
+FAILURES = ("failed", "expired", "refused", "lost")  # outcomes, without "cancelled"
 
 
 class KVSprayStats(KVConnectorStats):
@@ -118,8 +118,8 @@ def _add(counts: dict[str, int], label: str, n: int) -> None:
 
 
 class KVSprayPromMetrics(KVConnectorPromMetrics):
-    """vllm:kvspray_* on vLLM's /metrics. Metrics that mean the same as one of vLLM's NIXL connector
-    have its suffix, type and buckets, so that dashboards for NIXL need another prefix only."""
+    """vllm:kvspray_* on vLLM's /metrics. A metric with the same meaning as one of vLLM's NIXL
+    connector has its suffix and type, so that dashboards for NIXL need only another prefix."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class KVSprayPromMetrics(KVConnectorPromMetrics):
             "none, late).",
             labelnames=[*labelnames, "outcome"],
         )
-        for values in per_engine_labelvalues.values():  # an alert on growth misses a first value
+        for values in per_engine_labelvalues.values():  # increase() misses a series' first value
             self._failed.labels(*values)
             self._expired.labels(*values)
 

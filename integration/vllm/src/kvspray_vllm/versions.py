@@ -13,13 +13,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 KNOWN = ("0.32", "0.33")  # tested: docs/vllm.md has how
 
-# Of the values in a cache. Raise it when a release of vLLM computes others for the same model and
-# settings: its engines then neither pair with those before nor find their pages.
+# A number for the values in a cache. Raise it when a release of vLLM computes other values for the
+# same model and settings. Its engines then neither pair with earlier ones nor find their pages.
 NUMERICS = "1"
 
 
 def numerics() -> str:
-    """A release that is not known yet may compute other values."""
+    """NUMERICS, with vLLM's version if it is newer than KNOWN: it may compute other values."""
     return NUMERICS + (f", vLLM {vllm.__version__}" if newer_than_known() else "")
 
 
@@ -52,13 +52,13 @@ CAPABILITIES = _find()
 
 
 def _number(version: str) -> tuple[int, int] | None:
-    """(major, minor); None where a version does not begin so, as a build of a branch's."""
+    """(major, minor); None if a version has no such beginning, for example that of a branch."""
     m = re.match(r"(\d+)\.(\d+)", version)
     return (int(m[1]), int(m[2])) if m else None
 
 
 def newer_than_known(version: str | None = None) -> str:
-    """A line for the engine's log; empty where its vLLM is not newer than those that are known."""
+    """A line for the engine's log; empty if its vLLM is not newer than KNOWN."""
     version = vllm.__version__ if version is None else version
     here, newest = _number(version), _number(KNOWN[-1])
     if here is None or newest is None or here <= newest:

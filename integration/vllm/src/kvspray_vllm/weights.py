@@ -171,8 +171,8 @@ class Generation:
         return inner(*args, **kwargs)
 
     def _sleep(self, inner: Callable[..., Any], worker: Any, level: int = 1) -> None:
-        """Every level but the first discards the weights: what is there after the wake-up, until
-        others are loaded, is no weights of this name."""
+        """Levels other than 1 discard the weights: from the wake-up until weights are loaded, the
+        memory holds no weights of this name."""
         try:
             inner(worker, level)
         finally:

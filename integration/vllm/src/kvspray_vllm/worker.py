@@ -262,8 +262,8 @@ class WorkerSide:
             self._client.cancel(lease, unread)
 
     def _unasked(self, expect: Expect, why: str) -> None:
-        """No sidecar gets this load, so none informs the other engine. The scheduler has done so
-        for one that it refused itself."""
+        """No sidecar gets this load, so none informs the other engine: the scheduler does. For a
+        load that it refused itself it already has."""
         if not expect.pages and not expect.refused:
             self._landed.unasked[expect.req] = {self._rank: why}
 
@@ -501,8 +501,7 @@ class WorkerSide:
         return expect.tokens - first
 
     def outdate(self, why: str = "the weights have changed") -> None:
-        """What the cache holds is of no use any more, and neither is what has come of the loads
-        under way."""
+        """What the cache holds must not be used any more, nor what has arrived of open loads."""
         for load in self._loads.values():
             load.outdated = load.outdated or why
         self._outdated = True
