@@ -65,8 +65,8 @@ func (l *List) Len() int { return len(l.entries) }
 var (
 	ErrAhead = fmt.Errorf("the removal's time is more than %v ahead of this node's clock; set the "+
 		"clocks of both nodes", MaxAhead)
-	ErrFull = fmt.Errorf("this node keeps removals of %d namespaces, its limit, and can give up none: "+
-		"no earlier one is done; try again later", Max)
+	ErrFull = fmt.Errorf("this node keeps removals of %d namespaces, its limit, and can give up "+
+		"none: no earlier one is done; try again later", Max)
 )
 
 // ErrObjects: memory and disk of a store have removed a namespace, and its object tier has failed.
