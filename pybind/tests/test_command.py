@@ -13,7 +13,7 @@ import sys
 import time
 
 import pytest
-from conftest import ENGINE, TIMEOUT_S, Serve
+from conftest import ENGINE, TIMEOUT_S, Serve, skip
 
 import kvspray
 
@@ -154,9 +154,10 @@ def test_all_packages_of_a_release_have_its_version(tmp_path: pathlib.Path) -> N
         assert '\n__version__ = "1.2.3"\n' in (copy / "src" / module / "__init__.py").read_text()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root has processes of two users")
 def test_a_refusal_by_user_reaches_the_engine_s_log(serve: Serve) -> None:
     """The sidecar sends its reason and closes the socket, perhaps before it has received HELLO."""
+    if os.geteuid() != 0:
+        skip("root", "only root has processes of two users")
     _, socket = serve("a")
     socket.chmod(0o777)
     socket.parent.chmod(0o711)

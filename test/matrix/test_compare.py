@@ -134,8 +134,7 @@ def test_a_new_hook(tmp_path: pathlib.Path) -> None:
 def test_names_that_our_plugin_uses_have_types_in_vllm() -> None:
     """In real sources few names are left without a type, so few changes are missed."""
     installed = importlib.util.find_spec("vllm")
-    if installed is None or installed.origin is None:
-        pytest.skip("vllm: it is not installed; run these tests with .build/venv")
+    assert installed and installed.origin, "run these tests with .build/venv, which has vllm"
     release = Sources(pathlib.Path(installed.origin).parents[1])
     page = Comparison(release, release).run("vllm", [uses.read(ROOT, p) for p in OURS])
     assert not (page.broken or page.changed or page.added)

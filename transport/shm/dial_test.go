@@ -13,8 +13,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// The sidecar does not retry a lane that is impossible, so only an error that no retry can mend is
-// reported as such.
+// The sidecar does not dial an impossible lane again. So Dial reports a lane as impossible only if
+// every later attempt would fail, too.
 func TestDialThatMayDoLater(t *testing.T) {
 	p := newPair(t, Config{})
 	dial := func(path string) error {

@@ -236,6 +236,14 @@ def prefill_first(**kw: Any) -> dict[str, Any]:
     }
 
 
+def load(e: Engine, req: str) -> None:
+    """A prompt of 40 tokens, all of which the engine asks of its peer."""
+    r = e.add(req, 40, prefill_first())
+    e.scheduler.matched(r, 0)
+    blocks = SimpleNamespace(get_block_ids=lambda: (e.tables[req],))
+    e.scheduler.allocated(r, blocks, 40)  # type: ignore[arg-type]
+
+
 def concurrent() -> dict[str, Any]:
     return {"do_remote_prefill": True, "kvspray": {"v": 1, "xfer": XFER, "peer": "p:1"}}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DECODE, Engine, e, prefill_first
+from fakes import DECODE, Engine, e, load
 from vllm.device_allocator import AllocationData, cumem
 
 from kvspray_vllm import KVSprayConnector, layout, shim, sleep
@@ -75,13 +75,6 @@ def connector(e: Engine, client: Client) -> KVSprayConnector:
     c._generation = "second"  # type: ignore[assignment]
     c._regions = c._memory_of(STORAGES)
     return c
-
-
-def load(e: Engine, req: str) -> None:
-    r = e.add(req, 40, prefill_first())
-    e.scheduler.matched(r, 0)
-    blocks = SimpleNamespace(get_block_ids=lambda: (e.tables[req],))
-    e.scheduler.allocated(r, blocks, 40)  # type: ignore[arg-type]
 
 
 def test_what_was_under_way_is_not_used(e: Engine) -> None:

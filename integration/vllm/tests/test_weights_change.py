@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from fakes import DECODE, Engine, e, prefill_first
+from fakes import DECODE, Engine, e, load
 
 from kvspray_vllm import KVSprayConnector, shim
 from kvspray_vllm.meta import Landed
@@ -25,13 +25,6 @@ def connector(e: Engine, sent: list[Any]) -> KVSprayConnector:
     c._layout = {"identity": {"weights": "old"}}
     c._generation = "new"  # type: ignore[assignment]
     return c
-
-
-def load(e: Engine, req: str) -> None:
-    r = e.add(req, 40, prefill_first())
-    e.scheduler.matched(r, 0)
-    blocks = SimpleNamespace(get_block_ids=lambda: (e.tables[req],))
-    e.scheduler.allocated(r, blocks, 40)  # type: ignore[arg-type]
 
 
 def test_open_leases_end_and_new_ones_are_not_made(e: Engine) -> None:
