@@ -173,21 +173,39 @@ func TestRegisterRefused(t *testing.T) {
 // worker does not.
 func TestDecline(t *testing.T) {
 	r := start(t, nil)
-	s, err := connectortest.DialScheduler(testContext(t),
-		connectortest.SchedulerConfig{Socket: r.socket, Engine: msg.Engine{Name: "vllm", ID: "e7"},
-			Ranks: msg.Ranks{PP: msg.Rank{Size: 2}, TP: msg.Rank{Size: 4}}})
-	must(t, err)
-	defer s.Close()
 	x, h := key()
-	must(t, s.Decline(x, h, "", "no peer"))
-	e, err := s.WaitError(testContext(t), msg.CodeProtocol)
-	must(t, err)
-	if e.Field != "peer" || e.Fatal {
-		t.Fatalf("%+v", e)
+	dial := func() *connectortest.Scheduler {
+		s, err := connectortest.DialScheduler(testContext(t),
+			connectortest.SchedulerConfig{Socket: r.socket, Engine: msg.Engine{Name: "vllm", ID: "e7"},
+				Ranks: msg.Ranks{PP: msg.Rank{Size: 2}, TP: msg.Rank{Size: 4}}})
+		must(t, err)
+		return s
 	}
-	must(t, s.Decline(x, h, "p:1", "aborted"))
-	r.rec.until(t, "decline", func() bool { return len(r.rec.declines) == 1 })
+	for field, m := range map[string]msg.Decline{
+		"peer":  {Xfer: x, Hash: h},
+		"ranks": {Xfer: x, Hash: h, Peer: "p:1", Req: "r", Ranks: []uint32{7, 8}},
+	} {
+		s := dial()
+		must(t, s.Decline(m))
+		e, err := s.WaitError(testContext(t), msg.CodeProtocol)
+		must(t, err)
+		if e.Field != field || e.Fatal {
+			t.Fatalf("%s: %+v", field, e)
+		}
+		must(t, s.Close())
+	}
+	s := dial()
+	defer s.Close()
+	m := msg.Decline{Xfer: x, Hash: h, Peer: "p:1", Reason: "aborted"}
+	must(t, s.Decline(m))
+	m.Req, m.Ranks = "r", []uint32{0, 7}
+	must(t, s.Decline(m))
+	r.rec.until(t, "declines", func() bool { return len(r.rec.declines) == 2 })
 	got := r.rec.seen().declines[0]
+	if ranks := r.rec.seen().declines[1]; ranks.Req != "r" || !slices.Equal(ranks.Ranks, m.Ranks) ||
+		got.Req != "" || got.Ranks != nil {
+		t.Fatalf("%+v, %+v", got, ranks)
+	}
 	if got.World != 8 || got.Engine != "vllm/e7" || got.Key != (transfer.Key{Xfer: x, Hash: h}) ||
 		got.Peer != "p:1" || got.Reason != "aborted" ||
 		got.Boot == (transfer.Boot{}) || got.ID == 0 {

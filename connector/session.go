@@ -6,6 +6,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -345,9 +346,16 @@ func (c *session) onDecline(m *msg.Decline) {
 		return
 	}
 	at := placeOf(c.hello)
+	if i := slices.IndexFunc(m.Ranks, func(r uint32) bool { return int(r) >= at.World() }); i >= 0 {
+		c.sendError(&msg.ErrorMessage{Code: msg.CodeProtocol, Message: fmt.Sprintf(
+			"ranks[%d] is %d, and the engine has %d ranks", i, m.Ranks[i], at.World()), Field: "ranks",
+			Remedy: "send the engine's sizes in HELLO"})
+		return
+	}
 	c.s.opt.Events([]engines.Event{{Kind: engines.Declined, Decline: &engines.Decline{
 		Boot: c.hello.Boot, ID: m.ID, Engine: at.Engine, World: at.World(),
-		Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Reason: m.Reason}}})
+		Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Reason: m.Reason,
+		Req: m.Req, Ranks: m.Ranks}}})
 }
 
 // descriptorSet holds the descriptors of a packet. The code that takes one sets its entry to -1.

@@ -371,17 +371,17 @@ func (s *Scheduler) Await(ctx context.Context, xfer [16]byte, hash [32]byte, pee
 	return a, nil
 }
 
-// Decline reports that no rank of this engine will ask for the prompt's KV.
-func (s *Scheduler) Decline(xfer [16]byte, hash [32]byte, peer, reason string) error {
+// Decline reports that ranks of this engine will not ask for the prompt's KV. It sets m.ID.
+func (s *Scheduler) Decline(m msg.Decline) error {
 	c, err := s.conn()
 	if err != nil {
 		return err
 	}
 	c.mu.Lock()
 	c.nextID++
-	id := c.nextID // not answered
+	m.ID = c.nextID // not answered
 	c.mu.Unlock()
-	return c.send(&msg.Decline{ID: id, Xfer: xfer, Hash: hash, Peer: peer, Reason: reason})
+	return c.send(&m)
 }
 
 // Close ends the session.

@@ -47,6 +47,13 @@ func (m *Expect) check() (field, problem string) {
 	return "", ""
 }
 
+func (m *Decline) check() (field, problem string) {
+	if len(m.Ranks) > 0 && m.Req == "" {
+		return "req", "missing, but ranks names some of its request's"
+	}
+	return "", ""
+}
+
 func (m *Received) check() (field, problem string) {
 	for _, v := range m.Recompute {
 		if v[0] >= v[1] {

@@ -207,6 +207,8 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 		""}, unknown...))
 	sock("decline", &Decline{ID: 4, Xfer: b16(0x20), Hash: b32(0x60), Peer: "10.0.0.1:7411",
 		Reason: "FINISHED_ABORTED"})
+	sock("decline-ranks", &Decline{ID: 5, Xfer: b16(0x20), Hash: b32(0x60), Peer: "10.0.0.1:7411",
+		Reason: "no room", Req: "cmpl-1", Ranks: []uint32{0, 3}})
 	rawSock("decline-older", TypeDecline, kv{"id", 4, "xfer", seq(16, 0x20), "hash", seq(32, 0x60),
 		"peer", "10.0.0.1:7411"})
 	rawSock("decline-newer", TypeDecline, append(kv{"id", 4, "xfer", seq(16, 0x20), "hash",

@@ -1020,15 +1020,29 @@ func (m *Decline) read(r *reader) {
 			got |= 1 << 3
 		case "reason":
 			m.Reason = r.str(MaxTextBytes)
+		case "req":
+			m.Req = r.str(MaxReqBytes)
+		case "ranks":
+			m.Ranks = r.packedU32(0, MaxRanks)
 		default:
 			r.skip()
 		}
 	}
 	r.require(got, requiredDecline)
+	if r.err == nil {
+		r.refuse(m.check())
+	}
 }
 
 func (m *Decline) append(b []byte) []byte {
-	b = appendMap(b, 5)
+	n := 5
+	if len(m.Req) > 0 {
+		n++
+	}
+	if len(m.Ranks) > 0 {
+		n++
+	}
+	b = appendMap(b, n)
 	b = append(b, "\xa2id"...)
 	b = appendUint(b, m.ID)
 	b = append(b, "\xa4xfer"...)
@@ -1039,6 +1053,14 @@ func (m *Decline) append(b []byte) []byte {
 	b = appendStr(b, m.Peer)
 	b = append(b, "\xa6reason"...)
 	b = appendStr(b, clip(m.Reason, MaxTextBytes))
+	if len(m.Req) > 0 {
+		b = append(b, "\xa3req"...)
+		b = appendStr(b, m.Req)
+	}
+	if len(m.Ranks) > 0 {
+		b = append(b, "\xa5ranks"...)
+		b = appendPackedU32(b, m.Ranks)
+	}
 	return b
 }
 

@@ -20,6 +20,7 @@ const (
 	MaxStepReqs     = 4096
 	MaxRecompute    = 1024
 	MaxFanout       = 16
+	MaxRanks        = 1024    // ranks of an engine, in a DECLINE
 	MaxCopyBlocks   = 32768   // blocks of a COPY, pages of a LOAD: fits a record, takes under a second
 	MaxLoadParts    = 1024    // of a LOAD
 	MaxLoadBlocks   = 1 << 17 // of a LOAD: parts times pages
@@ -372,13 +373,15 @@ type Bye struct {
 // Type implements Message.
 func (*Bye) Type() Type { return TypeBye }
 
-// Decline reports that no rank of the scheduler's engine will send an EXPECT for this prompt; 32 zero bytes as hash stand for every prompt of the transfer; not answered.
+// Decline reports that ranks of the scheduler's engine send no EXPECT for this prompt; 32 zero bytes as hash stand for every prompt of the transfer; not answered.
 type Decline struct {
 	ID     uint64
 	Xfer   [16]byte
 	Hash   [32]byte
 	Peer   string // endpoint of the source's sidecar
 	Reason string
+	Req    string   // as in EXPECT: its ranks decline once each, whatever other ranks do; absent: of no request that sends an EXPECT
+	Ranks  []uint32 // those that send no EXPECT, by number (stage * tensor-parallel size + rank); absent: all
 }
 
 // Type implements Message.

@@ -128,7 +128,7 @@ type Await struct {
 	Reply   func(Admission) // takes the answer, once, from any goroutine
 }
 
-// Decline is a scheduler's message that no rank of its engine will expect a prompt's KV.
+// Decline is a scheduler's message that ranks of its engine will not expect a prompt's KV.
 type Decline struct {
 	Boot   transfer.Boot // of the scheduler; identifies the message together with ID
 	ID     uint64
@@ -137,6 +137,8 @@ type Decline struct {
 	Key    transfer.Key
 	Peer   string
 	Reason string
+	Req    string   // as in Expect; empty: of no request that has an Expect
+	Ranks  []uint32 // those of the engine that decline; empty: all
 }
 
 // Admission answers an Await.

@@ -51,7 +51,7 @@ func (e *Exec) handle(now Instant, ev *engines.Event) {
 	case engines.Asked:
 		e.queries.Open(now, ev.Await)
 	case engines.Declined:
-		e.dests.DeclineAll(now, *ev.Decline)
+		e.dests.Decline(now, *ev.Decline)
 	case engines.SchedulerGone:
 		e.queries.SessionOver(ev.Session)
 	}

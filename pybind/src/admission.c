@@ -140,8 +140,12 @@ void declines_send(kvs_client *c, int64_t now)
 	while (c->declines && session_usable(c)) {
 		struct decline *d = c->declines;
 		struct mpw w = {0};
-		write_question(&w, 5, c->msg + 1, d->key, d->peer);
+		write_question(&w, 5 + !!*d->req + !!d->count, c->msg + 1, d->key, d->peer);
 		mpw_put_str(&w, "reason", d->reason);
+		if (*d->req)
+			mpw_put_str(&w, "req", d->req);
+		if (d->count)
+			mpw_put_bin(&w, "ranks", d->ranks, d->count * sizeof *d->ranks);
 		if (!sent(c, MSG_DECLINE, &w))
 			return;
 		decline_drop(c);
@@ -236,14 +240,21 @@ int kvs_expected(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32])
 	return 0;
 }
 
-int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason, int asked)
+int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason, const char *req,
+                const uint32_t *ranks, uint32_t count, int asked)
 {
 	CHECK(c);
-	if (c->role != KVS_SCHEDULER || !xfer || !hash || !peer || !*peer || strlen(peer) >= sizeof((struct decline *)0)->peer)
+	if (c->role != KVS_SCHEDULER || !xfer || !hash || !peer || !*peer || strlen(peer) >= sizeof((struct decline *)0)->peer ||
+	    (req && strlen(req) > KVS_MAX_REQ_BYTES) || count > KVS_MAX_RANKS || (count && (!ranks || !req || !*req)))
 		return KVS_E_ARG;
-	struct decline *d = calloc(1, sizeof *d);
+	struct decline *d = calloc(1, sizeof *d + count * sizeof *ranks);
 	if (!d)
 		return KVS_E_LIMIT;
+	if (req)
+		strcpy(d->req, req);
+	if (count)
+		memcpy(d->ranks, ranks, count * sizeof *ranks);
+	d->count = count;
 	memcpy(d->key, xfer, 16);
 	memcpy(d->key + 16, hash, 32);
 	strcpy(d->peer, peer);

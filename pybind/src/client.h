@@ -115,9 +115,11 @@ struct await {
 /* A cancellation that waits for the socket. */
 struct decline {
 	uint8_t key[48]; /* xfer, hash */
-	char peer[256], reason[256];
+	char peer[256], reason[256], req[KVS_MAX_REQ_BYTES + 1];
 	int64_t end_ms; /* then the source gives up by itself */
 	struct decline *next;
+	uint32_t count;
+	uint32_t ranks[]; /* none: all */
 };
 
 /* The end of pins or of a namespace that waits for the socket. */

@@ -11,6 +11,7 @@ import os
 import pathlib
 import random
 import signal
+import struct
 import threading
 import time
 
@@ -635,6 +636,16 @@ def test_declines(sidecar: Make, socket_path: pathlib.Path) -> None:
         assert c.decline(XFER, HASH, "127.0.0.1:9", "\u00e9" * 200 + "\0x")
         assert s.expect("decline")["reason"] == "\u00e9" * 127
         assert c.admission(XFER, HASH) is None, "the question is over, too"
+        assert c.decline(
+            XFER, HASH, "127.0.0.1:9", "no room", req="r\0" + "\u00e9" * 100, ranks=[0, 7]
+        )
+        d = s.expect("decline")
+        canonical("DECLINE", d["raw"])
+        assert d["req"] == "r" + "\u00e9" * 63, "as EXPECT names it"
+        assert d["ranks"] == struct.pack("<2I", 0, 7).hex()
+        for req, ranks in (("", [0]), ("r", [-1]), ("r", [1024])):
+            with pytest.raises(ValueError):
+                c.decline(XFER, HASH, "127.0.0.1:9", req=req, ranks=ranks)
         for peer in ("", "p" * 300, "a\0b"):
             with pytest.raises(ValueError):
                 c.decline(XFER, HASH, peer)

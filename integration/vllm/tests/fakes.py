@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -114,14 +115,19 @@ class FakeScheduler:
     asked: list[tuple[bytes, str]] = field(default_factory=list)
     full: bool = False
     declined: list[tuple[bytes, bytes, str, str]] = field(default_factory=list)
+    decliners: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)  # of each
     withdrawn: int = 0  # askers
     loads: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     def expected(self, xfer: bytes, hash: bytes) -> None:
         self.loads.append((xfer, hash))
 
-    def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str, asked: bool = True) -> None:
+    def decline(
+        self, xfer: bytes, hash: bytes, peer: str, reason: str, asked: bool = True, req: str = "",
+        ranks: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.declined.append((xfer, hash, peer, reason))
+        self.decliners.append((req, tuple(ranks)))
         self.withdrawn += asked
 
     def await_admission(

@@ -201,8 +201,8 @@ def test_a_load_that_the_scheduler_refuses_is_declined_once(e: Engine) -> None:
 
 
 def test_ranks_of_which_some_ask(e: Engine) -> None:
-    """If any rank asks, the request has its place at the prefill, and a decline would take the
-    place of another sample. After a rank has failed, vLLM passes its report on twice."""
+    """Each rank that asks no sidecar is declined once, as soon as it reports that; the others keep
+    their places at the prefill. vLLM may pass a report on twice, and aggregates those of a step."""
     e.scheduler = SchedulerSide(
         Settings(),
         e.scheduler_shim,
@@ -210,17 +210,19 @@ def test_ranks_of_which_some_ask(e: Engine) -> None:
         "engine",
         fake_hash,
         LOG,
-        tp_size=2,
-        pp_size=2,
+        tp_size=4,
     )
-    for ranks, want in ((range(1), 0), (range(3), 0), (range(4), 1)):
-        for _ in range(2):
-            allocated(e, "r", prefill_first())
-            e.scheduler_shim.declined.clear()
-            reports = [Landed(unasked={"r": {rank: "no room"}}) for rank in ranks]
-            e.scheduler.worker_reported((), (), reports[0])
-            e.scheduler.worker_reported((), {"r"}, functools.reduce(Landed.aggregate, reports))
-            e.scheduler.worker_reported((), {"r"}, reports[0])
-            assert len(e.scheduler_shim.declined) == want
-            assert not e.scheduler._unasked and not e.scheduler._loading
-            e.finish("r")
+    for ranks in (range(1), range(3), range(4)):
+        allocated(e, "r", prefill_first())
+        e.scheduler_shim.declined.clear()
+        e.scheduler_shim.decliners.clear()
+        reports = [Landed(unasked={"r": {rank: f"no room {rank}"}}) for rank in ranks]
+        e.scheduler.worker_reported((), (), reports[0])
+        assert e.scheduler_shim.declined == [(X, hash_of(40), "p:1", "not loaded: no room 0")]
+        e.scheduler.worker_reported((), {"r"}, functools.reduce(Landed.aggregate, reports))
+        e.scheduler.worker_reported((), {"r"}, reports[0])
+        rest = [("r", tuple(ranks)[1:])] if len(ranks) > 1 else []
+        assert e.scheduler_shim.decliners == [("r", (0,)), *rest]
+        assert e.scheduler_shim.withdrawn == 0
+        assert not e.scheduler._unasked and not e.scheduler._loading
+        e.finish("r")

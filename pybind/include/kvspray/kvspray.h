@@ -40,6 +40,8 @@ extern "C" {
 #define KVS_MAX_LEASES 65536    /* open at once; WELCOME may lower it */
 #define KVS_MAX_AWAITS 4096     /* open admission questions of a scheduler */
 #define KVS_MAX_REQUESTS 256    /* about pages of the store, until their answers were fetched */
+#define KVS_MAX_REQ_BYTES 128   /* of a request's name */
+#define KVS_MAX_RANKS 1024      /* of an engine, that a decline names */
 #define KVS_MAX_DECLINES 1024   /* of a scheduler, while the socket takes none */
 #define KVS_MAX_ENDS 256        /* of pins and of namespaces, while the socket takes none */
 #define KVS_MAX_HOLD_MS 600000  /* from HOLD until HELD has no effect; transfer.hold_timeout of a sidecar is not longer */
@@ -308,11 +310,14 @@ int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32],
  * reconnection: an EXPECT ends with its sidecar, and for the query the source's engine would keep the blocks until the hold timeout. */
 int kvs_expected(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32]);
 
-/* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. asked: 1 also withdraws one asker of the prompt's
- * query, which is dropped with its last asker. 0: the request never asked, or kvs_expected has withdrawn its asker, so the query belongs to other
- * requests. The background thread sends the decline, if necessary after a reconnection. If it cannot be sent within the match timeout, it is
- * dropped, and the source waits for that time. The ranks of the config give the number of leases that it stands for. */
-int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason, int asked);
+/* Ranks of this engine will not expect that prompt's KV: the source's engine need not keep it for them. req: the request, as its ranks name it in
+ * kvs_expect; then each rank declines once, whatever the others do. NULL or empty: a request that no rank expects anything for. ranks: count numbers
+ * (stage * tensor-parallel size + rank) of those that decline, with a req; count 0: all, as many as the sizes of the config give. asked: 1 also
+ * withdraws one asker of the prompt's query, which is dropped with its last asker. 0: the request never asked, or kvs_expected has withdrawn its
+ * asker, so the query belongs to other requests. The background thread sends the decline, if necessary after a reconnection. If it cannot be sent
+ * within the match timeout, it is dropped, and the source waits for that time. */
+int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason, const char *req,
+                const uint32_t *ranks, uint32_t count, int asked);
 
 /* ---- pages of the store: docs/protocol.md section 5 ------------------------------------------------------------------------- */
 

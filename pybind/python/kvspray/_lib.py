@@ -165,7 +165,10 @@ _PROTOTYPES = {
     "kvs_await": (c_int, [c_void_p, c_char_p, c_char_p, c_char_p, c_uint32, c_uint32]),
     "kvs_admission": (c_int, [c_void_p, c_char_p, c_char_p, POINTER(CAdmission)]),
     "kvs_expected": (c_int, [c_void_p, c_char_p, c_char_p]),
-    "kvs_decline": (c_int, [c_void_p, c_char_p, c_char_p, c_char_p, c_char_p, c_int]),
+    "kvs_decline": (
+        c_int,
+        [c_void_p, *[c_char_p] * 5, POINTER(c_uint32), c_uint32, c_int],
+    ),
     "kvs_regions_add": (c_int64, [c_void_p, POINTER(CRegion), c_uint32]),
     "kvs_regions_wait": (c_int, [c_void_p, c_int]),
     "kvs_regions_drop": (c_int64, [c_void_p, POINTER(c_uint32), c_uint32]),

@@ -23,6 +23,7 @@ MAX_PENDING_STEPS = 64  # steps of an INTENT
 MAX_STEP_REQS = 4096
 MAX_RECOMPUTE = 1024
 MAX_FANOUT = 16
+MAX_RANKS = 1024  # ranks of an engine, in a DECLINE
 MAX_COPY_BLOCKS = 32768  # blocks of a COPY, pages of a LOAD: fits a record, takes under a second
 MAX_LOAD_PARTS = 1024  # of a LOAD
 MAX_LOAD_BLOCKS = 131072  # of a LOAD: parts times pages
@@ -135,7 +136,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "AWAIT": ("id", "xfer", "hash", "peer", "tokens", "ttl_ms"),
     "ADMITTED": ("id", "state", "tokens", "message"),
     "BYE": ("reason",),
-    "DECLINE": ("id", "xfer", "hash", "peer", "reason"),
+    "DECLINE": ("id", "xfer", "hash", "peer", "reason", "req", "ranks"),
     "OPEN": ("id", "namespace", "pieces", "blocks"),
     "OPEN.namespace": (
         "weights",

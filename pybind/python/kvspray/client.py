@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import _lib, limits
+from . import _lib, _messages, limits
 from ._lib import byref, lib
 from .region import KvsprayError
 
@@ -161,6 +161,12 @@ _COUNTERS = (
 
 def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "replace")
+
+
+def _req(req: str) -> str:
+    """The request's name as it is sent: ranks that get the same text send the same name."""
+    raw = req.replace("\0", "").encode("utf-8", "replace")
+    return raw[: _messages.MAX_REQ_BYTES].decode("utf-8", "ignore")
 
 
 def _bin(name: str, value: bytes, size: int) -> bytes:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
+from ctypes import c_uint32
 
-from . import _lib
+from . import _lib, _messages
 from ._lib import byref, lib
 from .client import (
     ONE_RANK,
@@ -18,6 +20,7 @@ from .client import (
     _Client,
     _config,
     _ms,
+    _req,
     _text,
 )
 from .region import KvsprayError
@@ -97,21 +100,39 @@ class SchedulerClient(_Client):
             lib.kvs_expected(h, _bin("xfer", xfer, 16), _bin("hash", hash, 32))
 
     def decline(
-        self, xfer: bytes, hash: bytes, peer: str, reason: str = "", *, asked: bool = True
+        self,
+        xfer: bytes,
+        hash: bytes,
+        peer: str,
+        reason: str = "",
+        *,
+        req: str = "",
+        ranks: Sequence[int] = (),
+        asked: bool = True,
     ) -> bool:
-        """No rank of this engine will expect that prompt's KV: the prefill's engine at ``peer``
-        need not keep it any longer.
+        """Ranks of this engine will not expect that prompt's KV: the prefill's engine at ``peer``
+        need not keep it for them.
 
+        ``req``: the request, as its ranks name it in ``WorkerClient.expect``. Each of them then
+        declines once, and the others may expect the KV. Empty: no rank of the request expects it.
+        ``ranks``: numbers (stage * tensor-parallel size + rank) of those that decline, with a
+        ``req``; empty: all.
         Also withdraws one asker of the prompt's query. asked=False: the request never asked, or was
         reported as expected, so the query belongs to other requests.
-        For requests without a lease; a lease is cancelled instead. Never blocks. False: it cannot
-        be sent (too many wait, or the client is closed), and the prefill keeps the blocks until the
-        match timeout.
+        A rank with a lease cancels it instead. Never blocks. False: it cannot be sent (too many
+        wait, or the client is closed), and the prefill keeps the blocks until the match timeout.
         """
         h = self._handle()
         if h is None:
             return False
-        args = (_bin("xfer", xfer, 16), _bin("hash", hash, 32), peer.encode(), _cut(reason), asked)
+        if ranks and not req or not all(0 <= r < _messages.MAX_RANKS for r in ranks):
+            raise ValueError(
+                f"kvspray: decline: ranks = {ranks!r} of req = {req!r}; want numbers of ranks of a "
+                "named request"
+            )
+        args = (_bin("xfer", xfer, 16), _bin("hash", hash, 32), peer.encode(), _cut(reason),
+                _req(req).encode(), (c_uint32 * len(ranks))(*ranks), len(ranks),
+                asked)  # fmt: skip
         rc = _lib.E_ARG if "\0" in peer else lib.kvs_decline(h, *args)
         if rc == _lib.E_ARG:
             raise ValueError(

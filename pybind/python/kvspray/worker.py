@@ -23,6 +23,7 @@ from .client import (
     _Client,
     _config,
     _ms,
+    _req,
     _text,
     _timeout,
 )
@@ -614,15 +615,6 @@ class WorkerClient(_Client):
             else ""
         )
         return f"{text}: {detail}" if detail else text
-
-
-def _req(req: str) -> str:
-    raw = req.encode("utf-8", "replace")
-    return (
-        req
-        if len(raw) <= _messages.MAX_REQ_BYTES
-        else raw[: _messages.MAX_REQ_BYTES].decode("utf-8", "ignore")
-    )
 
 
 def _traceparent(text: str) -> str:

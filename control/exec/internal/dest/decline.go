@@ -1,6 +1,8 @@
 package dest
 
 import (
+	"encoding/binary"
+
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec/internal/frame"
@@ -39,18 +41,29 @@ func (ds *Table) decline(now Instant, addr string, d declined) {
 	ds.endpoints.Drop(ep)
 }
 
-// DeclineAll takes engines.Declined.
-func (ds *Table) DeclineAll(now Instant, d engines.Decline) {
+// Decline takes engines.Declined.
+func (ds *Table) Decline(now Instant, d engines.Decline) {
 	if d.World < 1 || d.World > lease.MaxTeam {
 		return
 	}
-	// The boot id is the engine scheduler's, so no rank's lease has such an id.
-	id := transfer.LeaseID{Boot: d.Boot, ID: d.ID * lease.MaxTeam, Epoch: 1}
-	team := TeamNamed("%x %d", id.Boot, id.ID)
-	for range d.World {
+	// The ranks that ask are of the same team: each place of it is taken once.
+	team := TeamNamed("%q %q", d.Engine, d.Req)
+	if d.Req == "" {
+		team = TeamNamed("%x %d", d.Boot, d.ID)
+	}
+	ranks := d.Ranks
+	if len(ranks) == 0 {
+		for r := range d.World {
+			ranks = append(ranks, uint32(r))
+		}
+	}
+	for _, r := range ranks {
+		// The boot id is the engine scheduler's, so no rank's lease has such an id. A rank that
+		// declines the same request again has the same one.
+		id := transfer.LeaseID{Boot: d.Boot, Epoch: 1,
+			ID: binary.LittleEndian.Uint64(team[:])/lease.MaxTeam*lease.MaxTeam + uint64(r)}
 		ds.decline(now, d.Peer, declined{id: id, key: d.Key, team: team, size: d.World,
 			reason: d.Reason, far: true})
-		id.ID++
 	}
 }
 

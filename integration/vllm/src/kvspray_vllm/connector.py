@@ -152,6 +152,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                     parallel.tensor_parallel_size,
                     parallel.pipeline_parallel_size,
                     secret,
+                    (parallel.data_parallel_rank, parallel.data_parallel_size),
                 ),
                 [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups],
                 self._engine_id,
@@ -163,7 +164,6 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 store_lag=vllm_config.max_concurrent_batches if self._settings.store else 0,
                 events=self._events,
                 fails=self._kv_transfer_config.kv_load_failure_policy == "fail",
-                pp_size=parallel.pipeline_parallel_size,
             )
         else:
             self._flag_of = layout.flag_indices(kv_cache_config)

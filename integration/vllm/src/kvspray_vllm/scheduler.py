@@ -74,7 +74,6 @@ class SchedulerSide:
         store_lag: int = 0,
         events: StoreEvents | None = None,
         fails: bool = False,
-        pp_size: int = 1,
     ) -> None:
         """store_lag: of StoreSide; 0: the engine does not use the node's store.
         events: those of the store, if the engine publishes any.
@@ -91,7 +90,6 @@ class SchedulerSide:
         self._hash = hash_fn
         self._log = log
         self._tp_size = tp_size
-        self._world = tp_size * pp_size
         self._windows = [(g, w) for g, w in enumerate(windows) if w]
         self._backoff = backoff_of(windows)
         self._now = now
@@ -110,8 +108,8 @@ class SchedulerSide:
         self._destinations: dict[str, Destination] = {}  # not allocated yet
         # Requests that are loaded; None: from the store.
         self._loading: dict[str, Destination | None] = {}
-        # Of these, by request and rank: why the rank asks no sidecar for the load.
-        self._unasked: dict[str, dict[int, str]] = {}
+        # Of these, by request: the ranks that ask no sidecar for the load, and are declined.
+        self._unasked: dict[str, set[int]] = {}
         self._ending: set[str] = set()  # of these, whose request is over
         self._stats = KVSprayStats()
         self._live: dict[str, Request] = {}
@@ -425,12 +423,30 @@ class SchedulerSide:
             return ""
         return f"; its LoRA adapter {request.lora_request.lora_name!r} is {own[1]} here"
 
-    def _decline(self, dest: Destination, reason: str, asked: bool = True) -> None:
+    def _decline(self, dest: Destination, reason: str) -> None:
         """No rank of this engine will fetch that prompt, so the prefill engine need not keep its
         blocks. Only for requests without an EXPECT, which a worker cancels itself. The scheduler's
-        session sends it: one message for all ranks, also if vLLM steps no worker. asked: the
-        request has a query, and was not reported as expected."""
-        self._client.decline(dest.xfer, dest.hash, dest.peer, reason, asked)
+        session sends it: one message for all ranks, also if vLLM steps no worker."""
+        self._client.decline(dest.xfer, dest.hash, dest.peer, reason)
+
+    def _decline_ranks(self, req: str, ranks: dict[int, str]) -> None:
+        """The prefill engine keeps its blocks for the other ranks of the request, and for no longer
+        than these need them. vLLM may pass on one rank's report twice."""
+        dest, declined = self._loading.get(req), self._unasked.setdefault(req, set())
+        new = sorted(ranks.keys() - declined)
+        if dest is None:
+            del self._unasked[req]
+        elif new:
+            declined.update(new)
+            self._client.decline(
+                dest.xfer,
+                dest.hash,
+                dest.peer,
+                f"not loaded: {ranks[new[0]]}",
+                asked=False,
+                req=req,
+                ranks=new,
+            )
 
     def _refused(self, request: Request, given: dict[str, Any]) -> None:
         """A request that vLLM does not compute. The front end makes one request without a prompt in
@@ -718,15 +734,11 @@ class SchedulerSide:
             self._held.pop(req, None)
         if landed is not None:
             for req, ranks in landed.unasked.items():
-                if req in self._loading:
-                    self._unasked.setdefault(req, {}).update(ranks)
+                self._decline_ranks(req, ranks)
         for req in received:
             self._ending.discard(req)
-            dest, unasked = self._loading.pop(req, None), self._unasked.pop(req, {})
-            # If any rank asks, the request has its place at the prefill engine, and a decline would
-            # take the place of another sample.
-            if dest is not None and len(unasked) == self._world:
-                self._decline(dest, "not loaded: " + next(iter(unasked.values())), asked=False)
+            self._loading.pop(req, None)
+            self._unasked.pop(req, None)
         if landed is not None and landed.changed:
             self._cache.weights_changed(landed.changed)
         if self._store is not None:

@@ -146,8 +146,9 @@ class SchedulerShim(Protocol):
     def admission(self, xfer: bytes, hash: bytes) -> Answer | None: ...
     def expected(self, xfer: bytes, hash: bytes) -> None: ...
     def decline(
-        self, xfer: bytes, hash: bytes, peer: str, reason: str, asked: bool = True
-    ) -> None: ...
+        self, xfer: bytes, hash: bytes, peer: str, reason: str, asked: bool = True, req: str = "",
+        ranks: Sequence[int] = (),
+    ) -> None: ...  # fmt: skip
     def pages(self, namespaces: Sequence[Namespace]) -> SchedulerPages: ...
     def close(self) -> None: ...
 
@@ -542,10 +543,11 @@ class Scheduler:
         tp_size: int = 1,
         pp_size: int = 1,
         secret: bytes = b"",
+        dp: tuple[int, int] = (0, 1),
     ) -> None:
         self._secret = secret
-        # The sizes give the number of ranks that a decline stands for.
-        ranks = kvspray.Ranks(pp=(0, pp_size), tp=(0, tp_size))
+        # The engine's name and sizes are those of its workers: a decline takes the place of ranks.
+        ranks = kvspray.Ranks(dp=dp, pp=(0, pp_size), tp=(0, tp_size))
         self._c = kvspray.SchedulerClient(socket, engine=_engine(engine_id), log=log, ranks=ranks)
 
     @property
@@ -579,8 +581,11 @@ class Scheduler:
     def expected(self, xfer: bytes, hash: bytes) -> None:
         self._c.expected(xfer, hash)
 
-    def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str, asked: bool = True) -> None:
-        self._c.decline(xfer, hash, peer, reason, asked=asked)
+    def decline(
+        self, xfer: bytes, hash: bytes, peer: str, reason: str, asked: bool = True, req: str = "",
+        ranks: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self._c.decline(xfer, hash, peer, reason, req=req, ranks=ranks, asked=asked)
 
     def pages(self, namespaces: Sequence[Namespace]) -> SchedulerPages:
         """namespaces: of each rank."""
