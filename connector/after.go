@@ -20,6 +20,8 @@ type held struct {
 	begin func(left time.Duration)
 	due   time.Duration // in the time of watch.Now
 	timer *time.Timer   // checks at due if no flag moves
+	// of a destination lease
+	expect *engines.Expect
 }
 
 // beginLocked has begin open l, at once or when the stream has passed the mark. begin receives the
@@ -61,6 +63,9 @@ func (w *worker) followHeldLocked() {
 func (w *worker) endHeldLocked(l *lease, status uint16, reason string) {
 	w.completions.postLocked(encodeCompletion(engines.Completion{Lease: w.leaseID(l), Received: true,
 		Status: status, Reason: reason}))
+	if x := l.held.expect; x != nil {
+		w.eventLocked(engines.Event{Kind: engines.DestRefused, Expect: x, Reason: reason})
+	}
 	w.closeLeaseLocked(l)
 }
 

@@ -69,6 +69,10 @@ func TestAfterEnds(t *testing.T) {
 			t.Fatalf("completion %+v %+v, want lease %d with status %d and %q", got, got.Received, id,
 				status, reason)
 		}
+		if status != board.OK {
+			r.rec.until(t, "the refusal",
+				func() bool { return strings.Contains(r.rec.refused[id], reason) })
+		}
 	}
 	late := expectAfter(t, w, 7, 20, 0)
 	ends(late, board.Expired, "did not pass mark 7 before the deadline (it is at 0)")

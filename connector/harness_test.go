@@ -58,24 +58,25 @@ type events struct {
 	holds     []uint64
 	awaits    []engines.Await
 	declines  []engines.Decline
+	refused   map[uint64]string // destination leases, with the reason
 	yields    []uint64
 	// sessions of Await that are over
 	schedulersGone []uint64
 	order          []string
 }
 
-// seen returns the events so far. The server may continue: slices only grow, the map is a copy.
+// seen returns the events so far. The server may continue: slices only grow, the maps are copies.
 func (r *recorder) seen() events {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	e := r.events
-	e.cancels = maps.Clone(e.cancels)
+	e.cancels, e.refused = maps.Clone(e.cancels), maps.Clone(e.refused)
 	return e
 }
 
 func newRecorder() *recorder {
-	return &recorder{changed: make(chan struct{}), events: events{cancels: map[uint64]string{}},
-		autoGone: true}
+	return &recorder{changed: make(chan struct{}), events: events{cancels: map[uint64]string{},
+		refused: map[uint64]string{}}, autoGone: true}
 }
 
 // atIntent has f called for every intent from now on.
@@ -138,6 +139,9 @@ func (r *recorder) one(ev *engines.Event) {
 	case engines.DestOpened:
 		r.note(fmt.Sprint("expect ", ev.Expect.Lease.ID),
 			func() { r.expects = append(r.expects, *ev.Expect) })
+	case engines.DestRefused:
+		r.note(fmt.Sprint("refused ", ev.Expect.Lease.ID),
+			func() { r.refused[ev.Expect.Lease.ID] = ev.Reason })
 	case engines.Canceled:
 		r.note(fmt.Sprint("cancel ", ev.Lease), func() { r.cancels[ev.Lease] = ev.Reason })
 	case engines.Preempted:

@@ -161,15 +161,6 @@ func (w *worker) expectLocked(rec board.Record) error {
 	if m.Skip == nil {
 		m.Skip = make([]uint32, len(m.Blocks))
 	}
-	if err := w.reserveLocked(l, m); err != nil {
-		w.refuseLocked(rec, false, err)
-		return err
-	}
-	if err := w.admitLocked(l, ids); err != nil {
-		w.guard.Release(l.id)
-		w.refuseLocked(rec, false, err)
-		return nil
-	}
 	ex := &engines.Expect{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
 		Peer:   m.Peer,
 		Tokens: m.Tokens, Skip: m.Skip, Blocks: m.Blocks,
@@ -177,10 +168,27 @@ func (w *worker) expectLocked(rec board.Record) error {
 		MatchTimeout: w.s.duration(m.MatchTimeoutMS, w.s.opt.MatchTimeout), Req: m.Req,
 		Stall: w.s.duration(m.StallMS, 0),
 		Trace: placed(m.Traceparent)}
+	refuse := func(err error) {
+		w.refuseLocked(rec, false, err)
+		w.eventLocked(engines.Event{Kind: engines.DestRefused, Expect: ex, Reason: err.Error()})
+	}
+	if err := w.reserveLocked(l, m); err != nil {
+		refuse(err)
+		return err
+	}
+	if err := w.admitLocked(l, ids); err != nil {
+		w.guard.Release(l.id)
+		refuse(err)
+		return nil
+	}
+	ex.Lease = w.leaseID(l)
 	w.beginLocked(l, m.After, ex.Deadline, func(left time.Duration) {
 		ex.Deadline = left
 		w.eventLocked(engines.Event{Kind: engines.DestOpened, Expect: ex})
 	})
+	if l.held != nil {
+		l.held.expect = ex
+	}
 	return nil
 }
 

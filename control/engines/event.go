@@ -32,13 +32,16 @@ const (
 	Yielded
 	// DestOpened(Worker, Expect) opens a destination lease.
 	DestOpened
+	// DestRefused(Worker, Expect, Reason): this destination lease was not opened and has ended, so
+	// that the source need not wait for it.
+	DestRefused
 	// Canceled(Worker, Lease, Reason) ends a lease.
 	Canceled
 	// Asked(Await) is an admission query.
 	Asked
-	// Declined(Decline) gives up a request for all ranks of an engine, before any of them has a
-	// lease: one call of the scheduler saves a step of every rank. If the message is lost, the source
-	// waits for its match timeout. A hash of zeros stands for every prompt of the transfer.
+	// Declined(Decline) gives up a request for ranks of an engine that have no lease: one call of the
+	// scheduler saves a step of every rank. If the message is lost, the source waits for its match
+	// timeout. A hash of zeros stands for every prompt of the transfer.
 	Declined
 	// SchedulerGone(Session): the session of an Await is over, and with it what its engine waits for.
 	SchedulerGone

@@ -76,6 +76,21 @@ func TestReceiverTakesNoMore(t *testing.T) {
 	}
 }
 
+// A load that is refused before it reaches the executor is declined, too.
+func TestReceiverWasRefused(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 5, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+	d.event(func() {
+		d.ex.one(s.now, engines.Event{Kind: engines.DestRefused, Worker: dw, Reason: "8 leases are open",
+			Expect: &engines.Expect{Lease: transfer.LeaseID{Boot: dw.Boot, ID: 1}, Key: testKey(1, 1),
+				Peer: "p:1"}})
+	})
+	s.until("the source's end", sec, func() bool { return src.done != nil })
+	if wantStatus(t, src, engines.StatusCancelled); !strings.Contains(src.done.Reason, "8 leases") {
+		t.Errorf("reason %q", src.done.Reason)
+	}
+}
+
 // The revokes that wait for a wrong address are bounded, and dropped in the end.
 func TestQueuedRevokesAreBounded(t *testing.T) {
 	s := newSim(t, 1, 0)

@@ -46,6 +46,8 @@ func (e *Exec) handle(now Instant, ev *engines.Event) {
 		e.sources.Yield(now, w, ev.Lease)
 	case engines.DestOpened:
 		e.dests.Open(now, w, *ev.Expect)
+	case engines.DestRefused:
+		e.dests.Refused(now, w, *ev.Expect, ev.Reason)
 	case engines.Canceled:
 		e.cancel(now, ev)
 	case engines.Asked:

@@ -41,6 +41,14 @@ func (ds *Table) decline(now Instant, addr string, d declined) {
 	ds.endpoints.Drop(ep)
 }
 
+// Refused takes engines.DestRefused.
+func (ds *Table) Refused(now Instant, w *engines.Worker, x engines.Expect, reason string) {
+	if team, err := teamOf(w, &x); err == nil {
+		ds.decline(now, x.Peer, declined{id: x.Lease, key: x.Key, team: team,
+			size: w.Place.World(), reason: reason, far: true})
+	}
+}
+
 // Decline takes engines.Declined.
 func (ds *Table) Decline(now Instant, d engines.Decline) {
 	if d.World < 1 || d.World > lease.MaxTeam {

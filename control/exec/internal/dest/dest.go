@@ -185,8 +185,7 @@ func (ds *Table) Open(now Instant, w *engines.Worker, x engines.Expect) {
 		full = fmt.Sprintf("%d destination leases are open: at most %d", len(ds.byID), ds.Cfg.MaxDest)
 	}
 	if full != "" {
-		ds.decline(now, x.Peer, declined{id: x.Lease, key: x.Key, team: team,
-			size: w.Place.World(), reason: full, far: true})
+		ds.Refused(now, w, x, full)
 		refuse(full)
 		return
 	}
@@ -196,8 +195,7 @@ func (ds *Table) Open(now Instant, w *engines.Worker, x engines.Expect) {
 	}
 	plan, err := ds.Cfg.Planner.Receive(w, &x)
 	if err != nil {
-		ds.decline(now, x.Peer, declined{id: x.Lease, key: x.Key, team: team,
-			size: w.Place.World(), reason: "plan: " + err.Error(), far: true})
+		ds.Refused(now, w, x, "plan: "+err.Error())
 		refuse(err.Error())
 		return
 	}
