@@ -61,8 +61,12 @@ class BuildPy(build_py):
         # An editable install uses the library in the source directory.
         base = ROOT / "python" if self.editable_mode else pathlib.Path(self.build_lib)
         compile_library(base / "kvspray" / "libkvspray.so", "src")
+        release = f'-DKVS_RELEASE="{self.distribution.get_version()}"'
         compile_library(
-            base / "kvspray" / "libkvspray_preload.so", "preload", "src", more=PRELOAD_FLAGS
+            base / "kvspray" / "libkvspray_preload.so",
+            "preload",
+            "src",
+            more=(*PRELOAD_FLAGS, release),
         )
         if binary := os.environ.get("KVSPRAY_WHEEL_BINARY"):
             target = base / "kvspray" / "_bin" / "kvspray"

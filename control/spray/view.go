@@ -37,9 +37,9 @@ type PairView struct {
 	Slice     uint64        `json:"slice_bytes"`
 	Rate      float64       `json:"learned_bytes_per_second"`
 	Neutral   float64       `json:"neutral_bytes_per_second"`
-	Delay     time.Duration `json:"least_delay_ns"`
-	Fixed     time.Duration `json:"b0_ns"`
-	Factor    float64       `json:"b1"`
+	Delay     time.Duration `json:"min_delay_ns"`
+	Fixed     time.Duration `json:"fixed_ns"`
+	Factor    float64       `json:"factor"`
 	Score     time.Duration `json:"score_of_a_chunk_ns"`
 	Error     float64       `json:"prediction_error"` // mean of |predicted - actual| / actual
 	Samples   int           `json:"samples"`

@@ -124,8 +124,8 @@ func New(reg prometheus.Registerer) *Set {
 		railErrors: counters("rail", "errors_total", "Lanes lost and slices failed on a rail.",
 			"transport", "rail"),
 		railLanes: gauges("rail", "lanes", "Lanes that are up.", "transport", "rail"),
-		slices: counters("lane", "slices_total", "Attempts to move a slice, by outcome.", "transport",
-			"outcome", "reason"),
+		slices: counters("lane", "attempts_total", "Attempts to move a slice, by what their lane "+
+			"reports.", "transport", "outcome", "reason"),
 		refused: counters("lane", "frames_refused_total", "Discarded frames.", "transport", "reason"),
 		leases:  gauges("lease", "open", "Open leases.", "side"),
 		quarantine: prometheus.NewGauge(gaugeOpts("lease", "quarantined", "Parts of leases, at either "+

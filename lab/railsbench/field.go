@@ -304,7 +304,7 @@ type PairState struct {
 	Rate     float64           `json:"learned_bytes_per_second"`
 	Window   uint64            `json:"window_bytes"`
 	Slice    uint64            `json:"slice_bytes"`
-	Delay    time.Duration     `json:"least_delay_ns"`
+	Delay    time.Duration     `json:"min_delay_ns"`
 	Samples  int               `json:"samples"`
 	Counters map[string]uint64 `json:"counters"`
 }

@@ -521,6 +521,7 @@ static bool open_client(void)
 	                            .engine_name = "preload",
 	                            .engine_version = "1",
 	                            .engine_id = "preload",
+	                            .release = KVS_RELEASE,
 	                            .ranks = {0, 1, 0, 1, 0, 1, 0, 1, 0, 1},
 	                            .layers = 1,
 	                            .deadline_ms = settings()->deadline_ms};

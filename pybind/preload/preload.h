@@ -40,6 +40,10 @@ enum {
 	MEMORY_DEVICE = 2,
 	HOST_WRITECOMBINED = 4,
 };
+/* setup.py defines it: the release of the package, for errors and logs of the sidecar. */
+#ifndef KVS_RELEASE
+#define KVS_RELEASE ""
+#endif
 #define STREAM_LEGACY ((handle)1)
 #define STREAM_PER_THREAD ((handle)2)
 

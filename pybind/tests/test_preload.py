@@ -54,7 +54,7 @@ class Build:
             *sources,
             "tests/preload_share.c",
             flags=f"{shared} -fvisibility=hidden -I{ROOT}/preload -Ddlsym=kvs_real_dlsym "
-            f"-DKVS_MUTANT={mutant} -Wl,--version-script={ROOT}/preload/preload.map "
+            f"-DKVS_MUTANT={mutant} -DKVS_RELEASE='\"9.1-preload\"' -Wl,--version-script={ROOT}/preload/preload.map "
             "-Wl,--wrap=kvs_region_gpu",
         )
         self.program = compile_c(
@@ -200,6 +200,12 @@ def test_another_library_with_the_same_names(build: Build, serve: Serve, where: 
     code, out, report, err = build.run("random", 1, OPS, socket=socket, **{where: str(other)})
     assert (code, out) == native[:2], err
     assert report["cuMemcpyHtoDAsync_v2", CAUGHT] > 10, err
+
+
+def test_the_sidecar_gets_the_release(build: Build, serve: Serve, tmp_path: pathlib.Path) -> None:
+    _, socket = serve("a")
+    build.run("random", 1, OPS, socket=socket)
+    assert "release=9.1-preload" in (tmp_path / "a.log").read_text()
 
 
 def test_an_allocation_that_went_unseen(build: Build, serve: Serve) -> None:

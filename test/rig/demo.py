@@ -408,7 +408,7 @@ class Demo:
         )
         v.retries = int(
             sum(
-                total(m, "kvspray_lane_slices_total", outcome="rejected", reason="checksum")
+                total(m, "kvspray_lane_attempts_total", outcome="rejected", reason="checksum")
                 for m in metrics
             )
         )

@@ -88,9 +88,13 @@ func (d *Directory) Close() error {
 	return nil
 }
 
+// format is part of all keys, and raised with each change of what they contain. Members of another
+// format have other keys: neither reads the other's, which the service forgets after ttl.
+const format = "1:"
+
 func (d *Directory) key(k *page.Key) string {
 	s := directory.ShortOf(k)
-	return d.prefix + string(s[:])
+	return d.prefix + format + string(s[:])
 }
 
 // holder reads a member of a set: the boot of a process.

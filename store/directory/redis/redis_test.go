@@ -146,6 +146,31 @@ func TestForeignMembers(t *testing.T) {
 	}
 }
 
+// TestOtherFormats: keys have the number of their format, and those of another one are not read.
+func TestOtherFormats(t *testing.T) {
+	s := miniredis.RunT(t)
+	d := open(t, s.Addr(), 1)
+	keys := randomKeys(1)
+	name, ok := strings.CutPrefix(d.key(&keys[0]), d.prefix+"1:")
+	if !ok {
+		t.Fatalf("key %q", d.key(&keys[0]))
+	}
+	for _, other := range []string{"", "2:"} {
+		if _, err := s.ZAdd(d.prefix+other+name, 1e12, string(d.self[:])); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if f := d.of(t, keys); len(f.Holders) != 0 {
+		t.Errorf("%v", f.Holders)
+	}
+	if err := d.Announce(t.Context(), keys); err != nil {
+		t.Fatal(err)
+	}
+	if f := d.of(t, keys); len(f.Holders) != 1 {
+		t.Errorf("%v", f.Holders)
+	}
+}
+
 // TestServiceRefuses: the error has what an operator can do about it.
 func TestServiceRefuses(t *testing.T) {
 	s := miniredis.RunT(t)
