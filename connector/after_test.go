@@ -17,7 +17,7 @@ func expectAfter(t *testing.T, w *connectortest.Worker, mark, deadlineMS uint64,
 	x, h := key()
 	id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "10.0.0.1:7",
 		Tokens: 16 * uint32(len(blocks)),
-		Blocks: [][]uint32{blocks}, DeadlineMS: deadlineMS, After: mark})
+		Blocks: [][]uint32{blocks}, DeadlineMS: deadlineMS, StreamMark: mark})
 	must(t, err)
 	return id
 }
@@ -30,7 +30,7 @@ func TestAfterHoldsBack(t *testing.T) {
 	first := expectAfter(t, w, 1, 0, 0, 1)
 	third := expectAfter(t, w, 3, 0, 2)
 	copied, err := w.Copy(msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: 4096, Len: 64}},
-		After: 2})
+		StreamMark: 2})
 	must(t, err)
 	free := expectAfter(t, w, 0, 0, 3)
 	r.rec.until(t, "the one without a mark", func() bool { return len(r.rec.expects) == 1 })

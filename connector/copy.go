@@ -98,7 +98,7 @@ func (w *worker) decodeCopyLocked(body []byte) (q copyRequest, err error) {
 	if err != nil {
 		return q, err
 	}
-	q.after, q.deadlineMS, q.Req = m.After, m.DeadlineMS, m.Req
+	q.after, q.deadlineMS, q.Req = m.StreamMark, m.DeadlineMS, m.Req
 	part := CopyPart{blocks: m.Blocks}
 	if part.Src, part.Dst, err = w.copyRegionsLocked(&q, "src", m.Src, "dst", m.Dst); err != nil {
 		return q, err

@@ -344,7 +344,7 @@ func key() (x [16]byte, h [32]byte) {
 func intent(tokens uint32, blocks ...uint32) msg.Intent {
 	x, h := key()
 	return msg.Intent{Xfer: x, Hash: h, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{blocks},
-		Prio: msg.PrioStream}
+		Priority: msg.PrioStream}
 }
 
 func asJSON(v any) string {

@@ -29,7 +29,7 @@ func (w *worker) decodeLoadLocked(body []byte) (q copyRequest, err error) {
 	if err != nil {
 		return q, err
 	}
-	q.after, q.deadlineMS, q.Req = m.After, m.DeadlineMS, m.Req
+	q.after, q.deadlineMS, q.Req = m.StreamMark, m.DeadlineMS, m.Req
 	q.flag = &loadFlag{int(m.Flag), m.Value}
 	if int64(m.Flag) >= int64(w.flags.Layers()) {
 		return q, loadError("flag", fmt.Sprintf("%d, but the flags memory has %d load flags", m.Flag,

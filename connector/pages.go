@@ -126,7 +126,7 @@ func (w *worker) pagesLocked(rec board.Record) error {
 		if m, err = msg.DecodeGet(rec.Body); err == nil {
 			p.Pool, p.Blocks, p.Req = m.Space, m.Blocks, m.Req
 			p.Hashes = page.Hashes{Bytes: slices.Clone(m.Hashes), Each: int(m.HashBytes)}
-			after, deadline = m.After, m.DeadlineMS
+			after, deadline = m.StreamMark, m.DeadlineMS
 		}
 	} else {
 		what = "PUT"
@@ -136,7 +136,7 @@ func (w *worker) pagesLocked(rec board.Record) error {
 			p.Pool, p.Blocks, p.Req = m.Space, m.Blocks, m.Req
 			p.Hashes = page.Hashes{Bytes: slices.Clone(m.Hashes), Each: int(m.HashBytes)}
 			p.Before = slices.Clone(m.Parent)
-			after, deadline = m.After, m.DeadlineMS
+			after, deadline = m.StreamMark, m.DeadlineMS
 		}
 	}
 	pool := w.pools.known[p.Pool]

@@ -121,7 +121,7 @@ func (w *worker) intentLocked(rec board.Record) error {
 	in := &engines.Intent{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
 		Tokens: m.Tokens,
 		Fanout: int(m.Fanout), Blocks: m.Blocks,
-		Held: m.Held, Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
+		Held: m.Held, Priority: priority(m.Priority), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
 		Attempt: m.Attempt, Req: m.Req, Trace: placed(m.Traceparent)}
 	w.eventLocked(engines.Event{Kind: engines.SourceOpened, Intent: in})
 	if len(l.steps) > 0 {
@@ -164,7 +164,7 @@ func (w *worker) expectLocked(rec board.Record) error {
 	ex := &engines.Expect{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
 		Peer:   m.Peer,
 		Tokens: m.Tokens, Skip: m.Skip, Blocks: m.Blocks,
-		Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
+		Priority: priority(m.Priority), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
 		MatchTimeout: w.s.duration(m.MatchTimeoutMS, w.s.opt.MatchTimeout), Req: m.Req,
 		Stall: w.s.duration(m.StallMS, 0),
 		Trace: placed(m.Traceparent)}
@@ -182,7 +182,7 @@ func (w *worker) expectLocked(rec board.Record) error {
 		return nil
 	}
 	ex.Lease = w.leaseID(l)
-	w.beginLocked(l, m.After, ex.Deadline, func(left time.Duration) {
+	w.beginLocked(l, m.StreamMark, ex.Deadline, func(left time.Duration) {
 		ex.Deadline = left
 		w.eventLocked(engines.Event{Kind: engines.DestOpened, Expect: ex})
 	})

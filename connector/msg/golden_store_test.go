@@ -28,10 +28,10 @@ func storeMessages() []storeMessage {
 	full.Seed, full.Adapter, full.Secret = "0", "lora", []byte("sixteen bytes...")
 	get := Get{Space: 3, Hashes: hashes, HashBytes: 16, Blocks: []uint32{7, 70000}}
 	fullGet := get
-	fullGet.DeadlineMS, fullGet.Req, fullGet.After = 3000, "cmpl-1", 1<<40
+	fullGet.DeadlineMS, fullGet.Req, fullGet.StreamMark = 3000, "cmpl-1", 1<<40
 	put := Put{Space: 3, Hashes: hashes, HashBytes: 16, Blocks: []uint32{7, 70000}}
 	fullPut := put
-	fullPut.DeadlineMS, fullPut.Req, fullPut.After = 3000, "cmpl-1", 7
+	fullPut.DeadlineMS, fullPut.Req, fullPut.StreamMark = 3000, "cmpl-1", 7
 	fullPut.Parent = seq(16, 0x40)
 	results := []byte{PageHit | PageFlagMemory, PageMiss, PageStored | PageFlagDurable}
 	return []storeMessage{

@@ -226,34 +226,34 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	blocks := seq(8, 1) // two ids
 	rec("intent", "INTENT", (&Intent{Xfer: b16(0x20), Hash: b32(0x60), Tokens: 2048, Fanout: 1,
 		Blocks: [][]uint32{{7, 300, 70000}}, Ready: 0,
-		Prio: PrioStream, DeadlineMS: 30000, Req: "cmpl-1"}).Append(nil))
+		Priority: PrioStream, DeadlineMS: 30000, Req: "cmpl-1"}).Append(nil))
 	rec("intent-restart", "INTENT", (&Intent{Xfer: b16(0x20), Hash: b32(0x60), Tokens: 2048,
 		Fanout: 16, Blocks: [][]uint32{{1, 2}, {}}, Ready: 512,
-		Steps: []PendingStep{{41, 1024}, {43, 2048}}, Prio: PrioDecodeWaits, DeadlineMS: 1234, Held: true,
+		Steps: []PendingStep{{41, 1024}, {43, 2048}}, Priority: PrioDecodeWaits, DeadlineMS: 1234, Held: true,
 		Req: "cmpl-2", Attempt: 3}).Append(nil))
 	rec("intent-older", "INTENT", with("tokens", 16, "blocks", []any{blocks}))
 	rec("intent-newer", "INTENT", with(append(kv{"tokens", 16, "fanout", 1, "blocks", []any{blocks},
-		"ready", 16, "steps", []any{}, "prio", 9,
+		"ready", 16, "steps", []any{}, "priority", 9,
 		"deadline_ms", 1, "held", false, "req", "", "attempt", 0}, unknown...)...))
 	rec("expect", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "10.0.0.1:7411",
 		Tokens: 2048, Skip: []uint32{512, 0},
-		Blocks: [][]uint32{{5, 6, 7}, {1 << 31}}, Prio: PrioDecodeWaits, DeadlineMS: 30000,
+		Blocks: [][]uint32{{5, 6, 7}, {1 << 31}}, Priority: PrioDecodeWaits, DeadlineMS: 30000,
 		MatchTimeoutMS: 10000, Req: "cmpl-1"}).Append(nil))
 	rec("expect-after", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "h:1", Tokens: 16,
 		Skip:   []uint32{0},
-		Blocks: [][]uint32{{1, 2}}, After: 1 << 40}).Append(nil))
+		Blocks: [][]uint32{{1, 2}}, StreamMark: 1 << 40}).Append(nil))
 	// The optional traceparent, in a body that has every other key, too.
 	rec("intent-traced", "INTENT", (&Intent{Xfer: b16(0x20), Hash: b32(0x60), Tokens: 16, Fanout: 1,
-		Blocks: [][]uint32{{1, 2}}, Prio: PrioStream, DeadlineMS: 1, Req: "r",
+		Blocks: [][]uint32{{1, 2}}, Priority: PrioStream, DeadlineMS: 1, Req: "r",
 		Traceparent: goldenTraceparent}).Append(nil))
 	rec("expect-traced", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "h:1", Tokens: 16,
 		Skip: []uint32{0}, Blocks: [][]uint32{{1, 2}}, DeadlineMS: 1, MatchTimeoutMS: 1, Req: "r",
 		Traceparent: goldenTraceparent}).Append(nil))
 	rec("copy-after", "COPY", (&Copy{Dst: 1, Blocks: []CopyBlock{{1, 2, 3}}, DeadlineMS: 1,
-		After: 7}).Append(nil))
+		StreamMark: 7}).Append(nil))
 	rec("expect-older", "EXPECT", with("peer", "h:1", "tokens", 16, "blocks", []any{blocks}))
 	rec("expect-newer", "EXPECT", with(append(kv{"peer", "h:1", "tokens", 16, "skip", []any{0},
-		"blocks", []any{blocks}, "prio", 0, "deadline_ms", 1,
+		"blocks", []any{blocks}, "priority", 0, "deadline_ms", 1,
 		"match_timeout_ms", 1, "req", ""}, unknown...)...))
 	rec("step", "STEP", (&Step{Step: 70000, Reqs: []StepReq{{Lease: 1 << 33, End: 1024,
 		Blocks: [][]uint32{{7, 300, 70000}}, Attempt: 0},
@@ -278,7 +278,7 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 		"deadline_ms", 5, "req", ""}, unknown...)))
 	rec("load", "LOAD", (&Load{Parts: []LoadPart{{4096, 1 << 22, 1 << 33, 65536, 65535, 1, 2},
 		{0, 1, 2, 3, 4, 5, 6}}, Pages: []LoadPage{{7, 1 << 31}, {0, 1}}, Flag: 3, Value: 1 << 40,
-		DeadlineMS: 10000, Req: "load-1", After: 9}).Append(nil))
+		DeadlineMS: 10000, Req: "load-1", StreamMark: 9}).Append(nil))
 	rec("load-older", "LOAD", appendAny(nil, kv{"parts", seq(48, 0), "pages", seq(8, 0), "flag", 0,
 		"value", 0}))
 	rec("load-newer", "LOAD", appendAny(nil, append(kv{"parts", seq(96, 0), "pages", seq(16, 0),
@@ -553,19 +553,19 @@ func otherVersions(t testing.TB) map[string]any {
 		"bye-newer":      &Bye{Reason: "r"},
 
 		"intent-older": &Intent{Xfer: xfer, Hash: hash, Tokens: 16, Fanout: 1, Blocks: blocks,
-			Prio: PrioStream},
+			Priority: PrioStream},
 		"intent-newer": &Intent{Xfer: xfer, Hash: hash, Tokens: 16, Fanout: 1, Blocks: blocks, Ready: 16,
-			Prio: 9, DeadlineMS: 1},
+			Priority: 9, DeadlineMS: 1},
 		"expect-after": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0},
-			Blocks: [][]uint32{{1, 2}},
-			After:  1 << 40},
+			Blocks:     [][]uint32{{1, 2}},
+			StreamMark: 1 << 40},
 		"intent-traced": &Intent{Xfer: xfer, Hash: hash, Tokens: 16, Fanout: 1,
-			Blocks: [][]uint32{{1, 2}},
-			Prio:   PrioStream, DeadlineMS: 1, Req: "r", Traceparent: goldenTraceparent},
+			Blocks:   [][]uint32{{1, 2}},
+			Priority: PrioStream, DeadlineMS: 1, Req: "r", Traceparent: goldenTraceparent},
 		"expect-traced": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0},
 			Blocks: [][]uint32{{1, 2}}, DeadlineMS: 1, MatchTimeoutMS: 1, Req: "r",
 			Traceparent: goldenTraceparent},
-		"copy-after":   &Copy{Dst: 1, Blocks: []CopyBlock{{1, 2, 3}}, DeadlineMS: 1, After: 7},
+		"copy-after":   &Copy{Dst: 1, Blocks: []CopyBlock{{1, 2, 3}}, DeadlineMS: 1, StreamMark: 7},
 		"expect-older": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Blocks: blocks},
 		"expect-newer": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0},
 			Blocks: blocks, DeadlineMS: 1, MatchTimeoutMS: 1},

@@ -1538,7 +1538,7 @@ func DecodeIntent(b []byte) (*Intent, error) {
 var requiredIntent = []string{"xfer", "hash", "tokens", "blocks"}
 
 func (m *Intent) read(r *reader) {
-	*m = Intent{Fanout: 1, Prio: PrioStream}
+	*m = Intent{Fanout: 1, Priority: PrioStream}
 	var got uint64
 	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
 		switch string(r.key()) {
@@ -1590,8 +1590,8 @@ func (m *Intent) read(r *reader) {
 					m.Steps = append(m.Steps, e)
 				}
 			}
-		case "prio":
-			m.Prio = r.u32()
+		case "priority":
+			m.Priority = r.u32()
 		case "deadline_ms":
 			m.DeadlineMS = r.u64()
 		case "held":
@@ -1639,8 +1639,8 @@ func (m *Intent) Append(b []byte) []byte {
 	for i := range m.Steps {
 		b = m.Steps[i].append(b)
 	}
-	b = append(b, "\xa4prio"...)
-	b = appendUint(b, uint64(m.Prio))
+	b = append(b, "\xa8priority"...)
+	b = appendUint(b, uint64(m.Priority))
 	b = append(b, "\xabdeadline_ms"...)
 	b = appendUint(b, m.DeadlineMS)
 	b = append(b, "\xa4held"...)
@@ -1670,7 +1670,7 @@ func DecodeExpect(b []byte) (*Expect, error) {
 var requiredExpect = []string{"xfer", "hash", "peer", "tokens", "blocks"}
 
 func (m *Expect) read(r *reader) {
-	*m = Expect{Prio: PrioDecodeWaits}
+	*m = Expect{Priority: PrioDecodeWaits}
 	var got uint64
 	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
 		switch string(r.key()) {
@@ -1720,16 +1720,16 @@ func (m *Expect) read(r *reader) {
 				}
 			}
 			got |= 1 << 4
-		case "prio":
-			m.Prio = r.u32()
+		case "priority":
+			m.Priority = r.u32()
 		case "deadline_ms":
 			m.DeadlineMS = r.u64()
 		case "match_timeout_ms":
 			m.MatchTimeoutMS = r.u64()
 		case "req":
 			m.Req = r.str(MaxReqBytes)
-		case "after":
-			m.After = r.u64()
+		case "stream_mark":
+			m.StreamMark = r.u64()
 		case "traceparent":
 			m.Traceparent = r.str(MaxNameBytes)
 		case "stall_ms":
@@ -1747,7 +1747,7 @@ func (m *Expect) read(r *reader) {
 // Append encodes m.
 func (m *Expect) Append(b []byte) []byte {
 	n := 10
-	if m.After != 0 {
+	if m.StreamMark != 0 {
 		n++
 	}
 	if len(m.Traceparent) > 0 {
@@ -1775,17 +1775,17 @@ func (m *Expect) Append(b []byte) []byte {
 	for i := range m.Blocks {
 		b = appendPackedU32(b, m.Blocks[i])
 	}
-	b = append(b, "\xa4prio"...)
-	b = appendUint(b, uint64(m.Prio))
+	b = append(b, "\xa8priority"...)
+	b = appendUint(b, uint64(m.Priority))
 	b = append(b, "\xabdeadline_ms"...)
 	b = appendUint(b, m.DeadlineMS)
 	b = append(b, "\xb0match_timeout_ms"...)
 	b = appendUint(b, m.MatchTimeoutMS)
 	b = append(b, "\xa3req"...)
 	b = appendStr(b, m.Req)
-	if m.After != 0 {
-		b = append(b, "\xa5after"...)
-		b = appendUint(b, m.After)
+	if m.StreamMark != 0 {
+		b = append(b, "\xabstream_mark"...)
+		b = appendUint(b, m.StreamMark)
 	}
 	if len(m.Traceparent) > 0 {
 		b = append(b, "\xabtraceparent"...)
@@ -1885,8 +1885,8 @@ func (m *Copy) read(r *reader) {
 			m.DeadlineMS = r.u64()
 		case "req":
 			m.Req = r.str(MaxReqBytes)
-		case "after":
-			m.After = r.u64()
+		case "stream_mark":
+			m.StreamMark = r.u64()
 		default:
 			r.skip()
 		}
@@ -1897,7 +1897,7 @@ func (m *Copy) read(r *reader) {
 // Append encodes m.
 func (m *Copy) Append(b []byte) []byte {
 	n := 5
-	if m.After != 0 {
+	if m.StreamMark != 0 {
 		n++
 	}
 	b = appendMap(b, n)
@@ -1911,9 +1911,9 @@ func (m *Copy) Append(b []byte) []byte {
 	b = appendUint(b, m.DeadlineMS)
 	b = append(b, "\xa3req"...)
 	b = appendStr(b, m.Req)
-	if m.After != 0 {
-		b = append(b, "\xa5after"...)
-		b = appendUint(b, m.After)
+	if m.StreamMark != 0 {
+		b = append(b, "\xabstream_mark"...)
+		b = appendUint(b, m.StreamMark)
 	}
 	return b
 }
@@ -1953,8 +1953,8 @@ func (m *Get) read(r *reader) {
 			m.DeadlineMS = r.u64()
 		case "req":
 			m.Req = r.str(MaxReqBytes)
-		case "after":
-			m.After = r.u64()
+		case "stream_mark":
+			m.StreamMark = r.u64()
 		default:
 			r.skip()
 		}
@@ -1968,7 +1968,7 @@ func (m *Get) read(r *reader) {
 // Append encodes m.
 func (m *Get) Append(b []byte) []byte {
 	n := 6
-	if m.After != 0 {
+	if m.StreamMark != 0 {
 		n++
 	}
 	b = appendMap(b, n)
@@ -1984,9 +1984,9 @@ func (m *Get) Append(b []byte) []byte {
 	b = appendUint(b, m.DeadlineMS)
 	b = append(b, "\xa3req"...)
 	b = appendStr(b, m.Req)
-	if m.After != 0 {
-		b = append(b, "\xa5after"...)
-		b = appendUint(b, m.After)
+	if m.StreamMark != 0 {
+		b = append(b, "\xabstream_mark"...)
+		b = appendUint(b, m.StreamMark)
 	}
 	return b
 }
@@ -2028,8 +2028,8 @@ func (m *Put) read(r *reader) {
 			m.DeadlineMS = r.u64()
 		case "req":
 			m.Req = r.str(MaxReqBytes)
-		case "after":
-			m.After = r.u64()
+		case "stream_mark":
+			m.StreamMark = r.u64()
 		default:
 			r.skip()
 		}
@@ -2046,7 +2046,7 @@ func (m *Put) Append(b []byte) []byte {
 	if len(m.Parent) > 0 {
 		n++
 	}
-	if m.After != 0 {
+	if m.StreamMark != 0 {
 		n++
 	}
 	b = appendMap(b, n)
@@ -2066,9 +2066,9 @@ func (m *Put) Append(b []byte) []byte {
 	b = appendUint(b, m.DeadlineMS)
 	b = append(b, "\xa3req"...)
 	b = appendStr(b, m.Req)
-	if m.After != 0 {
-		b = append(b, "\xa5after"...)
-		b = appendUint(b, m.After)
+	if m.StreamMark != 0 {
+		b = append(b, "\xabstream_mark"...)
+		b = appendUint(b, m.StreamMark)
 	}
 	return b
 }
@@ -2107,8 +2107,8 @@ func (m *Load) read(r *reader) {
 			m.DeadlineMS = r.u64()
 		case "req":
 			m.Req = r.str(MaxReqBytes)
-		case "after":
-			m.After = r.u64()
+		case "stream_mark":
+			m.StreamMark = r.u64()
 		default:
 			r.skip()
 		}
@@ -2119,7 +2119,7 @@ func (m *Load) read(r *reader) {
 // Append encodes m.
 func (m *Load) Append(b []byte) []byte {
 	n := 6
-	if m.After != 0 {
+	if m.StreamMark != 0 {
 		n++
 	}
 	b = appendMap(b, n)
@@ -2135,9 +2135,9 @@ func (m *Load) Append(b []byte) []byte {
 	b = appendUint(b, m.DeadlineMS)
 	b = append(b, "\xa3req"...)
 	b = appendStr(b, m.Req)
-	if m.After != 0 {
-		b = append(b, "\xa5after"...)
-		b = appendUint(b, m.After)
+	if m.StreamMark != 0 {
+		b = append(b, "\xabstream_mark"...)
+		b = appendUint(b, m.StreamMark)
 	}
 	return b
 }

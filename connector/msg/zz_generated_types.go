@@ -507,7 +507,7 @@ type Intent struct {
 	Blocks      [][]uint32    // one per block table
 	Ready       uint32        // tokens complete without any flag
 	Steps       []PendingStep // pending, oldest first
-	Prio        uint32
+	Priority    uint32
 	DeadlineMS  uint64
 	Held        bool   // HOLD was already sent
 	Req         string // for traces
@@ -523,11 +523,11 @@ type Expect struct {
 	Tokens         uint32     // of the whole prompt
 	Skip           []uint32   // per group: tokens that the receiver already has
 	Blocks         [][]uint32 // per group, covering tokens from 0
-	Prio           uint32
+	Priority       uint32
 	DeadlineMS     uint64
 	MatchTimeoutMS uint64
 	Req            string
-	After          uint64 // the stream mark before which the sidecar neither grants nor writes; 0: at once
+	StreamMark     uint64 // the stream mark before which the sidecar neither grants nor writes; 0: at once
 	Traceparent    string // as in INTENT
 	StallMS        uint64 // longest wait without a byte or a sign of life of the other side; 0: until the deadline
 }
@@ -548,7 +548,7 @@ type Copy struct {
 	Blocks     []CopyBlock
 	DeadlineMS uint64
 	Req        string
-	After      uint64 // as in EXPECT
+	StreamMark uint64 // as in EXPECT
 }
 
 // Get is the body of GET.
@@ -559,7 +559,7 @@ type Get struct {
 	Blocks     []uint32 // one for each page
 	DeadlineMS uint64
 	Req        string
-	After      uint64
+	StreamMark uint64
 }
 
 // Put is the body of PUT.
@@ -571,7 +571,7 @@ type Put struct {
 	Parent     []byte // hash of the page before the first one
 	DeadlineMS uint64
 	Req        string
-	After      uint64
+	StreamMark uint64
 }
 
 // Load is the body of LOAD.
@@ -582,7 +582,7 @@ type Load struct {
 	Value      uint64 // the sidecar raises the flag to value+n once the first n parts have arrived, unless the flag is below value: the load before has to end first
 	DeadlineMS uint64
 	Req        string
-	After      uint64
+	StreamMark uint64
 }
 
 // Received is the body of RECEIVED.

@@ -256,13 +256,13 @@ func (p *Pair) Begin(ctx context.Context, o Order) (*Transfer, error) {
 	received, sent := p.await(false, lease), p.await(true, given)
 	t.Began = time.Now()
 	if err := p.src.IntentAs(given, msg.Intent{Xfer: x, Hash: h, Tokens: tokens, Fanout: 1,
-		Blocks: [][]uint32{t.from}, Ready: tokens, Prio: o.Priority,
+		Blocks: [][]uint32{t.from}, Ready: tokens, Priority: o.Priority,
 		DeadlineMS: uint64(o.Deadline.Milliseconds())}); err != nil {
 		return nil, fmt.Errorf("intent: %w", err)
 	}
 	m := msg.Expect{Xfer: x, Hash: h, Tokens: tokens, Peer: p.field.nodes[p.from].peer,
 		Skip: []uint32{0}, Blocks: [][]uint32{t.to},
-		Prio: o.Priority, DeadlineMS: uint64(o.Deadline.Milliseconds())}
+		Priority: o.Priority, DeadlineMS: uint64(o.Deadline.Milliseconds())}
 	if err := p.dst.Push(board.RecExpect, lease, m.Append(nil), false); err != nil {
 		return nil, fmt.Errorf("expect: %w", err)
 	}

@@ -55,7 +55,7 @@ def test_source_lease_in_order(sidecar: Make, worker: Make) -> None:
     r = s.record("INTENT", lease=lease)
     assert r["body"] == {
         "xfer": XFER, "hash": HASH, "tokens": 40, "fanout": 2,
-        "blocks": [b"\1\0\0\0\2\0\0\0\3\0\0\0"], "ready": 0, "steps": [], "prio": 1,
+        "blocks": [b"\1\0\0\0\2\0\0\0\3\0\0\0"], "ready": 0, "steps": [], "priority": 1,
         "deadline_ms": DEADLINE_MS, "held": False, "req": "r1", "attempt": 0,
     }  # fmt: skip
     assert bytes.fromhex(r["hex"]) == kvspray.protocol.encode("INTENT", r["body"])

@@ -171,9 +171,9 @@ def test_a_record_names_the_mark_that_it_waits_for(sidecar: Make, two: Make) -> 
     s: Sidecar = sidecar()
     w, cache, host = two()
     lease = w.expect(b"x" * 16, b"h" * 32, "127.0.0.1:7001", 16, 0, [[1]], after=1 << 63)
-    assert s.record("EXPECT", lease=lease)["body"]["after"] == 1 << 63
+    assert s.record("EXPECT", lease=lease)["body"]["stream_mark"] == 1 << 63
     lease = w.copy(cache, host, [(0, 0, 8)], after=9)
-    assert s.record("COPY", lease=lease)["body"]["after"] == 9
+    assert s.record("COPY", lease=lease)["body"]["stream_mark"] == 9
 
 
 def parts(cache: kvspray.Region, host: kvspray.Region) -> list[kvspray.LoadPart]:
@@ -202,7 +202,7 @@ def test_load(sidecar: Make, two: Make) -> None:
         "value": 1 << 40,
         "deadline_ms": 15000,
         "req": "load-1",
-        "after": 9,
+        "stream_mark": 9,
     }
     assert r["body"] == want and kvspray.protocol.encode("LOAD", want).hex() == r["hex"]
     s.complete(

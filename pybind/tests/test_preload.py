@@ -54,7 +54,8 @@ class Build:
             *sources,
             "tests/preload_share.c",
             flags=f"{shared} -fvisibility=hidden -I{ROOT}/preload -Ddlsym=kvs_real_dlsym "
-            f"-DKVS_MUTANT={mutant} -DKVS_RELEASE='\"9.1-preload\"' -Wl,--version-script={ROOT}/preload/preload.map "
+            f"-DKVS_MUTANT={mutant} -DKVS_RELEASE='\"9.1-preload\"' "
+            f"-Wl,--version-script={ROOT}/preload/preload.map "
             "-Wl,--wrap=kvs_region_gpu",
         )
         self.program = compile_c(

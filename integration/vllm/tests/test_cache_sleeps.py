@@ -59,6 +59,8 @@ class Client:
     def wait_connected(self, seconds: float) -> bool:
         return self.answers
 
+    wait_replaced = wait_connected
+
 
 @pytest.fixture(autouse=True)
 def other_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +216,29 @@ def test_a_sidecar_that_does_not_answer(e: Engine, caplog: Any) -> None:
         client.connected = False  # before the sleep, and no lease is open
         connector(e, client).unregister_kv_caches()
     assert not caplog.text
+
+
+def test_the_wait_for_a_sidecar_that_exits_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not come back: its exit has freed the memory."""
+    clock, exits, exit_at = [0.0], [3], [1.0]
+
+    def wait_connected(seconds: float) -> bool:
+        clock[0] += max(seconds, 0.01)
+        exits[0] = 4 if clock[0] >= exit_at[0] else 3
+        return False
+
+    worker = object.__new__(shim.Worker)
+    worker._c = SimpleNamespace(  # type: ignore[assignment]
+        wait_connected=wait_connected,
+        replace=lambda *_: None,
+        status=lambda: SimpleNamespace(counters={"sidecar_exits": exits[0]}),
+    )
+    monkeypatch.setattr(shim.time, "monotonic", lambda: clock[0])
+    worker.replace([])
+    assert worker.wait_replaced(10.0) and clock[0] < 1.5
+    clock[0], exits[0], exit_at[0] = 0.0, 3, 99.0
+    worker.replace([])
+    assert not worker.wait_replaced(10.0) and 10 <= clock[0] < 11
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -170,7 +170,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "blocks",
         "ready",
         "steps",
-        "prio",
+        "priority",
         "deadline_ms",
         "held",
         "req",
@@ -184,21 +184,30 @@ ORDER: dict[str, tuple[str, ...]] = {
         "tokens",
         "skip",
         "blocks",
-        "prio",
+        "priority",
         "deadline_ms",
         "match_timeout_ms",
         "req",
-        "after",
+        "stream_mark",
         "traceparent",
         "stall_ms",
     ),
     "CANCEL": ("reason",),
     "PREEMPT": (),
     "HOLD": (),
-    "COPY": ("src", "dst", "blocks", "deadline_ms", "req", "after"),
-    "GET": ("space", "hashes", "hash_bytes", "blocks", "deadline_ms", "req", "after"),
-    "PUT": ("space", "hashes", "hash_bytes", "blocks", "parent", "deadline_ms", "req", "after"),
-    "LOAD": ("parts", "pages", "flag", "value", "deadline_ms", "req", "after"),
+    "COPY": ("src", "dst", "blocks", "deadline_ms", "req", "stream_mark"),
+    "GET": ("space", "hashes", "hash_bytes", "blocks", "deadline_ms", "req", "stream_mark"),
+    "PUT": (
+        "space",
+        "hashes",
+        "hash_bytes",
+        "blocks",
+        "parent",
+        "deadline_ms",
+        "req",
+        "stream_mark",
+    ),
+    "LOAD": ("parts", "pages", "flag", "value", "deadline_ms", "req", "stream_mark"),
     "YIELD": (),
     "RECEIVED": ("bytes", "took_us", "transport", "reason", "recompute", "pages"),
     "SENT": ("grants", "bytes", "reason"),
@@ -227,7 +236,7 @@ def intent(
     fanout: int = 1,
     ready: int = 0,
     steps: Sequence[Sequence[int]] = (),
-    prio: int = 1,
+    priority: int = 1,
     deadline_ms: int = 0,
     held: bool = False,
     req: str = "",
@@ -243,7 +252,7 @@ def intent(
         "blocks": blocks,
         "ready": ready,
         "steps": steps,
-        "prio": prio,
+        "priority": priority,
         "deadline_ms": deadline_ms,
         "held": held,
         "req": req,
@@ -262,11 +271,11 @@ def expect(
     tokens: int,
     blocks: Sequence[bytes],
     skip: Sequence[int] = (),
-    prio: int = 0,
+    priority: int = 0,
     deadline_ms: int = 0,
     match_timeout_ms: int = 0,
     req: str = "",
-    after: int = 0,
+    stream_mark: int = 0,
     traceparent: str = "",
     stall_ms: int = 0,
 ) -> dict[str, Any]:
@@ -278,13 +287,13 @@ def expect(
         "tokens": tokens,
         "skip": skip,
         "blocks": blocks,
-        "prio": prio,
+        "priority": priority,
         "deadline_ms": deadline_ms,
         "match_timeout_ms": match_timeout_ms,
         "req": req,
     }
-    if after:
-        body["after"] = after
+    if stream_mark:
+        body["stream_mark"] = stream_mark
     if traceparent:
         body["traceparent"] = traceparent
     if stall_ms:
@@ -299,7 +308,7 @@ def copy(
     blocks: bytes,
     deadline_ms: int = 0,
     req: str = "",
-    after: int = 0,
+    stream_mark: int = 0,
 ) -> dict[str, Any]:
     """The body of COPY."""
     body: dict[str, Any] = {
@@ -309,8 +318,8 @@ def copy(
         "deadline_ms": deadline_ms,
         "req": req,
     }
-    if after:
-        body["after"] = after
+    if stream_mark:
+        body["stream_mark"] = stream_mark
     return body
 
 
@@ -322,7 +331,7 @@ def get(
     blocks: bytes,
     deadline_ms: int = 0,
     req: str = "",
-    after: int = 0,
+    stream_mark: int = 0,
 ) -> dict[str, Any]:
     """The body of GET."""
     body: dict[str, Any] = {
@@ -333,8 +342,8 @@ def get(
         "deadline_ms": deadline_ms,
         "req": req,
     }
-    if after:
-        body["after"] = after
+    if stream_mark:
+        body["stream_mark"] = stream_mark
     return body
 
 
@@ -347,7 +356,7 @@ def put(
     parent: bytes = b"",
     deadline_ms: int = 0,
     req: str = "",
-    after: int = 0,
+    stream_mark: int = 0,
 ) -> dict[str, Any]:
     """The body of PUT."""
     body: dict[str, Any] = {
@@ -360,8 +369,8 @@ def put(
     }
     if parent:
         body["parent"] = parent
-    if after:
-        body["after"] = after
+    if stream_mark:
+        body["stream_mark"] = stream_mark
     return body
 
 
@@ -373,7 +382,7 @@ def load(
     value: int,
     deadline_ms: int = 0,
     req: str = "",
-    after: int = 0,
+    stream_mark: int = 0,
 ) -> dict[str, Any]:
     """The body of LOAD."""
     body: dict[str, Any] = {
@@ -384,6 +393,6 @@ def load(
         "deadline_ms": deadline_ms,
         "req": req,
     }
-    if after:
-        body["after"] = after
+    if stream_mark:
+        body["stream_mark"] = stream_mark
     return body

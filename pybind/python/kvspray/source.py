@@ -16,17 +16,17 @@ class Source:
     """
 
     __slots__ = (
-        "key", "tokens", "fanout", "groups", "prio", "deadline_ms", "held", "req", "attempt",
+        "key", "tokens", "fanout", "groups", "priority", "deadline_ms", "held", "req", "attempt",
         "traceparent", "ready", "pending", "_first", "_head", "_tail",
     )  # fmt: skip
 
     def __init__(
         self, xfer: bytes, hash: bytes, tokens: int, fanout: int, table: list[bytes], ready: int,
-        prio: int, deadline_ms: int, held: bool, req: str, attempt: int, traceparent: str = "",
+        priority: int, deadline_ms: int, held: bool, req: str, attempt: int, traceparent: str = "",
     ) -> None:  # fmt: skip
         self.key = {"xfer": xfer, "hash": hash, "tokens": tokens, "fanout": fanout}
         self.tokens = tokens
-        self.prio = prio
+        self.priority = priority
         self.deadline_ms = deadline_ms
         self.held = held
         self.req = req
@@ -44,7 +44,7 @@ class Source:
 
     def set_tail(self) -> None:
         tail = {
-            "prio": self.prio,
+            "priority": self.priority,
             "deadline_ms": self.deadline_ms,
             "held": self.held,
             "req": self.req,

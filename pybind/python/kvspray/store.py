@@ -18,9 +18,9 @@ from typing import Any
 
 from . import _lib, _messages, protocol
 from ._lib import byref, lib
-from .client import _Client, _ms, _timeout
+from .client import _Client, _ms, _req, _timeout
 from .region import Region
-from .worker import WorkerClient, _after, _req
+from .worker import WorkerClient, _after
 
 __all__ = ["Exists", "Found", "Namespace", "PageResult", "Piece", "Removed", "Space"]
 
@@ -342,7 +342,7 @@ class Space:
                 blocks=_packed("I", blocks),
                 deadline_ms=deadline,
                 req=_req(req),
-                after=_after(after),
+                stream_mark=_after(after),
                 **more,
             )
         )

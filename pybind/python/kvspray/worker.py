@@ -239,7 +239,7 @@ class WorkerClient(_Client):
         *,
         fanout: int = 1,
         ready: int = 0,
-        prio: int = 1,
+        priority: int = 1,
         req: str = "",
         attempt: int = 0,
         deadline_s: float | None = None,
@@ -265,7 +265,7 @@ class WorkerClient(_Client):
         deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
         source = Source(
             _bin("xfer", xfer, 16), _bin("hash", hash, 32), tokens, fanout,
-            [protocol.pack_blocks(b) for b in blocks], ready, prio, deadline, held, _req(req),
+            [protocol.pack_blocks(b) for b in blocks], ready, priority, deadline, held, _req(req),
             attempt, _traceparent(traceparent),
         )  # fmt: skip
         h = self._handle()
@@ -378,7 +378,7 @@ class WorkerClient(_Client):
         skip: int | Sequence[int],
         blocks: Blocks,
         *,
-        prio: int = 0,
+        priority: int = 0,
         req: str = "",
         deadline_s: float | None = None,
         match_timeout_s: float | None = None,
@@ -417,11 +417,11 @@ class WorkerClient(_Client):
                 tokens=tokens,
                 skip=skips,
                 blocks=table,
-                prio=prio,
+                priority=priority,
                 deadline_ms=deadline,
                 match_timeout_ms=min(deadline, _ms(match_timeout_s, match_timeout_ms)),
                 req=_req(req),
-                after=_after(after),
+                stream_mark=_after(after),
                 traceparent=_traceparent(traceparent),
                 stall_ms=_ms(stall_s or None, 0),
             )
@@ -460,7 +460,7 @@ class WorkerClient(_Client):
                 blocks=protocol.pack_copies(blocks),
                 deadline_ms=deadline,
                 req=_req(req),
-                after=_after(after),
+                stream_mark=_after(after),
             )
         )
         return self._submit("copy", _lib.REC_COPY, body, deadline)
@@ -521,7 +521,7 @@ class WorkerClient(_Client):
                 value=value,
                 deadline_ms=deadline,
                 req=_req(req),
-                after=_after(after),
+                stream_mark=_after(after),
             )
         )
         if not arrived:

@@ -414,7 +414,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         for region in self._regions:
             region.close()
         self._regions = ()
-        if self._attached and not self._worker_client.wait_connected(RETURN_S):
+        if self._attached and not self._worker_client.wait_replaced(RETURN_S):
             logger.warning(
                 "kvspray: the sidecar has not answered for %d s, and may still map the KV cache; "
                 "the memory is free when the sidecar has unmapped it",

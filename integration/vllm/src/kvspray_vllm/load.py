@@ -547,7 +547,8 @@ class Guard:
         if tags != ["weights"]:
             self._refuse(name, last)
             return
-        self._asleep()
+        self.whole, self.slept = False, True
+        self._renamed()
         inner(tags)
         self.called = time.monotonic()
 
@@ -555,13 +556,14 @@ class Guard:
         if self.load is not None:
             # Nothing may write to the memory that goes.
             self.load.stop("the engine was put to sleep")
-        self._asleep()
-        inner(level)
-        self.called = time.monotonic()
-
-    def _asleep(self) -> None:
         self.whole, self.slept = False, True
-        self._renamed()
+        try:
+            inner(level)
+        finally:
+            # Only now: a connector whose cache sleeps gives and takes nothing, and has to present
+            # the name once, at the wake-up.
+            self._renamed()
+        self.called = time.monotonic()
 
 
 # ---- one load

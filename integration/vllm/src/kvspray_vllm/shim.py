@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +24,7 @@ Blocks = Sequence[Sequence[int]]
 
 # enum kvs_status of board.h
 OK, FAILED, CANCELLED, EXPIRED, REFUSED, LOST = range(6)
+EXIT_S = 0.05  # between two looks whether the sidecar has exited
 DEFAULT_MATCH_TIMEOUT_MS = 10_000  # before a sidecar has sent its own
 
 STATUS_NAMES = ("ok", "failed", "cancelled", "expired", "refused", "lost")
@@ -306,6 +308,7 @@ class Worker:
 
     def replace(self, memory: Sequence[Memory], layout: Mapping[str, Any] | None = None) -> None:
         """Replaces the memory of register. Without memory, the engine takes it back for a while."""
+        self._exits = self._c.status().counters["sidecar_exits"]
         try:
             self._c.replace([m.region for m in memory], layout)
         except kvspray.KvsprayError as err:
@@ -313,6 +316,16 @@ class Worker:
 
     def wait_connected(self, seconds: float) -> bool:
         return self._c.wait_connected(seconds)
+
+    def wait_replaced(self, seconds: float) -> bool:
+        """After replace: whether the sidecar has unmapped the memory before, or has exited."""
+        end = time.monotonic() + seconds
+        while not self._c.wait_connected(min(EXIT_S, max(0.0, end - time.monotonic()))):
+            if self._c.status().counters["sidecar_exits"] != self._exits:
+                return True
+            if time.monotonic() >= end:
+                return False
+        return True
 
     def holds(self) -> bool:
         """Whether a sidecar may still access memory that was taken back."""
