@@ -1,5 +1,5 @@
 # The targets install their tools and environments in .build and bin. The machine must have Go,
-# CPython 3.10 to 3.13 with venv, gcc with binutils, and make.
+# CPython 3.11 to 3.13 with venv, gcc with binutils, and make.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
