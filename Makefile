@@ -528,7 +528,7 @@ bench-sglang: build $(B)/venv-peers/.stamp #: SGLang's HiCache and prefill/decod
 ##@ Set-up
 
 .PHONY: env
-env: #: Make the environment with the pinned vLLM (1 GB to fetch, once)
+env: #: Make the environment with the pinned vLLM (1.4 GB to fetch, once)
 	$(call need-python,8)
 	@$(HOSTPY) test/rig/env.py
 
