@@ -1,5 +1,5 @@
 # The targets install their tools and environments in .build and bin. The machine must have Go,
-# CPython 3.10 to 3.13 with venv, gcc with binutils, and make.
+# CPython 3.11 to 3.13 with venv, gcc with binutils, and make.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -528,7 +528,7 @@ bench-sglang: build $(B)/venv-peers/.stamp #: SGLang's HiCache and prefill/decod
 ##@ Set-up
 
 .PHONY: env
-env: #: Make the environment with the pinned vLLM (1 GB to fetch, once)
+env: #: Make the environment with the pinned vLLM (1.4 GB to fetch, once)
 	$(call need-python,8)
 	@$(HOSTPY) test/rig/env.py
 

@@ -56,10 +56,7 @@ COMMENT = re.compile(
 # What a reader without an accelerator adds: SGLang itself has no CPU build, test/sglang has what it
 # lacks.
 SHIMS = {
-    "venv": {
-        "vllm": '[ "$1" = serve ] && '
-        'exec python -m vllm.entrypoints.openai.api_server --model "${@:2}"'
-    },
+    "venv": {},
     "venv-sglang": {
         "python": 'case "$*" in "-m sglang.launch_server "*) set -- "$@" --device cpu '
         "--mem-fraction-static 0.7 --max-total-tokens 2048 --max-running-requests 8 "

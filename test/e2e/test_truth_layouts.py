@@ -180,10 +180,7 @@ class Worker:
 
 
 def start(sidecar: rig.Sidecar, name: str, model: Model, e: Engine) -> list[Worker]:
-    try:
-        from vllm.v1.core import kv_cache_planning as planning
-    except ImportError:  # vLLM 0.32
-        from vllm.v1.core import kv_cache_utils as planning
+    from vllm.v1.core import kv_cache_planning as planning
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 

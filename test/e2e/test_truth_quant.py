@@ -235,7 +235,7 @@ def slab(block: int) -> list[Cache]:
     windows = DeepseekV4SWACache.get_kv_cache_spec(
         Bag(cache_config=config.cache_config, bounded_replay=False, block_size=64, head_dim=LATENT,
         dtype=torch.uint8, window_size=WINDOW, packed_bytes_per_token=584,
-        packed_page_alignment=576), config,
+        packed_page_alignment=576, packed_block_stride_alignment=None), config,
     )  # fmt: skip
     out = [
         Cache("csa", entries(4), "deepseek_v4", {"compress_ratio": 4}),
@@ -531,6 +531,7 @@ def v32(block: int) -> list[Cache]:
         sliding_window=None,
         indexer=object(),
         non_causal_multi_token_decode=False,
+        topk_buffer_width=None,
     )
     rows = MLAAttention.get_kv_cache_spec(layer, config)
     keys = DeepseekV32IndexerCache.get_kv_cache_spec(

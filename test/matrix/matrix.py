@@ -103,26 +103,14 @@ def make(cell: Cell, venv: pathlib.Path) -> pathlib.Path:
     (site,) = venv.glob("lib/python*/site-packages")
     subprocess.run([sys.executable, RIG / "cuda_stubs.py", site], check=True)
     if cell.over:
-        overlay(unpacked(f"vllm=={cell.version}") / "vllm", site / "vllm", cell.version)
-        install(py, "orjson")  # 0.33 has it in its requirements, and 0.32 does not
+        env.overlay(unpacked(f"vllm=={cell.version}"), site)
+        env.rename(site, cell.version)
+        install(py, *env.CPU_BUILD[1:])
     wheels = sorted((ROOT / "dist").glob("*.whl"))
     if not wheels:
         raise Failed("dist/ has no wheels: run make wheels")
     install(py, *wheels)
     return py
-
-
-def overlay(newer: pathlib.Path, site: pathlib.Path, version: str) -> None:
-    """Replaces the files of a vLLM by those of a newer one, but keeps the compiled ones. vLLM
-    recognizes a build for CPUs by the version of its distribution."""
-    compiled = {p: p.rename(site.parent / f"kept-{p.name}") for p in site.glob("*.so")}
-    shutil.rmtree(site)
-    shutil.copytree(newer, site, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for place, kept in compiled.items():
-        kept.rename(place)
-    info = site.parent / f"vllm-{version}+cpu.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
 def run(cell: Cell) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages of engines from the configured index. uv caches what it has downloaded."""
+"""Packages of engines from the configured index."""
 
 from __future__ import annotations
 
@@ -40,12 +40,4 @@ def newest(package: str) -> str:
 
 
 def unpacked(requirement: str) -> pathlib.Path:
-    """A directory with a package as pip would install it, without what it depends on. It is never
-    imported from there."""
-    target = BUILD / "matrix" / requirement
-    if not (target / ".whole").exists():
-        print(f"fetching {requirement} ...", file=sys.stderr, flush=True)
-        uv("pip", "install", "--no-deps", "--python", sys.executable, "--target", target,
-           requirement)  # fmt: skip
-        (target / ".whole").touch()
-    return target
+    return env.unpacked(BUILD, BUILD / "venv" / "bin" / "python", requirement)

@@ -91,23 +91,13 @@ def images() -> dict[str, Image]:
     )
     for file in model.iterdir():
         file.chmod(0o644)
-    # The CPU build of vLLM has another name, for which its command looks.
-    name = OUT / "names" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
-    name.parent.mkdir(parents=True)
-    name.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-    python = {
-        base: base,
-        venv: venv,
-        "/models": str(OUT / "models"),
-        "/opt/names": str(OUT / "names"),
-    }
+    python = {base: base, venv: venv, "/models": str(OUT / "models")}
     return {
         "kvspray": Image(("/opt/kvspray/kvspray",), {**system, **kvspray}),
         "vllm-kvspray": Image(
             (f"{venv}/bin/python", "-m", "vllm.entrypoints.cli.main", "serve"),
             {**system, **kvspray, **python},
             {
-                "PYTHONPATH": "/opt/names",
                 "PATH": f"/opt/kvspray:{venv}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:"
                 "/usr/bin:/sbin:/bin",
             },

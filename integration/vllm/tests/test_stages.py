@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.core import kv_cache_planning as planning
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -22,11 +23,6 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
-
-try:
-    from vllm.v1.core import kv_cache_planning as planning
-except ImportError:  # vLLM 0.32
-    from vllm.v1.core import kv_cache_utils as planning
 
 from kvspray_vllm import KVSprayConnector, layout
 from kvspray_vllm.settings import Settings

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment, the plug-in, the matrix and the documents have the same main version of vLLM."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+import pytest
+from matrix import CELLS
+from packages import PINS, ROOT
+
+from kvspray_vllm import versions
+
+RELEASE = PINS["vllm"].partition("==")[2]
+MAIN = RELEASE.rpartition(".")[0]
+
+
+def test_the_environment_has_the_main_version() -> None:
+    import vllm
+
+    assert vllm.__version__.partition("+")[0] == RELEASE
+    assert importlib.metadata.version("vllm") == f"{RELEASE}+cpu"
+
+
+def test_the_plug_in_was_tested_with_the_main_version() -> None:
+    tested = {c.version.rpartition(".")[0] for c in CELLS if c.engine == "vllm"}
+    assert versions.KNOWN[-1] == MAIN and set(versions.KNOWN) <= tested
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "CHANGELOG.md", "deploy/Dockerfile", "docs/cross-engine.md",
+     "docs/getting-started.md", "docs/install.md", "docs/vllm.md", "integration/vllm/README.md"],
+)  # fmt: skip
+def test_documents_name_the_main_version_first(page: str) -> None:
+    named = re.findall(r"vLLM(?: \|)? (0\.\d+)", (ROOT / page).read_text())
+    assert named and named[0] == MAIN
