@@ -275,6 +275,7 @@ class Tests:
                 "google.golang.org/grpc" in c["name"] for c in content["components"]
             ):
                 raise Failed(f"{sbom}: not a list of the modules of kvspray")
+            self.licensed(sbom.name.partition(f"-{self.version}-")[0], content["components"])
         chart = chart_version(self.version)
         with tarfile.open(self.made / f"kvspray-{chart}.tgz") as tar:
             member = tar.extractfile("kvspray/Chart.yaml")
@@ -285,6 +286,20 @@ class Tests:
         for arch in ARCHES:
             if arch.machine != platform.machine():
                 self.emulated(arch)
+
+    def licensed(self, command: str, modules: list[dict[str, str]]) -> None:
+        """The archive has a licence of each module that the command links."""
+        name = f"kvspray-{self.version}-linux-{host().go}"
+        with tarfile.open(self.made / f"{name}.tar.gz") as tar:
+            member = tar.extractfile(f"{name}/LICENSE-{command}-third-party.txt")
+            assert member is not None
+            titles = re.findall(r"^=+\n(.*)\n=+$", member.read().decode(), flags=re.M)
+        # dist.py adds the licence of freetype.
+        own = ("github.com/kvspray/kvspray", "github.com/golang/freetype")
+        linked = {m["name"] for m in modules if not m["name"].startswith(own)}
+        without = sorted(m for m in linked if not any(t.startswith(f"{m}/") for t in titles))
+        if without:
+            raise Failed(f"{name}: no licence of {', '.join(without)} for {command}")
 
     def emulated(self, arch: Arch) -> None:
         """The sidecars of the wheel for another architecture, beside engines of this one."""
