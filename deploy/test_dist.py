@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import email
 import functools
 import hashlib
 import http.server
@@ -30,7 +31,7 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from dist import ARCHES, ROOT, Arch, Failed, chart_version, host, package_version, python_version
 
@@ -41,6 +42,42 @@ BLOCKS = 20  # moved in each of three orders
 class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+class Index(http.server.BaseHTTPRequestHandler):
+    """Takes uploads as a package index does, and notes the digest of each file."""
+
+    taken: dict[str, str] = {}
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        head = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()
+        fields = {
+            part.get_param("name", header="content-disposition"): part
+            for part in email.message_from_bytes(head + body).get_payload()
+        }
+        content = fields["content"].get_payload(decode=True)
+        digest = hashlib.sha256(content).hexdigest()
+        named = fields["sha256_digest"].get_payload(decode=True).decode()
+        if named == digest and fields[":action"].get_payload() == "file_upload":
+            self.taken[fields["content"].get_filename()] = digest
+        self.send_response(200 if named == digest else 400)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def served(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 class Tests:
@@ -128,14 +165,8 @@ class Tests:
             page.mkdir(parents=True, exist_ok=True)
             (page / wheel.name).symlink_to(wheel)
         handler = functools.partial(Quiet, directory=str(pages))
-        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-            thread = threading.Thread(target=server.serve_forever)
-            thread.start()
-            try:
-                yield f"http://127.0.0.1:{server.server_port}/"
-            finally:
-                server.shutdown()
-                thread.join()
+        with served(handler) as url:
+            yield url
 
     def wheel(self) -> None:
         start = time.monotonic()
@@ -163,6 +194,27 @@ class Tests:
                 start,
                 *command,
             )
+
+    def upload(self) -> None:
+        """A dry run: twine uploads the wheels to an index on loopback."""
+        wheels = sorted(self.made.glob("*.whl"))
+        twine = ROOT / ".build" / "dist-venv" / "bin" / "twine"
+        with served(Index) as url:
+            self.run(
+                twine,
+                "upload",
+                "--non-interactive",
+                "--disable-progress-bar",
+                "--repository-url",
+                url,
+                *wheels,
+                TWINE_USERNAME="__token__",
+                TWINE_PASSWORD="none",
+            )
+        want = {w.name: hashlib.sha256(w.read_bytes()).hexdigest() for w in wheels}
+        if Index.taken != want:
+            raise Failed(f"twine uploaded {sorted(Index.taken)}, want {sorted(want)}")
+        self.passed("upload, index on loopback", f"{len(want)} wheels")
 
     def archive(self) -> None:
         start = time.monotonic()
@@ -328,7 +380,14 @@ def main() -> int:
     work = pathlib.Path(tempfile.mkdtemp(prefix="kvspray-test-dist-", dir="/var/tmp"))
     tests = Tests(args.version, args.made.resolve(), work)
     try:
-        for test in (tests.wheel, tests.archive, tests.packages, tests.image, tests.others):
+        for test in (
+            tests.wheel,
+            tests.upload,
+            tests.archive,
+            tests.packages,
+            tests.image,
+            tests.others,
+        ):
             test()
     except Failed as err:
         print(f"test_dist: {err}", file=sys.stderr)
