@@ -345,7 +345,9 @@ class Tests:
         with tarfile.open(self.made / f"{name}.tar.gz") as tar:
             member = tar.extractfile(f"{name}/LICENSE-{command}-third-party.txt")
             assert member is not None
-            titles = re.findall(r"^=+\n(.*)\n=+$", member.read().decode(), flags=re.M)
+            titles = re.findall(
+                r"^=+\n(.*)\n=+$", member.read().decode(errors="replace"), flags=re.M
+            )
         # dist.py adds the licence of freetype.
         own = ("github.com/kvspray/kvspray", "github.com/golang/freetype")
         linked = {m["name"] for m in modules if not m["name"].startswith(own)}
