@@ -6,7 +6,8 @@
 It checks the version, and runs doctor and two sidecars that move blocks between two engines'
 regions, compared byte by byte (`python -m kvspray.latency`). The engine's side of each test is the
 wheel in a virtual environment without a compiler on its path, which pip installs from an index on
-loopback by the lines of docs/install.md. Binaries for the other architecture run in qemu-user.
+loopback by the lines of README.md and docs/install.md. Binaries for the other architecture run in
+qemu-user.
 """
 
 from __future__ import annotations
@@ -171,11 +172,12 @@ class Tests:
     def wheel(self) -> None:
         start = time.monotonic()
         subprocess.run([sys.executable, "-m", "venv", self.venv], check=True)
-        page = (ROOT / "docs" / "install.md").read_text()
-        lines = re.findall(r'^    (python -m pip install "kvspray\[.*)$', page, flags=re.M)
+        page = "".join((ROOT / p).read_text() for p in ("README.md", "docs/install.md"))
+        found = re.findall(r'^    (python -m pip install "kvspray\[.*)$', page, flags=re.M)
+        lines = list(dict.fromkeys(found))
         extras = {e for line in lines for e in re.findall(r"\[(.*)\]", line)}
         if extras != {"vllm", "sglang"}:
-            raise Failed(f"docs/install.md installs {extras or 'nothing'} from an index")
+            raise Failed(f"README.md, docs/install.md: from an index {extras or 'nothing'}")
         with self.index() as url:
             for line in lines:
                 self.run("/bin/sh", "-c", line, PIP_INDEX_URL=url, PIP_CONFIG_FILE="/dev/null")
