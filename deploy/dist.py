@@ -143,11 +143,15 @@ def licenses(command: str) -> pathlib.Path:
     own = ("--ignore=github.com/kvspray/kvspray", "--ignore=github.com/golang/freetype")
     tool, what = TOOLS / "go-licenses", f"./cmd/{command}"
     allowed = "--allowed_licenses=" + ",".join(LICENSES)
-    run(tool, "check", what, *own, allowed, cwd=module(command))
-    run(tool, "save", what, *own, f"--save_path={saved}", "--force", cwd=module(command))
+    # The tool skips the packages below GOROOT. A tool built with -trimpath has no GOROOT of its
+    # own, and would then skip all packages.
+    goroot = run("go", "env", "GOROOT").strip()
+    run(tool, "check", what, *own, allowed, cwd=module(command), GOROOT=goroot)
+    save = (tool, "save", what, *own, f"--save_path={saved}", "--force")
+    run(*save, cwd=module(command), GOROOT=goroot)
     found = [p for p in saved.rglob("*") if re.match("LICEN[CS]E|COPYING|NOTICE", p.name)]
     parts = {str(p.relative_to(saved)): p for p in sorted(found)}
-    parts["Go"] = pathlib.Path(run("go", "env", "GOROOT").strip()) / "LICENSE"
+    parts["Go"] = pathlib.Path(goroot) / "LICENSE"
     if command == "kvspray-bench":
         query = ("go", "list", "-m", "-f", "{{.Dir}}", "github.com/golang/freetype")
         freetype = pathlib.Path(run(*query, cwd=module(command)).strip())

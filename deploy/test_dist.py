@@ -6,13 +6,15 @@
 It checks the version, and runs doctor and two sidecars that move blocks between two engines'
 regions, compared byte by byte (`python -m kvspray.latency`). The engine's side of each test is the
 wheel in a virtual environment without a compiler on its path, which pip installs from an index on
-loopback by the lines of docs/install.md. Binaries for the other architecture run in qemu-user.
+loopback by the lines of README.md and docs/install.md. Binaries for the other architecture run in
+qemu-user.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import email
 import functools
 import hashlib
 import http.server
@@ -30,7 +32,7 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from dist import ARCHES, ROOT, Arch, Failed, chart_version, host, package_version, python_version
 
@@ -41,6 +43,42 @@ BLOCKS = 20  # moved in each of three orders
 class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+class Index(http.server.BaseHTTPRequestHandler):
+    """Takes uploads as a package index does, and notes the digest of each file."""
+
+    taken: dict[str, str] = {}
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        head = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()
+        fields = {
+            part.get_param("name", header="content-disposition"): part
+            for part in email.message_from_bytes(head + body).get_payload()
+        }
+        content = fields["content"].get_payload(decode=True)
+        digest = hashlib.sha256(content).hexdigest()
+        named = fields["sha256_digest"].get_payload(decode=True).decode()
+        if named == digest and fields[":action"].get_payload() == "file_upload":
+            self.taken[fields["content"].get_filename()] = digest
+        self.send_response(200 if named == digest else 400)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def served(handler: Callable[..., http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 class Tests:
@@ -128,23 +166,18 @@ class Tests:
             page.mkdir(parents=True, exist_ok=True)
             (page / wheel.name).symlink_to(wheel)
         handler = functools.partial(Quiet, directory=str(pages))
-        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-            thread = threading.Thread(target=server.serve_forever)
-            thread.start()
-            try:
-                yield f"http://127.0.0.1:{server.server_port}/"
-            finally:
-                server.shutdown()
-                thread.join()
+        with served(handler) as url:
+            yield url
 
     def wheel(self) -> None:
         start = time.monotonic()
         subprocess.run([sys.executable, "-m", "venv", self.venv], check=True)
-        page = (ROOT / "docs" / "install.md").read_text()
-        lines = re.findall(r'^    (python -m pip install "kvspray\[.*)$', page, flags=re.M)
+        page = "".join((ROOT / p).read_text() for p in ("README.md", "docs/install.md"))
+        found = re.findall(r'^    (python -m pip install "kvspray\[.*)$', page, flags=re.M)
+        lines = list(dict.fromkeys(found))
         extras = {e for line in lines for e in re.findall(r"\[(.*)\]", line)}
         if extras != {"vllm", "sglang"}:
-            raise Failed(f"docs/install.md installs {extras or 'nothing'} from an index")
+            raise Failed(f"README.md, docs/install.md: from an index {extras or 'nothing'}")
         with self.index() as url:
             for line in lines:
                 self.run("/bin/sh", "-c", line, PIP_INDEX_URL=url, PIP_CONFIG_FILE="/dev/null")
@@ -163,6 +196,27 @@ class Tests:
                 start,
                 *command,
             )
+
+    def upload(self) -> None:
+        """A dry run: twine uploads the wheels to an index on loopback."""
+        wheels = sorted(self.made.glob("*.whl"))
+        twine = ROOT / ".build" / "dist-venv" / "bin" / "twine"
+        with served(Index) as url:
+            self.run(
+                twine,
+                "upload",
+                "--non-interactive",
+                "--disable-progress-bar",
+                "--repository-url",
+                url,
+                *wheels,
+                TWINE_USERNAME="__token__",
+                TWINE_PASSWORD="none",
+            )
+        want = {w.name: hashlib.sha256(w.read_bytes()).hexdigest() for w in wheels}
+        if Index.taken != want:
+            raise Failed(f"twine uploaded {sorted(Index.taken)}, want {sorted(want)}")
+        self.passed("upload, index on loopback", f"{len(want)} wheels")
 
     def archive(self) -> None:
         start = time.monotonic()
@@ -275,6 +329,7 @@ class Tests:
                 "google.golang.org/grpc" in c["name"] for c in content["components"]
             ):
                 raise Failed(f"{sbom}: not a list of the modules of kvspray")
+            self.licensed(sbom.name.partition(f"-{self.version}-")[0], content["components"])
         chart = chart_version(self.version)
         with tarfile.open(self.made / f"kvspray-{chart}.tgz") as tar:
             member = tar.extractfile("kvspray/Chart.yaml")
@@ -285,6 +340,22 @@ class Tests:
         for arch in ARCHES:
             if arch.machine != platform.machine():
                 self.emulated(arch)
+
+    def licensed(self, command: str, modules: list[dict[str, str]]) -> None:
+        """The archive has a licence of each module that the command links."""
+        name = f"kvspray-{self.version}-linux-{host().go}"
+        with tarfile.open(self.made / f"{name}.tar.gz") as tar:
+            member = tar.extractfile(f"{name}/LICENSE-{command}-third-party.txt")
+            assert member is not None
+            titles = re.findall(
+                r"^=+\n(.*)\n=+$", member.read().decode(errors="replace"), flags=re.M
+            )
+        # dist.py adds the licence of freetype.
+        own = ("github.com/kvspray/kvspray", "github.com/golang/freetype")
+        linked = {m["name"] for m in modules if not m["name"].startswith(own)}
+        without = sorted(m for m in linked if not any(t.startswith(f"{m}/") for t in titles))
+        if without:
+            raise Failed(f"{name}: no licence of {', '.join(without)} for {command}")
 
     def emulated(self, arch: Arch) -> None:
         """The sidecars of the wheel for another architecture, beside engines of this one."""
@@ -313,7 +384,14 @@ def main() -> int:
     work = pathlib.Path(tempfile.mkdtemp(prefix="kvspray-test-dist-", dir="/var/tmp"))
     tests = Tests(args.version, args.made.resolve(), work)
     try:
-        for test in (tests.wheel, tests.archive, tests.packages, tests.image, tests.others):
+        for test in (
+            tests.wheel,
+            tests.upload,
+            tests.archive,
+            tests.packages,
+            tests.image,
+            tests.others,
+        ):
             test()
     except Failed as err:
         print(f"test_dist: {err}", file=sys.stderr)

@@ -88,8 +88,8 @@ func (g *GPUs) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 	p, n, err := gpu.card.Import(&h, fd)
 	if err != nil {
 		return nil, fmt.Errorf("gpu: region %s: import from GPU %d: %w; the owner must be alive, "+
-			"another process, and share this sidecar's "+
-			"IPC namespace (one pod, or hostIPC) and its MPS server, if any", id, gpu.index, err)
+			"must have another process id in its own PID namespace than this sidecar "+
+			"(shareProcessNamespace in a pod), and must use the same MPS server, if any", id, gpu.index, err)
 	}
 	undo := func() {
 		if err := gpu.card.Unimport(&h, p, n); err != nil {

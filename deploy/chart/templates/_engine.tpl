@@ -34,7 +34,6 @@ spec:
   # Each side proves the end of the other's processes.
   {{- if $byNode }}
   hostPID: true
-  hostIPC: true
   {{- else }}
   shareProcessNamespace: true
   {{- end }}

@@ -7,6 +7,7 @@ import sys
 import pytest
 import vllm
 
+import kvspray
 import kvspray_vllm
 from kvspray_vllm import versions
 from kvspray_vllm.connector import KVSprayConnector
@@ -39,6 +40,19 @@ def test_a_vllm_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delitem(sys.modules, "kvspray_vllm.connector")
     monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.v1.base", None)
     with pytest.raises(ImportError, match=r"vllm.__version__ 0.20.1: .*base.*; install a vLLM"):
+        KVConnectorFactory._registry["KVSprayConnector"]()
+
+
+def test_two_releases_of_the_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip refuses such a pair, but --no-deps installs it."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    kvspray_vllm.register()
+    monkeypatch.setattr(kvspray, "__version__", "7.8.9")
+    with pytest.raises(
+        ImportError,
+        match=rf"kvspray-vllm has release {kvspray_vllm.__version__}.* kvspray 7\.8\.9;",
+    ):
         KVConnectorFactory._registry["KVSprayConnector"]()
 
 

@@ -74,6 +74,14 @@ def __getattr__(name: str) -> Any:
     if name == "KVSprayConnector":
         import vllm
 
+        import kvspray
+
+        if kvspray.__version__ != __version__:
+            raise ImportError(
+                f"kvspray: the package kvspray-vllm has release {__version__}, the package kvspray "
+                f"{kvspray.__version__}; install one release of both: python -m pip install "
+                f"'kvspray[vllm]==RELEASE'"
+            )
         try:
             from kvspray_vllm.connector import KVSprayConnector
         except ImportError as e:  # this vLLM lacks a module that the connector imports
