@@ -53,6 +53,7 @@ class Clients:
         self.latest: collections.deque[tuple[float, float]] = collections.deque(maxlen=4096)
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._over = threading.Event()
 
     def start(self, n: int, end: float, tag: str) -> None:
         """That many clients, until a time of time.monotonic."""
@@ -61,6 +62,12 @@ class Clients:
         ]
         for t in self._threads:
             t.start()
+
+    def end(self) -> None:
+        """Before that time, once their requests have ended."""
+        self._over.set()
+        for t in self._threads:
+            t.join()
 
     def alive(self) -> bool:
         return any(t.is_alive() for t in self._threads)
@@ -77,7 +84,7 @@ class Clients:
 
     def _client(self, tag: str, end: float) -> None:
         rng, turn = random.Random(tag), 0
-        while time.monotonic() < end:
+        while time.monotonic() < end and not self._over.is_set():
             turn += 1
             self._turn(rng, f"{tag}-{turn}")
 
