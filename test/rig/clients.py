@@ -31,7 +31,7 @@ def prompt(n: int, seed: object) -> list[int]:
 class Clients:
     """judge: whether an answer is right, and what differs, given the prompt and the plain engine's.
     Of the answers the share `checked` is judged. A request whose error is excused is sent again
-    until it is answered."""
+    until it is answered. pause: longest time between two requests of a client."""
 
     def __init__(
         self,
@@ -44,10 +44,11 @@ class Clients:
         shared: float = 0.0,
         timeout: float = 120.0,
         excuse: Excuse = lambda begun, ended: "",
+        pause: float = 0.0,
     ) -> None:
         self.ports, self.plain, self.judge, self.longest = ports, plain, judge, longest
         self.checked, self.aborted, self.shared = checked, aborted, shared
-        self.timeout, self.excuse = timeout, excuse
+        self.timeout, self.excuse, self.pause = timeout, excuse, pause
         self.counts: collections.Counter[str] = collections.Counter()
         self.problems: list[str] = []
         self.latest: collections.deque[tuple[float, float]] = collections.deque(maxlen=4096)
@@ -87,6 +88,7 @@ class Clients:
         while time.monotonic() < end and not self._over.is_set():
             turn += 1
             self._turn(rng, f"{tag}-{turn}")
+            self._over.wait(rng.uniform(0, self.pause))
 
     def _turn(self, rng: random.Random, rid: str) -> None:
         n = min(self.longest, int(2 ** rng.uniform(MIN_EXPONENT, self.longest.bit_length())))

@@ -52,9 +52,11 @@ def tree() -> Version:
 def last() -> tuple[str, str]:
     """Version and commit of the last release."""
     lines = [x for x in LIST.read_text().splitlines() if x.strip() and not x.startswith("#")]
-    fields = lines[-1].split() if lines else []
+    if not lines:
+        raise Missing(f"{LIST.relative_to(ROOT)} names no release: add it once it has a tag")
+    fields = lines[-1].split()
     if len(fields) != 2 or not re.fullmatch(r"[0-9a-f]{40}", fields[1]):
-        raise ValueError(f"{LIST}: the last line is not VERSION COMMIT: {lines[-1:]}")
+        raise ValueError(f"{LIST}: the last line is not VERSION COMMIT: {lines[-1]!r}")
     return fields[0], fields[1]
 
 

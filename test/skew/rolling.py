@@ -29,8 +29,17 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "rig")]
 
 import releases  # noqa: E402
 from clients import Clients  # noqa: E402
-from cluster import BINARY, ROOT, Failed, Sidecar, cluster_key, free_port, get, total  # noqa: E402
-from cluster import routed, wait_for  # noqa: E402
+from cluster import (  # noqa: E402
+    ROOT,
+    Failed,
+    Sidecar,
+    cluster_key,
+    free_port,
+    get,
+    routed,
+    total,
+    wait_for,
+)
 from hosts import cpu  # noqa: E402
 from releases import Version  # noqa: E402
 from servers import Answer, Process, Server, end_on_signals, kvspray_config, wait_up  # noqa: E402
@@ -39,10 +48,12 @@ OUT = ROOT / ".build" / "test-skew"
 HOST = cpu(ROOT / ".build")
 ENGINE = ("--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(32 << 20))
 STORE = {"memory": "16MiB", "size": "64MiB"}  # and of its disk
-CLIENTS, LONGEST = 3, 600  # tokens of the longest prompt
+# Tokens of the longest prompt. The pause leaves the processors to engines that start.
+CLIENTS, LONGEST, PAUSE_S = 4, 600, 4.0
 DAY_S = 86400.0
 # Bounds on a busy machine.
 READY_S, MOVED_S, DRAIN_S, REQUEST_S = 120.0, 180.0, 120.0, 180.0
+SHOWN = 20  # problems that are printed; result.json has all
 NOTICE_S = 3.0  # in which routers read that an engine leaves
 BEGAN = time.monotonic()
 
@@ -54,14 +65,16 @@ def say(text: str) -> None:
 def judge(ids: list[int], plain: Answer, got: Answer) -> tuple[bool, Any]:
     if plain.error:
         return False, f"the plain engine: {plain.error}"
-    return plain.tokens == got.tokens, f"{got.tokens}, plain {plain.tokens}"
+    if plain.tokens == got.tokens:
+        return True, None
+    return False, f"{got.tokens}, plain {plain.tokens}"
 
 
 class Place:
     """An engine and its sidecar, each of some version."""
 
-    def __init__(self, name: str, role: str, run: pathlib.Path, members: list[str]) -> None:
-        self.name, self.role = name, role
+    def __init__(self, name: str, run: pathlib.Path, members: list[str]) -> None:
+        self.name = name
         self.engine = Process(f"engine-{name}", OUT)
         disk = run / f"disk-{name}"
         disk.mkdir()
@@ -85,7 +98,7 @@ class Place:
 
     def start_engine(self, version: Version) -> None:
         server = Server(self.engine.name, OUT, self.engine.port)
-        kv = kvspray_config(self.sidecar.socket, self.role)
+        kv = kvspray_config(self.sidecar.socket, "kv_both")
         kv["kv_connector_extra_config"]["store"] = True
         server.start(HOST, "tiny-llama", kv, *ENGINE, env=version.env())
         self.engine.proc, self.engine.started = server.proc, server.started
@@ -117,14 +130,15 @@ class Test:
         say(f"from release {self.old.name} to the tree")
         cluster_key(run)
         members: list[str] = []
-        roles = {"prefill": "kv_producer", "decode0": "kv_consumer", "decode1": "kv_consumer"}
-        self.places = {name: Place(name, role, run, members) for name, role in roles.items()}
+        names = ("prefill", "decode0", "decode1")
+        self.places = {name: Place(name, run, members) for name in names}
         self.routers = {name: Process(name, OUT) for name in ("router0", "router1")}
         self.plain = Server("plain", OUT)
         self.steps: list[dict[str, Any]] = []
         self.clients = Clients(
-            [], self.plain, judge, longest=LONGEST, aborted=0.1, shared=0.3, timeout=REQUEST_S
-        )
+            [], self.plain, judge, longest=LONGEST, aborted=0.1, shared=0.3, timeout=REQUEST_S,
+            pause=PAUSE_S,
+        )  # fmt: skip
 
     # ---- processes
 
@@ -240,8 +254,10 @@ class Test:
         if not routers_first:
             roll_routers()
         for p in self.places.values():
-            node = json.loads(get(p.sidecar.url + "/v1/node"))["version"]
-            say(f"  {p.name}: sidecar {node}, package of the engine {p.release()}")
+            found = json.loads(get(p.sidecar.url + "/v1/node"))["version"], p.release()
+            say(f"  {p.name}: sidecar {found[0]}, package of the engine {found[1]}")
+            if any((name == self.old.name) != (version is self.old) for name in found):
+                raise Failed(f"{p.name} has versions {found} instead of {version.name}")
 
     def run(self) -> list[str]:
         self.start()
@@ -284,7 +300,7 @@ def main() -> int:
     counts = dict(test.clients.counts) if test else {}
     result = {"steps": test.steps if test else [], "counts": counts, "problems": problems}
     (OUT / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    for text in problems:
+    for text in problems[:SHOWN]:
         print(f"PROBLEM: {text}")
     say(f"{len(result['steps'])} steps, {counts}, {len(problems)} problems")
     return 1 if problems else 0

@@ -130,6 +130,7 @@ def test_transfers_between_two_versions(
             what = f"from {source} (wheel {wheel}) to {dest} (wheel {other})"
             assert (p.answer(), d.answer()) == ("OK", "OK"), what
             assert moved(sidecars[dest], transport) - before == MOVED, what
+        assert rig.total(sidecars["tree"].metrics(), "kvspray_build_info") == 1
         known = json.loads(rig.get(sidecars["tree"].url + "/debug/state"))["releases"]
         assert versions["release"].name in known.values()
 
