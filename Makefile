@@ -340,7 +340,7 @@ test-pods-group: build env $(TOOLS)/chartrender #: test-pods for decode engines 
 	$(VENV)/bin/python test/pods/pods.py --values test/pods/group.yaml --steps decode,worker
 
 .PHONY: test-skew
-test-skew: build env #: A rolling update of sidecars, engines and routers from the last release to this tree, and back, under load (15 minutes)
+test-skew: build env #: A rolling update of sidecars, engines and routers from the last release to this tree, and back, under load (7 minutes)
 	$(VENV)/bin/python test/skew/rolling.py
 
 .PHONY: test-sglang
