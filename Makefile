@@ -147,7 +147,7 @@ test: ## Required for each change: Go with -race, Python, real engines with one 
 
 .PHONY: test-all
 test-all: ## All other tests that need no special hardware or privilege: more cases, RDMA guests, engines, pods, SGLang (90 minutes)
-	@$(MAKE) -k generate-check build-size site test-chart test-long test-rdma-quick test-engines test-page test-docs test-pods test-sglang
+	@$(MAKE) -k generate-check build-size site test-chart test-long test-rdma-quick test-engines test-page test-docs test-pods test-skew test-sglang
 
 .PHONY: test-nightly
 test-nightly: ## Hours of tests: measurements, attacks, laws, truth, schedules, mutants, fuzzing, soaks; .build/test/report.html
@@ -171,8 +171,8 @@ test-go: build s3server $(TOOLS)/gotestsum #: Go tests with -race, without measu
 	$(if $(PKG),,$(call gotest,lab,lab) -race -short -timeout 15m -skip '^TestMeasure' $$(go list ./... | grep -v /simbench$$))
 
 .PHONY: test-py
-test-py: build env #: Python tests, without those with engines
-	$(call pytest,python,$(VENV)/bin/python) pybind/tests integration/vllm/tests integration/sglang/tests lab/soak test/matrix
+test-py: build s3server env #: Python tests, without those with engines; the last release's sidecars and stores beside ours
+	$(call pytest,python,$(VENV)/bin/python) pybind/tests integration/vllm/tests integration/sglang/tests lab/soak test/matrix test/skew
 
 .PHONY: test-smoke test-engines
 test-smoke: build wireflip env #: Real engines, one fault of each kind
@@ -338,6 +338,10 @@ test-pods: build env $(TOOLS)/chartrender #: The chart's pods, run here without 
 
 test-pods-group: build env $(TOOLS)/chartrender #: test-pods for decode engines of two pods each, as a LeaderWorkerSet: blocks reach all pods, an update, a worker's eviction
 	$(VENV)/bin/python test/pods/pods.py --values test/pods/group.yaml --steps decode,worker
+
+.PHONY: test-skew
+test-skew: build env #: A rolling update of sidecars, engines and routers from the last release to this tree, and back, under load (7 minutes)
+	$(VENV)/bin/python test/skew/rolling.py
 
 .PHONY: test-sglang
 test-sglang: build #: SGLang's pools, HiCache on the page store, prefill and decode on its servers and beside vLLM's (environments of 2.7 and 3 GB, made once)

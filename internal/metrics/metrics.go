@@ -180,6 +180,13 @@ func New(reg prometheus.Registerer) *Set {
 	return s
 }
 
+// Build is the version of a program, a sidecar or a router, as the label of a constant.
+func Build(version string) prometheus.Collector {
+	g := gauges("build", "info", "Version of the program, as its label; the value is 1.", "version")
+	g.WithLabelValues(version).Set(1)
+	return g
+}
+
 var transports = [...]string{"tcp", "shm", "gdr"}
 
 func counters(subsystem, name, help string, labels ...string) *prometheus.CounterVec {

@@ -107,7 +107,7 @@ var confined = []confinement{
 	{"golang.org/x/sync", "store/object", "joins the parts of an object"},
 	{"golang.org/x/sys", "connector control/peer gpu internal proxy sidecar store transport",
 		"system calls that package syscall lacks"},
-	{"github.com/alicebob/miniredis", "", "tests: a Redis server in the process"},
+	{"github.com/alicebob/miniredis", "test/skew/redis", "tests: a Redis server"},
 	{"go.uber.org/goleak", "internal/leaktest", "tests"},
 	{"pgregory.net/rapid", "transport/transporttest", "tests"},
 	{"github.com/google/go-cmp", "transport/transporttest", "tests"},

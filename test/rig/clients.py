@@ -31,7 +31,7 @@ def prompt(n: int, seed: object) -> list[int]:
 class Clients:
     """judge: whether an answer is right, and what differs, given the prompt and the plain engine's.
     Of the answers the share `checked` is judged. A request whose error is excused is sent again
-    until it is answered."""
+    until it is answered. pause: longest time between two requests of a client."""
 
     def __init__(
         self,
@@ -44,15 +44,17 @@ class Clients:
         shared: float = 0.0,
         timeout: float = 120.0,
         excuse: Excuse = lambda begun, ended: "",
+        pause: float = 0.0,
     ) -> None:
         self.ports, self.plain, self.judge, self.longest = ports, plain, judge, longest
         self.checked, self.aborted, self.shared = checked, aborted, shared
-        self.timeout, self.excuse = timeout, excuse
+        self.timeout, self.excuse, self.pause = timeout, excuse, pause
         self.counts: collections.Counter[str] = collections.Counter()
         self.problems: list[str] = []
         self.latest: collections.deque[tuple[float, float]] = collections.deque(maxlen=4096)
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._over = threading.Event()
 
     def start(self, n: int, end: float, tag: str) -> None:
         """That many clients, until a time of time.monotonic."""
@@ -61,6 +63,12 @@ class Clients:
         ]
         for t in self._threads:
             t.start()
+
+    def end(self) -> None:
+        """Before that time, once their requests have ended."""
+        self._over.set()
+        for t in self._threads:
+            t.join()
 
     def alive(self) -> bool:
         return any(t.is_alive() for t in self._threads)
@@ -77,9 +85,10 @@ class Clients:
 
     def _client(self, tag: str, end: float) -> None:
         rng, turn = random.Random(tag), 0
-        while time.monotonic() < end:
+        while time.monotonic() < end and not self._over.is_set():
             turn += 1
             self._turn(rng, f"{tag}-{turn}")
+            self._over.wait(rng.uniform(0, self.pause))
 
     def _turn(self, rng: random.Random, rid: str) -> None:
         n = min(self.longest, int(2 ** rng.uniform(MIN_EXPONENT, self.longest.bit_length())))

@@ -143,10 +143,11 @@ class Sidecar:
         config: dict[str, Any] | None = None,
         wrap: Sequence[str] = (),
         get: Callable[[str, float], str] = get,
+        binary: pathlib.Path = BINARY,
     ) -> None:
         """wrap: a program that executes the sidecar, with its arguments. get: how the sidecar's
         HTTP server is asked, where that is not as any other."""
-        self.name, self.wrap, self.get = name, list(wrap), get
+        self.name, self.wrap, self.get, self.binary = name, list(wrap), get, binary
         self.dir = dir / name
         self.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.socket = str(self.dir / "s.sock")
@@ -174,7 +175,7 @@ class Sidecar:
         path.write_text(json.dumps(self.config, indent=1))  # JSON is YAML
         with self.log.open("ab") as out:
             self.proc = subprocess.Popen(
-                [*self.wrap, str(BINARY), "serve", "--config", str(path)],
+                [*self.wrap, str(self.binary), "serve", "--config", str(path)],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out, close_fds=True,
             )  # fmt: skip
         if wait:

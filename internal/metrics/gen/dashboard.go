@@ -21,6 +21,7 @@ var rows = []struct{ subsystem, title string }{
 	{"transfer", "Transfers"}, {"rail", "Rails"}, {"lane", "Lanes"}, {"lease", "Leases and fences"},
 	{"engine", "Engines"}, {"control", "Peers"}, {"store", "Page store"}, {"gpu", "GPUs"},
 	{"copy", "Copies within an engine"}, {"sidecar", "Sidecar"}, {"proxy", "Router"},
+	{"build", "Versions"},
 }
 
 const selector = `{instance=~"$instance"}`

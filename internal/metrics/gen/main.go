@@ -140,6 +140,7 @@ func parse(d *prometheus.Desc) (m metric, err error) {
 func definitions() ([]metric, error) {
 	r := &recorder{Registerer: prometheus.NewRegistry()}
 	set := metrics.New(r)
+	r.MustRegister(metrics.Build(""))
 	routers := prometheus.NewRegistry()
 	_, perr := proxy.New(proxy.Config{Decode: []proxy.Engine{{URL: "http://decode:8000"}},
 		Registry: routers})

@@ -9,8 +9,6 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/spf13/cobra"
 
 	"github.com/kvspray/kvspray/internal/config"
@@ -102,9 +100,7 @@ func (r *routerFlags) run(cmd *cobra.Command) error {
 	}
 	log, flush := openLog(cmd.ErrOrStderr(), c.Log.Severity(), c.Log.Format)
 	defer flush()
-	cfg.Log, cfg.Registry = log, prometheus.NewRegistry()
-	cfg.Registry.MustRegister(collectors.NewGoCollector(),
-		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	cfg.Log, cfg.Registry = log, newRegistry()
 	p, err := proxy.New(cfg)
 	if err != nil {
 		return usage.Of(err)

@@ -10,6 +10,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/ui/usage"
 	"github.com/kvspray/kvspray/internal/version"
 	"github.com/kvspray/kvspray/sidecar"
@@ -49,13 +50,10 @@ the process at once.`,
 			if err := readyFile(ready); err != nil {
 				return err
 			}
-			reg := prometheus.NewRegistry()
-			reg.MustRegister(collectors.NewGoCollector(),
-				collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 			log, flush := openLog(cmd.ErrOrStderr(), cfg.Log.Severity(), cfg.Log.Format)
 			defer flush()
-			node, err := sidecar.New(sidecar.Options{Config: cfg, Log: log, Registry: reg,
-				Version: version.String()})
+			node, err := sidecar.New(sidecar.Options{Config: cfg, Log: log,
+				Registry: newRegistry(), Version: version.String()})
 			if err != nil {
 				return err
 			}
@@ -68,6 +66,15 @@ the process at once.`,
 	cmd.Flags().StringVar(&ready, "ready-file", "", "file for the bound addresses as JSON, written "+
 		"once serving; for scripts that use port 0")
 	return cmd
+}
+
+// newRegistry has the metrics of every program: process, runtime and version.
+func newRegistry() *prometheus.Registry {
+	reg := prometheus.NewRegistry()
+	reg.MustRegister(collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
+		metrics.Build(version.String()))
+	return reg
 }
 
 // runNode runs the node and writes its addresses as soon as they are known.
