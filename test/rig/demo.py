@@ -563,19 +563,6 @@ def shows(what: str, cond: Callable[[], bool]) -> bool:
         return False
 
 
-def build() -> None:
-    for what, cmd in (
-        ("the sidecar", ["make", "-s", "build", "wireflip"]),
-        (
-            "the environment with vLLM",
-            [sys.executable, str(HERE / "env.py"), "--build", str(BUILD)],
-        ),
-    ):
-        say(f"building {what}")
-        if subprocess.run(cmd, cwd=ROOT).returncode != 0:
-            raise Failed(f"building {what} failed")
-
-
 def one_pass(demo: Demo, integrity: str, flip: bool) -> Verdict:
     v = Verdict()
     demo.measure(v, integrity, few=flip)
@@ -638,7 +625,6 @@ def main() -> int:
         )
         return 2
     levels = [wanted] if wanted else (["off", "on"] if flip else ["on"])
-    build()
     demo = Demo()
     try:
         try:
