@@ -2,7 +2,8 @@
 """Plays vLLM's server, the sidecar and the router for kvspray try, by HTTP alone.
 
 usage: fake_engine.py serve|proxy|why|version|engine [the options of those]. In the environment,
-FAKE has what goes wrong: "differ", the plain engine has other tokens; "die", it ends at its start.
+FAKE has what goes wrong: "differ", the plain engine has other tokens; "die", it ends at its start;
+"refuse", the router answers with an error.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def main(what: str, args: list[str]) -> None:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if what == "proxy" and fault == "refuse":
+                return self.send_error(502, "no engine")
             tokens = [len(body["prompt"])] * body["max_tokens"]
             if plain and fault == "differ":
                 tokens[-1] += 1

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from conftest import HERE, TIMEOUT_S, until
+from conftest import HERE, until
 
 import kvspray
 from kvspray import limits
@@ -24,6 +24,7 @@ from kvspray.trial import command
 from kvspray.trial.processes import Failed, Process
 
 FAKE = HERE / "fake_engine.py"
+ENDS_S = 300.0  # twenty processes on busy cores
 PACKAGES = {
     "vllm/__init__.py": "__version__ = '0.33.0'",
     "vllm/platforms.py": "class current_platform: device_type = 'cpu'",
@@ -71,7 +72,7 @@ class Run:
 
     def end(self, *args: str, fault: str = "") -> tuple[int, str]:
         process = self.start(*args, fault=fault)
-        out, _ = process.communicate(timeout=TIMEOUT_S)
+        out, _ = process.communicate(timeout=ENDS_S)
         assert not self.left(), out
         return process.returncode, out
 
@@ -119,6 +120,12 @@ def test_an_engine_that_ends_is_shown_with_its_log_and_a_remedy(run: Run) -> Non
     assert (run.dir / "logs" / "plain.log").exists()
 
 
+def test_an_answer_that_is_an_error(run: Run) -> None:
+    code, out = run.end(fault="refuse")
+    assert code == 1 and "/v1/completions: HTTP Error 502: no engine" in out, out
+    assert "the end of " in out and "router.log" in out
+
+
 def test_an_engine_that_cannot_be_imported(run: Run) -> None:
     (run.dir / "packages" / "vllm" / "__init__.py").write_text("import libcudart_missing\n")
     code, out = run.end()
@@ -135,10 +142,10 @@ def test_everything_ends_with_the_command(run: Run, sig: signal.Signals) -> None
         if "curl" in line:
             break
     assert len(run.left()) >= 9, seen  # two of the command, six servers, a directory
-    process.send_signal(sig)
-    assert process.wait(TIMEOUT_S) == (0 if sig != signal.SIGKILL else -sig)
-    until(lambda: not run.left(), "the end of all that was started")
     process.stdout.close()
+    process.send_signal(sig)
+    assert process.wait(ENDS_S) == (0 if sig != signal.SIGKILL else -sig)
+    until(lambda: not run.left(), "the end of all that was started", ENDS_S)
 
 
 def test_what_the_child_had_started_ends_with_the_child(tmp_path: pathlib.Path) -> None:

@@ -48,6 +48,7 @@ from servers import (  # noqa: E402
     end_on_signals,
     give_up,
     kvspray_config,
+    sessions,
     wait_up,
 )
 
@@ -261,15 +262,8 @@ class Demo:
     def wait_sessions(self) -> None:
         """Both engines have found their sidecars: worker and scheduler have their sessions."""
 
-        def there(s: Sidecar) -> bool:
-            m = s.metrics()
-            return all(
-                total(m, "kvspray_engine_sessions", role=role) >= 1
-                for role in ("worker", "scheduler")
-            )
-
         for s in self.sidecars:
-            wait_for(f"engine sessions at {s.name}", lambda s=s: there(s), 60, tick=0.1)
+            wait_for(f"engine sessions at {s.name}", lambda s=s: sessions(s.metrics), 60, tick=0.1)
         say("both engines have found their sidecars")
 
     def stop(self) -> None:

@@ -16,6 +16,7 @@ from kvspray.trial.engines import Server as Server
 from kvspray.trial.engines import ask as ask
 from kvspray.trial.engines import request as request
 from kvspray.trial.engines import send as send
+from kvspray.trial.engines import sessions as sessions
 from kvspray.trial.processes import ENDING as ENDING
 from kvspray.trial.processes import START_S as START_S
 from kvspray.trial.processes import Process

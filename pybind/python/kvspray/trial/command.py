@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import errno
 import functools
@@ -22,13 +23,14 @@ import sys
 import tempfile
 import time
 import traceback
+import urllib.error
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvspray import limits
 from kvspray.__main__ import BINARY
 from kvspray.trial import engines
-from kvspray.trial.engines import Host, Server, ask
+from kvspray.trial.engines import Host, Server, ask, sessions
 from kvspray.trial.processes import (
     BEAT_S,
     ENDING,
@@ -37,15 +39,15 @@ from kvspray.trial.processes import (
     Process,
     deaf,
     end_on_signals,
-    tail,
+    free_port,
     total,
     wait_for,
     wait_up,
 )
 
 SAME, DIFFERENT, REFUSED = 0, 1, 2  # exit codes
-SESSIONS_S = 60.0
-SHOWN_S = 5.0  # until a transfer that has ended shows in a sidecar's metrics
+METRICS_S = 30.0  # until a sidecar on busy cores has answered
+SHOWN_S = 15.0  # until a transfer that has ended shows in a sidecar's metrics
 STOP_S = 10.0
 MAX_PROMPTS = 100
 MAX_TOKENS = 2048  # of a prompt with its answer
@@ -193,7 +195,6 @@ class Trial:
     def run(self) -> int:
         try:
             try:
-                self.logs.mkdir(parents=True, exist_ok=True)
                 same = self.steps()
                 if self.args.keep:
                     self.hold()
@@ -203,15 +204,29 @@ class Trial:
             finally:
                 # In a block of its own: a signal that comes just before it still meets the other.
                 deaf()
-        except (Refused, OSError) as err:
+        except Refused as err:
             print(f"kvspray try: {err}", file=sys.stderr)
             return REFUSED
-        except Failed as err:
-            print(f"kvspray try: {err}\n{self.remedy(str(err))}", file=sys.stderr)
+        except (Failed, OSError) as err:
+            text = self.blame(err)
+            print(f"kvspray try: {text}\n{self.remedy(text)}", file=sys.stderr)
             return DIFFERENT
         finally:
             self.stop()
             shutil.rmtree(self.dir, ignore_errors=True)
+
+    def blame(self, err: Failed | OSError) -> str:
+        """A process that has ended, with the end of its log; else the error itself."""
+        started = [p for p in self.processes if p.proc is not None]
+        try:
+            for p in started:
+                p.up()
+        except Failed as found:
+            return str(found)
+        if not isinstance(err, urllib.error.HTTPError):
+            return str(err)
+        logs = "".join(f"\nthe end of {p.log}:\n{p.tail(8)}" for p in started)
+        return f"{err.url}: {err} {err.read(600).decode(errors='replace')}{logs}"
 
     def remedy(self, text: str) -> str:
         found = [remedy for pattern, remedy in REMEDIES if re.search(pattern, text)]
@@ -223,7 +238,8 @@ class Trial:
 
     def stop(self) -> None:
         if self.processes:
-            self.say("stopping everything")
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                self.say("stopping everything")
         for p in self.processes:
             if p.proc is not None and p.proc.poll() is None:
                 p.proc.terminate()
@@ -234,6 +250,12 @@ class Trial:
 
     def check(self) -> None:
         """What can be found without importing an engine."""
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            raise Refused(
+                f"--logs {self.logs}: {err}: name a directory that you can write"
+            ) from err
         if importlib.util.find_spec("vllm") is None:
             raise Refused(
                 f"vLLM is not installed in this Python environment ({sys.prefix}): {INSTALL} vllm"
@@ -339,7 +361,7 @@ class Trial:
         self.host = self.judge(facts)
         self.say(f"vLLM {facts['vllm']}, {facts['name']}")
         self.sidecars = [Sidecar(f"{side}-sidecar", self.logs) for side in ("prefill", "decode")]
-        self.peers = [Process("peer", self.logs).port for _ in self.sidecars]
+        self.peers = [free_port() for _ in self.sidecars]
         self.servers = [Server(name, self.logs) for name in ("prefill", "decode", "plain")]
         self.router = Process("router", self.logs)
         self.processes = [self.router, *self.servers, *self.sidecars]
@@ -353,7 +375,7 @@ class Trial:
         wait_up([self.router], self.say, self.args.timeout)
         for sidecar in self.sidecars:
             wait_for(f"sessions of an engine at {sidecar.name}",
-                functools.partial(sessions, sidecar), SESSIONS_S, 0.1)  # fmt: skip
+                functools.partial(sessions, sidecar.metrics), self.args.timeout, 0.1)  # fmt: skip
         same = [self.compare(i) for i in range(self.args.prompts)]
         moved = payload(self.sidecars[1]) / 1024
         self.say(f"{sum(same)} of {len(same)} answers equal, {moved:.0f} KiB of KV cache moved")
@@ -397,8 +419,10 @@ class Trial:
         text = f"Prompt {i}:" + "".join(" " + pick.choice(TALK) for _ in range(WORDS[i % 3]))
         decode = self.sidecars[1]
         before = payload(decode)
-        _, pair = self.ask(self.router.url, text, f"try-{i + 1}")
-        _, plain = self.ask(self.servers[2].url, text, f"try-{i + 1}")
+        pair, plain = (
+            ask(url, text, max_tokens=ANSWER, rid=f"try-{i + 1}")[1]
+            for url in (self.router.url, self.servers[2].url)
+        )
         got, want = (x["choices"][0]["token_ids"] for x in (pair, plain))
         try:
             wait_for("bytes moved", lambda: payload(decode) > before, SHOWN_S, 0.05)
@@ -414,16 +438,6 @@ class Trial:
         if got != want:
             self.say(f"    tokens of the pair  {got}\n{'':10}    of the plain engine {want}")
         return bool(got == want)
-
-    def ask(self, url: str, prompt: str, rid: str) -> tuple[float, dict[str, Any]]:
-        try:
-            return ask(url, prompt, max_tokens=ANSWER, rid=rid)
-        except OSError as err:
-            for p in self.processes:
-                p.up()  # raises, with the end of the log, for one that has ended
-            body = err.read(600).decode(errors="replace") if hasattr(err, "read") else ""
-            raise Failed(f"{url}: {err} {body}\nthe end of the router's log:\n"
-                + tail(self.router.log)) from err  # fmt: skip
 
     def why(self) -> list[str]:
         return ["why", "try-1", "--router", self.router.url]
@@ -477,16 +491,9 @@ def connector(socket: str) -> dict[str, Any]:
     }
 
 
-def sessions(sidecar: Process) -> bool:
-    """Worker and scheduler of its engine have found the sidecar."""
-    m = sidecar.metrics()
-    roles = ("worker", "scheduler")
-    return all(total(m, "kvspray_engine_sessions", role=role) >= 1 for role in roles)
-
-
 def payload(sidecar: Process) -> float:
     """Bytes of cache that a sidecar has received."""
-    m = sidecar.metrics()
+    m = sidecar.metrics(METRICS_S)
     return total(m, "kvspray_transfer_payload_bytes_total", side="destination")
 
 

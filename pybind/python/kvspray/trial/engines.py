@@ -8,10 +8,10 @@ import json
 import pathlib
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvspray.trial.processes import Process
+from kvspray.trial.processes import Process, total
 
 MODEL_NAME = "tiny"
 QUIET = {
@@ -126,3 +126,10 @@ def ask(
     rid: str = "",
 ) -> tuple[float, dict[str, Any]]:
     return send(request(url, prompt, kv, max_tokens, rid))
+
+
+def sessions(metrics: Callable[[], dict[str, float]]) -> bool:
+    """Whether worker and scheduler of an engine have found the sidecar with these metrics."""
+    m = metrics()
+    roles = ("worker", "scheduler")
+    return all(total(m, "kvspray_engine_sessions", role=role) >= 1 for role in roles)
