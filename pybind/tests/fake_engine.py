@@ -31,6 +31,7 @@ def main(what: str, args: list[str]) -> None:
     port = int(options.get("--port") or address.rpartition(":")[2])
     plain = what == "engine" and "--kv-transfer-config" not in options
     fault = os.environ.get("FAKE", "")
+    assert os.path.isdir(options.get("--model", "/")), options
     if plain and fault == "die":
         sys.exit("OSError: [Errno 28] No space left on device")
     counter = itertools.count()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import functools
 import importlib.metadata
@@ -122,7 +123,8 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     if args.timeout <= 0:
         parser.error(f"--timeout {args.timeout:g}: want more than 0 seconds")
     # Without this test vLLM asks Hugging Face for a model of that name.
-    if args.model.startswith((".", "/", "~")) and not os.path.isdir(args.model):
+    args.model = os.path.expanduser(args.model)
+    if args.model.startswith((".", "/")) and not os.path.isdir(args.model):
         parser.error(f"--model {args.model}: no such directory")
     return args
 
@@ -186,7 +188,8 @@ class Trial:
         self.args, self.dir = args, run
         self.start = time.monotonic()
         self.logs: pathlib.Path = (args.logs or run / "logs").absolute()
-        self.model = args.model and os.path.expanduser(args.model)
+        # Engines have another working directory.
+        self.model = os.path.abspath(args.model) if os.path.isdir(args.model) else args.model
         self.processes: list[Process] = []
 
     def say(self, text: str) -> None:
@@ -332,6 +335,9 @@ class Trial:
             )
         make = engines.cuda if facts["device"] == "cuda" else engines.cpu
         host = make(sys.executable, pathlib.Path())
+        if not os.path.isdir(self.model):  # vLLM may have to download it
+            online = {k: v for k, v in host.env.items() if not k.endswith("_OFFLINE")}
+            host = dataclasses.replace(host, env=online)
         weights = sum(f.stat().st_size for f in pathlib.Path(self.model).glob("*.safetensors"))
         if facts["device"] == "cpu":
             weights *= 2  # of bfloat16 in float32
@@ -391,8 +397,6 @@ class Trial:
             # Of no effect on the cache, whose size is given; vLLM refuses to start with less free.
             args += ["--enforce-eager", "--gpu-memory-utilization", "0.02"]
             env = {"TMPDIR": str(self.dir), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-        if not os.path.isdir(self.model):
-            env |= {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
         kv = connector(str(self.dir / f"{side}.sock")) if side < len(self.sidecars) else None
         server.start(self.host, self.model, kv, *args, env=env)
 
