@@ -243,6 +243,28 @@ def test_options_out_of_range(args: tuple[str, str], capsys: pytest.CaptureFixtu
     assert ended.value.code == 2 and f"{args[0]} {args[1]}" in capsys.readouterr().err
 
 
+def test_a_helper_that_tidies_up_is_not_killed(tmp_path: pathlib.Path) -> None:
+    p = Process("p", tmp_path)
+    done = tmp_path / "done"
+    code = f"""
+import os, signal, time
+read, write = os.pipe()
+if os.fork() == 0:
+    os.close(write)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.read(read, 1)
+    time.sleep(0.3)  # its work
+    open({str(done)!r}, "w")
+else:
+    print("up", flush=True)
+    signal.pause()
+"""
+    p.spawn([sys.executable, "-c", code])
+    until(lambda: p.tail() == "up", "its start")
+    p.stop()
+    assert done.exists()
+
+
 def test_a_log_s_last_lines(tmp_path: pathlib.Path) -> None:
     p = Process("p", tmp_path)
     assert p.tail() == ""

@@ -20,6 +20,7 @@ from typing import Any
 
 START_S = 600.0
 BEAT_S = 5.0
+GROUP_S = 5.0  # for the rest of its group to end by itself
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -168,7 +169,12 @@ class Process:
             self.proc.terminate()
             try:
                 self.proc.wait(timeout)
-            except subprocess.TimeoutExpired:
+                # Python's resource tracker outlives it, to remove what is left in /dev/shm.
+                end = time.monotonic() + GROUP_S
+                while time.monotonic() < end:
+                    os.killpg(self.proc.pid, 0)
+                    time.sleep(0.02)
+            except (subprocess.TimeoutExpired, ProcessLookupError):
                 pass
         self.kill()
 
