@@ -137,14 +137,17 @@ def test_everything_ends_with_the_command(run: Run, sig: signal.Signals) -> None
     process = run.start("--keep", "--prompts", "1")
     assert process.stdout is not None
     seen = ""
-    for line in process.stdout:
-        seen += line
-        if "curl" in line:
-            break
-    assert len(run.left()) >= 9, seen  # two of the command, six servers, a directory
-    process.stdout.close()
-    process.send_signal(sig)
-    assert process.wait(ENDS_S) == (0 if sig != signal.SIGKILL else -sig)
+    try:
+        for line in process.stdout:
+            seen += line
+            if "curl" in line:
+                break
+        assert len(run.left()) >= 9, seen  # two of the command, six servers, a directory
+        process.stdout.close()
+        process.send_signal(sig)
+        assert process.wait(ENDS_S) == (0 if sig != signal.SIGKILL else -sig)
+    finally:
+        process.kill()
     until(lambda: not run.left(), "the end of all that was started", ENDS_S)
 
 

@@ -51,12 +51,11 @@ Explain one request:                  kvspray why ID`,
 	return root
 }
 
-// tryCommand is in the Python package, because it starts engines. The package's own kvspray does not
-// come here.
+// tryCommand names the Python package, which has the command: it starts engines.
 func tryCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:                "try",
-		Short:              "Compare a pair of vLLM engines on this host with a plain one (Python package)",
+		Short:              "Compare a pair of vLLM engines with a plain one (in the Python package)",
 		DisableFlagParsing: true,
 		Args:               cobra.ArbitraryArgs,
 		RunE: func(_ *cobra.Command, args []string) error {
