@@ -106,8 +106,10 @@ release-notes: #: Print the part of CHANGELOG.md for the version that this commi
 
 .PHONY: demo
 demo: ## Real vLLM, prefill and decode, two sidecars: tokens equal? (FLIP=1: damage a bit on the wire; TRANSPORT=tcp|shm)
-	$(call need-python,10)
-	$(HOSTPY) test/rig/demo.py
+	$(call need-python,8)
+	$(MAKE) -s build wireflip
+	$(HOSTPY) test/rig/env.py
+	$(VENV)/bin/python test/rig/demo.py
 
 .PHONY: demo-store
 demo-store: build env ## Conversations on real vLLM move between nodes with stores, one of which restarts: tokens equal? hits and times (NODES, TALKS, TURNS, REDIS=host:port)

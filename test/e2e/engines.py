@@ -296,11 +296,7 @@ class Engine:
         return value
 
     def tail(self, n: int = 30) -> str:
-        return (
-            "\n".join(self.log.read_text(errors="replace").splitlines()[-n:])
-            if self.log.exists()
-            else ""
-        )
+        return rig.tail(self.log, n)
 
 
 # ---- in the child

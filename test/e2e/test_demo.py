@@ -31,7 +31,7 @@ class Slow(demo.Demo):
         sys.stdin.readline()
         print("all is stopped", flush=True)
 
-demo.build, demo.Demo = lambda: None, Slow
+demo.Demo = Slow
 demo.end_on_signals()
 sys.exit(demo.main())
 """
@@ -82,14 +82,14 @@ def test_a_python_that_will_not_do_is_named(tmp_path: pathlib.Path) -> None:
     old.chmod(0o755)
     # Not those of a make that runs this.
     env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
-    for target, version in (("env", "3.8"), ("demo", "3.10")):
+    for target in ("env", "demo"):
         for python in (old, tmp_path / "none"):
             cmd = ["make", "-s", target, f"PYTHON={python}"]
             got = subprocess.run(
                 cmd, cwd=rig.ROOT, env=env, capture_output=True, text=True, timeout=60
             )
             assert got.returncode != 0 and got.stdout == ""
-            assert f"{python} is no Python of version {version} or newer" in got.stderr
+            assert f"{python} is no Python of version 3.8 or newer" in got.stderr
             assert f"make {target} PYTHON=" in got.stderr
 
 

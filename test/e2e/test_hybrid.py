@@ -17,7 +17,7 @@ from conftest import HYBRID, Cluster
 from prompts import fresh
 from test_tokens import Moved
 
-WINDOW = 80  # of test/rig/tiny_model.py
+WINDOW = 80  # of kvspray.trial.tiny_model
 FULL, SLIDING = 2, 4  # layers
 STEP = 256  # tokens that an engine computes at once
 BYTES = 2 * 2 * 32 * 4  # K and V of the heads of a token in a layer

@@ -21,12 +21,13 @@ from typing import Any
 import cluster as rig
 import engines
 import pytest
-import tiny_model
 import torch
 from conftest import AMX, need
 from prompts import fresh
 from ranks import Rank, compare, connected, draw, group, move, owner, register, worker
 from states import STATE_DTYPE, WIDTH, Inputs, Linear, Weights, bind, conv_order, step
+
+from kvspray.trial import tiny_model
 
 LAYERS = 3
 HEADS = 4

@@ -59,9 +59,10 @@ def log(text: str) -> None:
 
 def wide_model(dir: pathlib.Path, layers: int, heads: int, size: int) -> pathlib.Path:
     """A model with little to compute and much to store."""
-    import tiny_model
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from kvspray.trial import tiny_model
 
     tok = tiny_model.tokenizer()
     tok.save_pretrained(dir)

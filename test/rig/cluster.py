@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import pathlib
-import random
 import re
 import signal
 import socket
@@ -16,88 +15,19 @@ import sys
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+from kvspray.trial.processes import Failed, free_port, get, parse_metrics, tail, wait_for
+from kvspray.trial.processes import total as total
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 BINARY = pathlib.Path(os.environ.get("KVSPRAY_BINARY", ROOT / "bin" / "kvspray"))
 
 
-class Failed(Exception):
-    """Something did not come about in time; the text has what was seen instead."""
-
-
-# Below what Linux gives to outgoing connections, one of which could take a port between look and
-# use.
-_PORTS = range(18000, 30000)
-_ports = iter(random.sample(_PORTS, len(_PORTS)))
-_held: list[socket.socket] = []
-
-
 def routed(url: str, role: str, **keys: str) -> str:
     """A flag of kvspray proxy for one engine."""
     return "--engine=" + ",".join(f"{k}={v}" for k, v in {"url": url, "role": role, **keys}.items())
-
-
-def free_port() -> int:
-    """A port for a server that we start, and start again: held until this process ends. A process
-    that looks as we do finds it taken; a server, which sets SO_REUSEADDR, may listen on it, because
-    we do not."""
-    for port in _ports:
-        s = socket.socket()
-        try:
-            s.bind(("127.0.0.1", port))
-        except OSError:
-            s.close()
-            continue
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _held.append(s)
-        return port
-    raise Failed(f"no port is free between {_PORTS.start} and {_PORTS.stop}")
-
-
-def wait_for(what: str, check: Callable[[], Any], timeout: float, tick: float = 0.02) -> Any:
-    """The first true value of check. Raises Failed, with the last value or error, when the time has
-    passed."""
-    end = time.monotonic() + timeout
-    last: Any = None
-    while True:
-        try:
-            last = check()
-            if last:
-                return last
-        except (OSError, ValueError) as err:
-            last = err
-        if time.monotonic() >= end:
-            raise Failed(f"{what}: not within {timeout:g} s; last seen: {last!r}")
-        time.sleep(tick)
-
-
-def get(url: str, timeout: float = 5.0) -> str:
-    with urllib.request.urlopen(url, timeout=timeout) as f:
-        return f.read().decode()
-
-
-def parse_metrics(text: str) -> dict[str, float]:
-    """Prometheus text as {name{labels}: value}, labels in their order."""
-    out: dict[str, float] = {}
-    for line in text.splitlines():
-        if line and not line.startswith("#"):
-            name, _, value = line.rpartition(" ")
-            with contextlib.suppress(ValueError):
-                out[name] = float(value)
-    return out
-
-
-def total(metrics: dict[str, float], name: str, **labels: str) -> float:
-    """Sum of a metric over all series that carry these labels."""
-    out = 0.0
-    for key, value in metrics.items():
-        base, _, rest = key.partition("{")
-        if base == name and all(f'{k}="{v}"' in rest for k, v in labels.items()):
-            out += value
-    return out
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -235,11 +165,7 @@ class Sidecar:
         return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
     def tail(self, n: int = 25) -> str:
-        return (
-            "\n".join(self.log.read_text(errors="replace").splitlines()[-n:])
-            if self.log.exists()
-            else ""
-        )
+        return tail(self.log, n)
 
     def panics(self) -> str | None:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""

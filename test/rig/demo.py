@@ -48,6 +48,7 @@ from servers import (  # noqa: E402
     end_on_signals,
     give_up,
     kvspray_config,
+    sessions,
     wait_up,
 )
 
@@ -261,15 +262,8 @@ class Demo:
     def wait_sessions(self) -> None:
         """Both engines have found their sidecars: worker and scheduler have their sessions."""
 
-        def there(s: Sidecar) -> bool:
-            m = s.metrics()
-            return all(
-                total(m, "kvspray_engine_sessions", role=role) >= 1
-                for role in ("worker", "scheduler")
-            )
-
         for s in self.sidecars:
-            wait_for(f"engine sessions at {s.name}", lambda s=s: there(s), 60, tick=0.1)
+            wait_for(f"engine sessions at {s.name}", lambda s=s: sessions(s.metrics), 60, tick=0.1)
         say("both engines have found their sidecars")
 
     def stop(self) -> None:
@@ -563,19 +557,6 @@ def shows(what: str, cond: Callable[[], bool]) -> bool:
         return False
 
 
-def build() -> None:
-    for what, cmd in (
-        ("the sidecar", ["make", "-s", "build", "wireflip"]),
-        (
-            "the environment with vLLM",
-            [sys.executable, str(HERE / "env.py"), "--build", str(BUILD)],
-        ),
-    ):
-        say(f"building {what}")
-        if subprocess.run(cmd, cwd=ROOT).returncode != 0:
-            raise Failed(f"building {what} failed")
-
-
 def one_pass(demo: Demo, integrity: str, flip: bool) -> Verdict:
     v = Verdict()
     demo.measure(v, integrity, few=flip)
@@ -638,7 +619,6 @@ def main() -> int:
         )
         return 2
     levels = [wanted] if wanted else (["off", "on"] if flip else ["on"])
-    build()
     demo = Demo()
     try:
         try:

@@ -282,13 +282,13 @@ def make(build: pathlib.Path, venv: pathlib.Path, nixl: bool) -> None:
     install(
         build, py, ["pybind", "integration/vllm", "integration/sglang"], "kvspray, kvspray_vllm"
     )
-    want = digest(HERE / "tiny_model.py")
+    want = digest(ROOT / "pybind" / "python" / "kvspray" / "trial" / "tiny_model.py")
     for kind in MODELS:
         model = build / "models" / f"tiny-{kind}"
         if not stamped(model / ".stamp", want):
             run(
                 f"a tiny random {kind} with its own tokenizer",
-                [str(py), str(HERE / "tiny_model.py"), str(model), kind],
+                [str(py), "-m", "kvspray.trial.tiny_model", str(model), kind],
                 log,
                 cwd=str(build),
             )

@@ -38,7 +38,6 @@ TOKEN_BYTES = 4 * 16384 // HOST.block  # of four layers
 LENGTHS = (1, 5, 33, 300, 700)
 UP_S, BACK_S, ANSWER_S = 60.0, 120.0, 60.0
 JSON = "application/json"
-ROLES = ("worker", "scheduler")
 ENGINE = ("--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(64 << 20))
 # Dynamo names one vLLM, and imports more than its frontend and worker use here.
 DYNAMO = [
@@ -124,11 +123,7 @@ class Pair:
         rig.wait_for("the engines' sessions", self.connected, UP_S, 0.2)
 
     def connected(self) -> bool:
-        return all(
-            rig.total(s.metrics(), "kvspray_engine_sessions", role=role) >= 1
-            for s in (self.sp, self.sd)
-            for role in ROLES
-        )
+        return all(servers.sessions(s.metrics) for s in (self.sp, self.sd))
 
     def moved(self) -> float:
         name = "kvspray_transfer_payload_bytes_total"

@@ -36,6 +36,7 @@ func newRoot() *cobra.Command {
 		Short: "Moves KV cache between LLM serving engines",
 		Long: `kvspray is a sidecar that moves KV cache between LLM serving engines.
 
+Try it on this host with vLLM:        kvspray try
 Start one next to each engine:        kvspray serve
 Route requests to prefill and decode: kvspray proxy --config FILE
 Check what works on this host:        kvspray doctor
@@ -43,11 +44,26 @@ See what a sidecar does:              kvspray status
 Explain one request:                  kvspray why ID`,
 	}
 	root.AddCommand(serveCommand(), configCommand(), doctorCommand(), keygenCommand(), proxyCommand(),
-		benchCommand(), calibrateCommand(), layoutCommand(), loadCommand(), placeCommand(),
+		tryCommand(), benchCommand(), calibrateCommand(), layoutCommand(), loadCommand(), placeCommand(),
 		statusCommand(), whyCommand(), pingCommand(), bugreportCommand(), storeCommand(),
 		drainCommand())
 	command.Finish(root)
 	return root
+}
+
+// tryCommand names the Python package, which has the command: it starts engines.
+func tryCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:                "try",
+		Short:              "Compare a pair of vLLM engines with a plain one (in the Python package)",
+		DisableFlagParsing: true,
+		Args:               cobra.ArbitraryArgs,
+		RunE: func(_ *cobra.Command, args []string) error {
+			return usage.Errorf("this binary starts no engines: python -m pip install 'kvspray[vllm]' in "+
+				"the environment of your vLLM, and type: %s",
+				strings.Join(append([]string{"kvspray try"}, args...), " "))
+		},
+	}
 }
 
 // benchCommand answers the benchmarks' former name.

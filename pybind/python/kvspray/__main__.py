@@ -1,5 +1,5 @@
 """``python -m kvspray`` and the command ``kvspray``: become the sidecar binary that the wheel
-contains.
+contains. Only ``kvspray try``, which starts engines, is in Python.
 
 The process is replaced, so that signals, exit status and process id are those of the binary.
 """
@@ -15,6 +15,10 @@ BINARY = pathlib.Path(__file__).with_name("_bin") / "kvspray"
 
 
 def main() -> NoReturn:
+    if sys.argv[1:2] == ["try"]:
+        from kvspray.trial import command
+
+        sys.exit(command.main(sys.argv[2:]))
     if not BINARY.is_file():
         sys.exit(
             f"kvspray: {BINARY} is missing: this package was built from sources, without the "

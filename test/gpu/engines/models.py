@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import torch
+import unpacked  # noqa: F401
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -25,9 +26,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "rig"))
-
-import tiny_model
+from kvspray.trial import tiny_model
 
 POSITIONS = 81920
 

@@ -368,15 +368,13 @@ class Pair:
             wait_for(f"{proxy.name} up", proxy.up, 15)
 
     def wait_sessions(self) -> None:
-        def there(s: Sidecar) -> bool:
-            m = s.metrics()
-            return all(
-                total(m, "kvspray_engine_sessions", role=role) >= 1
-                for role in ("worker", "scheduler")
-            )
-
         for s in self.sidecars:
-            wait_for(f"engine sessions at {s.name}", lambda s=s: there(s), 60, tick=0.1)
+            wait_for(
+                f"engine sessions at {s.name}",
+                lambda s=s: servers.sessions(s.metrics),
+                60,
+                tick=0.1,
+            )
 
     def configure(self, sets: Sequence[str]) -> None:
         """Sidecars with another configuration, for the engines that there are."""

@@ -57,6 +57,11 @@ def _number(version: str) -> tuple[int, int] | None:
     return (int(m[1]), int(m[2])) if m else None
 
 
+def older_than_known(version: str) -> bool:
+    here, oldest = _number(version), _number(KNOWN[0])
+    return here is not None and oldest is not None and here < oldest
+
+
 def newer_than_known(version: str | None = None) -> str:
     """A line for the engine's log; empty if its vLLM is not newer than KNOWN."""
     version = vllm.__version__ if version is None else version

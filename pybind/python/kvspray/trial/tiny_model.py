@@ -1,5 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a tiny random model and a tokenizer of its own: nothing is downloaded. usage:
-tiny_model.py DIR [llama|gemma3]
+python -m kvspray.trial.tiny_model DIR [llama|gemma3]
 
 The weights are scaled so that greedy outputs vary with every token of the prompt: equal outputs
 then mean equal caches.
@@ -91,4 +92,4 @@ def main(out: pathlib.Path, kind: str = "llama", seed: int = SEED) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), *sys.argv[2:3])
+    main(pathlib.Path(sys.argv[1]), "".join(sys.argv[2:3]) or "llama")
