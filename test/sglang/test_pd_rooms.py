@@ -108,9 +108,7 @@ def manager(rank: int | None = None) -> Any:
 def arrival(m: Any, room: int = 7, pages: int = 2) -> Any:
     m.request_status[room] = KVPoll.WaitingForInput
     assert m.open_arrival("p:1", room, list(range(5, 5 + pages)), ROW, 32) == ""
-    frames = m.build_receiver_metadata_message(
-        bootstrap_room=room, required_dst_info_num=1, is_dummy=False
-    )
+    frames = m.asking(room, 1)
     asked = pd_wire.decode(frames)
     assert isinstance(asked, pd_wire.Room) and (asked.pages, asked.prefix) == (pages, 32)
     return asked
@@ -120,7 +118,7 @@ def with_states(m: Any, room: int = 7, pages: int = 2) -> Any:
     m.request_status[room] = KVPoll.WaitingForInput
     states = [numpy.array([3, 4], dtype=numpy.int32), [numpy.array(6)]]
     assert m.open_arrival("p:1", room, list(range(5, 5 + pages)), ROW, 0, states=states) == ""
-    frames = m.build_receiver_metadata_message(bootstrap_room=room, required_dst_info_num=1)
+    frames = m.asking(room, 1)
     return pd_wire.decode(frames)
 
 

@@ -189,9 +189,7 @@ def ask(p: list[Side], d: list[Side], src: Blocks, dst: Blocks, room: int) -> No
         y.m.update_status(room, KVPoll.Bootstrapping)
         for j, x in enumerate(d):
             if len(p) != len(d) or i == j:
-                frames = x.m.build_receiver_metadata_message(
-                    bootstrap_room=room, required_dst_info_num=max(1, len(d) // len(p))
-                )
+                frames = x.m.asking(room, max(1, len(d) // len(p)))
                 asked = pd_wire.decode(frames)
                 assert isinstance(asked, pd_wire.Room)
                 y.m._asked(pd_wire.Room(**{**vars(asked), "port": j + 1}))

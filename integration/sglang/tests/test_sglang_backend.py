@@ -533,6 +533,19 @@ def test_keys() -> None:
     assert Settings.parse(EXTRA).secret() == b""
 
 
+def test_transfers_are_refused_in_a_release_without_their_classes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def own(backend: object, kind: object) -> str:
+        return "SGLang's own"
+
+    monkeypatch.setitem(sys.modules, "kvspray_sglang.pd", None)  # imports of it fail
+    kind = SimpleNamespace(value="manager")
+    with pytest.raises(RuntimeError, match=r"kvspray_sglang\.pd.*use SGLang 0\.5\.22 or 0\.5\.23"):
+        plugin._class_of(own, SimpleNamespace(value="kvspray"), kind)
+    assert plugin._class_of(own, SimpleNamespace(value="nixl"), kind) == "SGLang's own"
+
+
 def test_hooks_leave_another_release_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """An SGLang that does not use kvspray, and has its settings elsewhere."""
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", None)  # imports of it fail

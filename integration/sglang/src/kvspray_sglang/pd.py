@@ -158,6 +158,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
     kv_status_msg_carries_reason = True
     # The fence of the sidecar ends a hold.
     supports_deferred_decode_kv_release = True
+    enable_trace = False  # of Mooncake's sender
 
     def __init__(
         self,
@@ -705,14 +706,13 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             f"{self.attn_tp_size} at decode; start both servers with the same --tp-size"
         )
 
-    def build_receiver_metadata_message(
-        self, *, bootstrap_room: int, required_dst_info_num: int, **_: Any
-    ) -> list[bytes]:
-        a = self._rooms[bootstrap_room]
+    def asking(self, room: int, ranks: int) -> list[bytes]:
+        """The message that asks prefill for an open arrival. ``ranks``: how many of decode do."""
+        a = self._rooms[room]
         states = {name: len(x) for name, x in a.blocks.items() if name}
         return pd_wire.Room(
             a.room, self.local_ip, self.rank_port, a.xfer, len(a.blocks.get("", ())), a.prefix,
-            int(required_dst_info_num), states=states,
+            ranks, states=states,
         ).encode()  # fmt: skip
 
     def _peer(self, m: pd_wire.Peer) -> None:
@@ -865,6 +865,21 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         return bytes(a.xfer)
 
 
+# SGLang's sender that gives chunks to add_transfer_request, and the classes with failure_exception
+# of a receiver. SGLang 0.5.22 has both only for Mooncake.
+_SENDER: Any
+_RECEIVER: tuple[Any, ...]
+if hasattr(CommonKVSender, "poll_pp_consensus"):
+    _SENDER, _RECEIVER = CommonKVSender, (CommonKVReceiver,)
+else:
+    from sglang.srt.disaggregation.mooncake.conn import (
+        MooncakeFailureExceptionMixin,
+        MooncakeKVSender,
+    )
+
+    _SENDER, _RECEIVER = MooncakeKVSender, (MooncakeFailureExceptionMixin, CommonKVReceiver)
+
+
 @dataclass
 class _Info:
     """What SGLang's own code reads of a decode rank."""
@@ -885,7 +900,7 @@ class _Info:
         return self.asked.ranks
 
 
-class KVSpraySender(CommonKVSender):  # type: ignore[misc]
+class KVSpraySender(_SENDER):  # type: ignore[misc,valid-type]
     """While an earlier request has the room this one waits: SGLang uses the number again if decode
     takes a request's pages back and has the prompt computed again."""
 
@@ -935,7 +950,7 @@ class KVSpraySender(CommonKVSender):  # type: ignore[misc]
         mgr.forget_source(room, self, success, super().clear)
 
 
-class KVSprayReceiver(CommonKVReceiver):  # type: ignore[misc]
+class KVSprayReceiver(*_RECEIVER):  # type: ignore[misc]
     request: Any = None
     buffers: Any = None
 
@@ -950,19 +965,38 @@ class KVSprayReceiver(CommonKVReceiver):  # type: ignore[misc]
         decode_prefix_len: int | None = None,
         **more: Any,
     ) -> None:
+        """Asks each rank of prefill for the request's pages."""
+        if getattr(more.get("destination"), "name", "DEVICE") != "DEVICE":
+            raise NotImplementedError("kvspray: decode's pages are in its device pool")
+        mgr, room = self.kv_mgr, self.bootstrap_room
+        problem = "prefill's ranks are not known"
         if getattr(self, "bootstrap_infos", None) is not None:
-            problem = self.kv_mgr.open_arrival(
-                self.bootstrap_addr, self.bootstrap_room, kv_indices, aux_index, decode_prefix_len,
-                self.request, self.buffers, state_indices or (),
+            problem = mgr.open_arrival(
+                self.bootstrap_addr, room, kv_indices, aux_index, decode_prefix_len, self.request,
+                self.buffers, state_indices or (),
             )  # fmt: skip
+        if not problem:
+            problem = self._send_all(mgr.asking(room, int(self.required_dst_info_num)))
             if problem:
-                self.kv_mgr.record_failure(self.bootstrap_room, f"kvspray: {problem}")
-                self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-                self.conclude_state = KVPoll.Failed
-                return
-        super().send_metadata(
-            kv_indices, aux_index, state_indices, decode_prefix_len=decode_prefix_len, **more
-        )
+                self.invalidate_cached_bootstrap_infos()
+        if problem:
+            mgr.record_failure(room, f"kvspray: {problem}")
+            mgr.update_status(room, KVPoll.Failed)
+            self.conclude_state = KVPoll.Failed
+            return
+        self.init_time = time.time()
+
+    def _send_all(self, frames: list[bytes]) -> str:
+        """Returns why a rank of prefill was not reached."""
+        problem = ""
+        for info in self.bootstrap_infos or ():
+            try:
+                socket, lock = self._connect_to_bootstrap_server(info)
+                with lock:
+                    socket.send_multipart(frames)
+            except Exception as err:
+                problem = f"prefill's rank {info.get('rank_ip')}:{info.get('rank_port')}: {err}"
+        return problem
 
     def _send_abort_notification(self, **more: Any) -> None:
         self.kv_mgr.give_up(self.bootstrap_room, "decode has given the request up")
@@ -974,16 +1008,9 @@ class KVSprayReceiver(CommonKVReceiver):  # type: ignore[misc]
         super().clear()
         xfer = self.kv_mgr.close_arrival(self.bootstrap_room)
         if success and xfer:
-            self._send_done(pd_wire.Done(self.bootstrap_room, xfer).encode())
-
-    def _send_done(self, frames: list[bytes]) -> None:
-        for info in self.bootstrap_infos or ():
-            try:
-                socket, lock = self._connect_to_bootstrap_server(info)
-                with lock:
-                    socket.send_multipart(frames)
-            except Exception as err:  # prefill then waits for its sidecar
-                _log.debug("kvspray: room %s: no DONE: %s", self.bootstrap_room, err)
+            done = pd_wire.Done(self.bootstrap_room, xfer).encode()
+            if problem := self._send_all(done):  # prefill then waits for its sidecar
+                _log.debug("kvspray: room %s: no DONE: %s", self.bootstrap_room, problem)
 
 
 class KVSprayBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]

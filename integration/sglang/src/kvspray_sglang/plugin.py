@@ -132,7 +132,13 @@ def _is_transfer_backend() -> bool:
 def _class_of(original: Callable[..., Any], backend: Any, kind: Any) -> Any:
     if getattr(backend, "value", None) != TRANSFER_BACKEND:
         return original(backend, kind)
-    from kvspray_sglang import pd
+    try:
+        from kvspray_sglang import pd
+    except ImportError as err:
+        raise RuntimeError(
+            f"kvspray: this SGLang lacks what a transfer backend needs ({err}); use SGLang 0.5.22 "
+            "or 0.5.23, or another --disaggregation-transfer-backend"
+        ) from err
 
     classes = {
         "manager": pd.KVSprayManager, "sender": pd.KVSpraySender, "receiver": pd.KVSprayReceiver,

@@ -11,7 +11,7 @@ import vllm
 import vllm.device_allocator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-KNOWN = ("0.32", "0.33")  # tested: docs/vllm.md has how
+KNOWN = ("0.31", "0.32", "0.33")  # tested: docs/vllm.md has how
 
 # A number for the values in a cache. Raise it when a release of vLLM computes other values for the
 # same model and settings. Its engines then neither pair with earlier ones nor find their pages.
