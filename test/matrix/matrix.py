@@ -221,24 +221,29 @@ pinned release of an engine with the newest one, in all names that kvspray uses.
 """
 
 
+def stored() -> dict[str, Any]:
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return results
+
+
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     ap.add_argument("--page", action="store_true", help="write the page, and run nothing")
     ap.add_argument("words", nargs="*", help="of the names of cells; none: all cells")
     args = ap.parse_args()
-    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     red = False
     for cell in [] if args.page else CELLS:
         if args.words and not any(word in cell.name for word in args.words):
             continue
         print(f"{cell.name} ...", flush=True)
-        result = results[cell.name] = run(cell) | {"date": time.strftime("%Y-%m-%d")}
+        result = run(cell) | {"date": time.strftime("%Y-%m-%d")}
         colour, details = verdict(result)
         print(f"{cell.name}: {colour}: {details}", flush=True)
         red = red or colour == "red"
+        results = stored() | {cell.name: result}  # of other runs, too, that ended meanwhile
         kept = {c.name: results[c.name] for c in CELLS if c.name in results}
         RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-    PAGE.write_text(page(results))
+    PAGE.write_text(page(stored()))
     return 1 if red else 0
 
 

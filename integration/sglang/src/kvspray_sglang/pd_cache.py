@@ -76,6 +76,7 @@ def check(args: Any, is_mla: bool, pp_size: int, is_dsa: bool = False) -> None:
         for name, ptrs in zip(states, getattr(args, "state_data_ptrs", None) or [], strict=False)
         if not 0 < len(ptrs) <= MAX_TENSORS
     ]
+    order = getattr(args, "kv_layout", None)  # SGLang 0.5.22 has none
     found: list[tuple[bool, str, str]] = [
         (bool(other), f"the model has states of the kind {', '.join(other)}", "them"),
         (len(set(states)) != len(states), f"a kind of state is there twice ({states})", "that"),
@@ -91,7 +92,7 @@ def check(args: Any, is_mla: bool, pp_size: int, is_dsa: bool = False) -> None:
             "any but nhd",
         ),
         (bool(getattr(args, "num_draft_entries", 0)), "a draft model has a cache", "speculation"),
-        (bool(getattr(args, "kv_layout", None)), f"the pool's layout is {args.kv_layout}", "it"),
+        (bool(order), f"the pool's layout is {order}", "it"),
         (pp_size != 1, f"pp_size is {pp_size}", "pipeline stages"),
         (
             str(args.kv_cache_dtype_str).removeprefix("torch.") not in _DTYPES,
