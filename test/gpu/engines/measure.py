@@ -79,7 +79,7 @@ PARTS = {
     ),
     "graphs": (
         graphs,
-        "first tokens of engines without transfers, under load, by graph mode, runner and backend",
+        "answers of engines without transfers, under load, by graph mode, runner and backend",
     ),
     "serve": (serve, "vllm bench serve through plain engines and pairs; engines of its own"),
     "sanitize": (sanitize, "a short run under compute-sanitizer; engines of its own"),

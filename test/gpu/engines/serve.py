@@ -1,10 +1,10 @@
 """Serving under load: `vllm bench serve` with Poisson arrivals through several arms in turns, each
 with the same prompts and arrivals, and empty prefix caches.
 
-An arm is one plain engine (the control, before and after the others), two plain engines behind
-`kvspray proxy`, or a prefill and a decode engine: with kvspray in each mode of the router, or with
-vLLM's NIXL connectors behind its toy proxy. All engines of a command run side by side, also while
-another arm is measured, and have caches of the same size (--cache-mb).
+An arm is one plain engine (the control), two plain engines behind `kvspray proxy`, or a prefill and
+a decode engine: with kvspray in each mode of the router, or with vLLM's NIXL connectors behind its
+toy proxy. All engines of a command run side by side, also while another arm is measured, and have
+caches of the same size (--cache-mb).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ PAIRS = {
     "nixl-push": ("nixl-push", ""),
 }
 ARMS = (CONTROL, TWO, *PAIRS)
-# Tokens of a prompt, those of them that requests share, number of shared prefixes, tokens of an
+# Tokens of a prompt, of a prefix, number of prefixes (0: each request has its own), tokens of an
 # answer.
-MIXES = {"documents": (8000, 0, 0, 256), "agents": (16000, 11200, 4, 512)}
-CPU_SCALE = 16  # a CPU gets prompts and answers so many times shorter
+MIXES = {"documents": (8000, 4000, 0, 256), "agents": (16000, 11200, 4, 512)}
+CPU_SCALE = 16  # divides the lengths of prompts and answers on a CPU
 PERCENTILES = (10, 50, 90, 99)
 MOVED = 0.9  # of the prompts' tokens must come from P, unless the router may decide otherwise
 WARM = 4  # requests at once, before anything is measured
@@ -48,7 +48,7 @@ PREFILLS = (500, 1000, 2000, 4000)  # tokens of prompts whose times calibrate po
 
 def options(parser: Any) -> None:
     parser.add_argument(
-        "--arms", default=",".join(ARMS[:5]), help=f"of part serve: {', '.join(ARMS)}"
+        "--arms", default=",".join((*ARMS[:5], CONTROL)), help=f"of part serve: {', '.join(ARMS)}"
     )
     parser.add_argument("--mix", choices=MIXES, default="documents")
     parser.add_argument("--rates", default="1,2", help="requests per second")
@@ -100,7 +100,8 @@ class Arms:
 
     def __init__(self, rig: Rig, names: list[str]) -> None:
         self.rig, self.names = rig, names
-        self.plain = [Server(f"plain{i}", rig.logs) for i in range(2 if TWO in names else 1)]
+        plain = 2 if TWO in names else int(CONTROL in names)
+        self.plain = [Server(f"plain{i}", rig.logs) for i in range(plain)]
         kinds = dict.fromkeys(PAIRS[name][0] for name in names if name in PAIRS)
         self.pairs = {kind: Pair(rig, kind) for kind in kinds}
         self.routers: dict[str, Process] = {}
@@ -143,7 +144,7 @@ class Arms:
                 proxy,
                 routed(pair.p.url, "prefill", peer=pair.sidecars[0].endpoint, **sidecars[0]),
                 routed(pair.d.url, "decode", **sidecars[1]),
-                "--policy", "auto", "--token-bytes", str(self.rig.token_bytes()),
+                "--policy", "auto", "--token-bytes", f"{self.rig.token_bytes()}B",
                 "--calibration", str(self.calibrated(pair.p)),
             )  # fmt: skip
         elif mode:
@@ -197,22 +198,14 @@ def serves(router: Process) -> bool:
 
 def traffic(rig: Rig, requests: int, rate: float, seed: int) -> list[str]:
     scale = CPU_SCALE if rig.host.device == "cpu" else 1
-    length, shared, prefixes, answer = (n // scale for n in MIXES[rig.args.mix])
-    prefixes *= scale
-    if shared:
-        what = {
-            "dataset-name": "prefix_repetition",
-            "prefix-repetition-prefix-len": shared,
-            "prefix-repetition-suffix-len": length - shared,
-            "prefix-repetition-num-prefixes": prefixes,
-            "prefix-repetition-output-len": answer,
-        }
-    else:
-        what = {
-            "dataset-name": "random",
-            "random-input-len": length,
-            "random-output-len": answer,
-        }
+    length, prefix, prefixes, answer = MIXES[rig.args.mix]
+    what: dict[str, Any] = {
+        "dataset-name": "prefix_repetition",
+        "prefix-repetition-prefix-len": prefix // scale,
+        "prefix-repetition-suffix-len": (length - prefix) // scale,
+        "prefix-repetition-num-prefixes": prefixes or requests,
+        "prefix-repetition-output-len": answer // scale,
+    }
     what |= {"num-prompts": requests, "request-rate": rate, "seed": seed}
     return [word for key, value in what.items() for word in (f"--{key}", str(value))]
 
@@ -237,7 +230,7 @@ def measure(rig: Rig, arms: Arms, bench: Bench, arm: str, rate: float) -> dict[s
 
 def show(row: dict[str, Any]) -> None:
     def of(what: str, *percentiles: int) -> str:
-        return " ".join(f"{row[f'p{p}_{what}_ms']:.{what != 'ttft'}f}" for p in percentiles)
+        return " ".join(f"{row[f'p{p}_{what}_ms']:.{int(what != 'ttft')}f}" for p in percentiles)
 
     print(
         f"{row['rate']:4g}/s {row['arm']:16} {row['completed']:4} ok {row['failed']:2} failed "
@@ -254,18 +247,18 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
     chosen = rig.args.arms.split(",")
     if unknown := set(chosen) - set(ARMS):
         raise Failed(f"arms {sorted(unknown)}: unknown; known are {', '.join(ARMS)}")
-    chosen = [arm for arm in chosen if arm != CONTROL]
-    start, arms, bench = time.monotonic(), Arms(rig, chosen), Bench(rig)
+    names = list(dict.fromkeys(chosen))  # an arm may be measured twice
+    start, arms, bench = time.monotonic(), Arms(rig, names), Bench(rig)
     rows: list[dict[str, Any]] = rig.so_far.setdefault("rows", [])
     problems: list[str] = []
     try:
         arms.start()
         rig.so_far["up_s"] = time.monotonic() - start
         say(f"engines and routers are up after {rig.so_far['up_s']:.0f} s")
-        for arm in (CONTROL, *chosen):
+        for arm in names:
             bench.run(arms.url(arm), 0, *traffic(rig, WARM, float("inf"), seed=1))
         for rate in map(float, rig.args.rates.split(",")):
-            for arm in (CONTROL, *chosen, CONTROL):
+            for arm in chosen:
                 row = measure(rig, arms, bench, arm, rate)
                 rows.append(row)
                 show(row)
