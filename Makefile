@@ -497,6 +497,10 @@ bench-latency: build env #: Latency of one 4 KiB block between two sidecars, fro
 bench-place: build env #: The router's policies with three real engines, rails of 0.1 to 10 Gbit/s: predictions, times to the first token (root, an hour)
 	$(VENV)/bin/python test/rig/bench_place.py $(BENCH_ARGS)
 
+.PHONY: bench-serve
+bench-serve: #: vllm bench serve through plain engines, kvspray and NIXL, on a host with a GPU and the files of make gpu-bin and gpu-nixl
+	test/gpu/engines/bench_serve.sh $(BENCH_ARGS)
+
 .PHONY: gpu-bin
 gpu-bin: build env #: Pack the requirements of test/gpu into .build/gpu; copy it with the sources to a host with GPUs and no network
 	@mkdir -p $(B)/gpu

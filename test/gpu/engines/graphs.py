@@ -1,10 +1,11 @@
-"""First tokens of engines without transfers, under load, in several graph modes, model runners and
+"""Answers of engines without transfers, under load, in several graph modes, model runners and
 attention backends, beside those of an eager engine that computes one prompt at a time.
 
 This is the control of every other part that compares answers: what an engine gets wrong by itself
 is no fault of a transfer. The eager engine under the same load gives the spread that rounding in
-batches makes. A first token is far if the eager engine, alone, holds it for less likely than its
-own by more than the largest such gap under load, and by more than TIE.
+batches makes. Answers are compared at the first token that differs. This token is far if it is less
+likely, by the eager engine alone, than that engine's own token: by more than the largest such gap
+of the eager engine under load, and by more than TIE.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ VARIANTS: dict[str, tuple[str, bool, str, str, str]] = {
 }
 BANDS = ((1, 100), (100, 200), (200, 300), (300, 500), (500, 1000), (1000, 4000))
 LOGPROBS = 20
-TOKENS = 24  # of an answer: the later ones keep the other requests company
+TOKENS = 24  # of an answer
 STAGGER_S = 4.0  # between the starts of engines, whose imports take memory and processors
 FAR_UNKNOWN = 99.0  # a token that is not among the likeliest LOGPROBS
 
@@ -48,7 +49,12 @@ FAR_UNKNOWN = 99.0  # a token that is not among the likeliest LOGPROBS
 def options(parser: Any) -> None:
     parser.add_argument("--graphs-variants", default=",".join(VARIANTS), help="of part graphs")
     parser.add_argument("--graphs-prompts", type=int, default=40, help="for each band of lengths")
-    parser.add_argument("--graphs-at-a-time", default="1,3,8", help="requests at a time")
+    parser.add_argument(
+        "--graphs-at-a-time",
+        default="4,1,4",
+        help="requests at a time, in turns; all turns after the first have the prompts in the "
+        "prefix cache",
+    )
 
 
 def engine_args(rig: Rig, variant: str) -> tuple[list[str], dict[str, str]]:
@@ -79,16 +85,34 @@ def start(rig: Rig, variant: str) -> tuple[Server, Sidecar | None]:
     return server, sidecar
 
 
-def first(server: Server, ids: list[int], tokens: int) -> Answer:
-    return complete(
-        server.port, ids, max_tokens=tokens, logprobs=LOGPROBS, return_tokens_as_token_ids=True
-    )
+def asked(server: Server, prompts: list[list[int]], width: int) -> list[Answer]:
+    def one(ids: list[int]) -> Answer:
+        return complete(
+            server.port,
+            ids,
+            max_tokens=TOKENS,
+            logprobs=LOGPROBS,
+            return_tokens_as_token_ids=True,
+        )
+
+    with cf.ThreadPoolExecutor(width) as pool:
+        return list(pool.map(one, prompts))
+
+
+def parting(alone: Answer, other: Answer) -> int | None:
+    """Index of the first token that differs."""
+    pairs = zip(alone.tokens[0], other.tokens[0], strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def gap(alone: Answer, other: Answer) -> float:
-    """How much less likely, by the engine alone, the other's first token is than its own."""
-    near = alone.logprobs[0]
-    own, theirs = (near.get(f"token_id:{a.tokens[0][0]}") for a in (alone, other))
+    """How much less likely, by the engine alone, the other's first token that differs is than its
+    own."""
+    at = parting(alone, other)
+    if at is None:
+        return 0.0
+    near = alone.logprobs[at]
+    own, theirs = (near.get(f"token_id:{a.tokens[0][at]}") for a in (alone, other))
     return FAR_UNKNOWN if own is None or theirs is None else max(own - theirs, 0.0)
 
 
@@ -143,16 +167,23 @@ def compare(rig: Rig, servers: dict[str, Server]) -> tuple[dict[str, Any], list[
     ]
     r.shuffle(prompts)
     say(f"{len(prompts)} prompts, {', '.join(servers)}")
-    reference = [first(servers[ALONE], ids, TOKENS) for ids in prompts]
+    widths = [int(w) for w in rig.args.graphs_at_a_time.split(",")]
+    lanes = {name: cf.ThreadPoolExecutor(1) for name in servers}  # engines answer side by side
+    alone = lanes[ALONE].submit(asked, servers[ALONE], prompts, 1)
+    answers = {
+        (turn, name): lanes[name].submit(asked, server, prompts, width)
+        for turn, width in enumerate(widths)
+        for name, server in servers.items()
+    }
+    reference = alone.result()
     rows: list[dict[str, Any]] = rig.so_far.setdefault("rows", [])
     spread = TIE
-    print(f"{'engine':20} {'at a time':>9} {'errors':>6}  far/differ/all in each band; p99 shift")
-    for width in map(int, rig.args.graphs_at_a_time.split(",")):
-        for name, server in servers.items():
-            with cf.ThreadPoolExecutor(width) as pool:
-                got = list(pool.map(lambda ids, s=server: first(s, ids, TOKENS), prompts))
+    print(f"{'engine':20} {'at a time':>9} {'errors':>6}  far/differ/first/all in each band")
+    for turn, width in enumerate(widths):
+        for name in servers:
+            got = answers[turn, name].result()
             gaps = [
-                (len(ids), gap(want, a), shift(want, a), a.tokens[0][0] != want.tokens[0][0])
+                (len(ids), gap(want, a), shift(want, a), parting(want, a))
                 for ids, want, a in zip(prompts, reference, got, strict=True)
                 if a.error is None
             ]
@@ -174,7 +205,8 @@ def compare(rig: Rig, servers: dict[str, Server]) -> tuple[dict[str, Any], list[
                     {
                         "tokens": [low, high],
                         "prompts": len(band),
-                        "differ": sum(d for *_, d in band),
+                        "differ": sum(at is not None for *_, at in band),
+                        "first_differ": sum(at == 0 for *_, at in band),
                         "far": sum(g > spread for _, g, _, _ in band),
                         "largest_gap": max(g for _, g, _, _ in band),
                         "shift_p50": statistics.median(shifts),
@@ -183,8 +215,7 @@ def compare(rig: Rig, servers: dict[str, Server]) -> tuple[dict[str, Any], list[
                 )
             rows.append(row)
             cells = "  ".join(
-                f"{b['far']}/{b['differ']}/{b['prompts']} ({b['shift_max']:.2f})"
-                for b in row["bands"]
+                f"{b['far']}/{b['differ']}/{b['first_differ']}/{b['prompts']}" for b in row["bands"]
             )
             print(f"{name:20} {width:9} {len(row['errors']):6}  {cells}", flush=True)
     problems = [f"{row['engine']}: {row['errors'][0]}" for row in rows if row["errors"]]

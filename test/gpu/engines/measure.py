@@ -31,6 +31,7 @@ import pairs
 import reload
 import reuse
 import sanitize
+import serve
 import sleeping
 import slept
 import tracing
@@ -78,8 +79,9 @@ PARTS = {
     ),
     "graphs": (
         graphs,
-        "first tokens of engines without transfers, under load, by graph mode, runner and backend",
+        "answers of engines without transfers, under load, by graph mode, runner and backend",
     ),
+    "serve": (serve, "vllm bench serve through plain engines and pairs; engines of its own"),
     "sanitize": (sanitize, "a short run under compute-sanitizer; engines of its own"),
     "trace": (tracing, "what a layer's signal costs in FULL graphs; engines of its own"),
 }

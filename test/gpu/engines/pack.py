@@ -6,8 +6,8 @@ usage: pack.py [--fast] [PART ...]     parts: own deps vllm-py vllm-c vllm-fa3, 
                                        a name; vllm-moe, nixl, sgl and sgl-data, which go to
                                        .build/gpu/pk-more
 
-The host has Python 3.12, torch 2.11 with CUDA 13, triton and transformers. vLLM 0.32.0 asks for
-torch 2.13; its kernels use torch's stable ABI alone, and load into 2.11. GPU code for other GPUs
+The host has Python 3.12, torch 2.11 with CUDA 13, triton and transformers. vLLM 0.33.0 asks for
+torch 2.14; its kernels use torch's stable ABI alone, and load into 2.11. GPU code for other GPUs
 than the host's is left out, and so are the kernels that the shapes of this rig do not use.
 Nothing is patched. Needed here: python3 with pip, strip, and the environment of `make env` for
 the part own.
@@ -35,7 +35,7 @@ WORK = ROOT / ".build/gpu/work"
 PACKS = ROOT / ".build/gpu/pk"
 MORE = ROOT / ".build/gpu/pk-more"  # what only some commands need
 
-VLLM = "vllm==0.32.0"
+VLLM = "vllm==0.33.0"
 NIXL = ["nixl==1.5.1", "nixl-cu13==1.5.1"]
 # SGLang 0.5.23 asks for torch 2.14. These kernels are the last ones that load into torch 2.11, and
 # have all that a Llama needs of them. Its norms are kernels of FlashInfer, built on the host.

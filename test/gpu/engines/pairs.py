@@ -45,6 +45,7 @@ TRANSPORTS = ("shm", "tcp")
 CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 STARTED = pathlib.Path(tempfile.gettempdir()) / f"kvspray-rig-{os.getuid()}.{os.getpid()}.pids"
 TIE = 0.15  # of two logarithms of probabilities: nearer ones may change places in bfloat16
+NIXL = {"nixl": "NixlConnector", "nixl-push": "NixlPushConnector"}
 CONTROLS = 8  # times that the plain engine is asked again, at once, for its own spread
 MIB = 1 << 20
 BIG_TOKEN = 100_000  # bytes of the cache that a token of an 8B model takes: two prompts, not four
@@ -280,11 +281,11 @@ class Rig:
 
 class Pair:
     """P and D, and more decode engines where the command names GPUs for them. kind: "kvspray", the
-    connector as users have it; "pages", the same with a look at its pages; "nixl"."""
+    connector as users have it; "pages", the same with a look at its pages; or one of NIXL."""
 
     def __init__(self, rig: Rig, kind: str = "kvspray") -> None:
         self.rig, self.kind = rig, kind
-        self.names = rig.names()[: 2 if kind == "nixl" else None]
+        self.names = rig.names()[: 2 if kind in NIXL else None]
         self.servers = [Server(f"{kind}-{self.side(i)}", rig.logs) for i in range(len(self.names))]
         self.p, self.d = self.servers[:2]
         self.sidecars: list[Sidecar] = []
@@ -304,7 +305,7 @@ class Pair:
         return self.proxies[mode if decoder == 1 else f"{mode}-{decoder}"]
 
     def start(self, sidecars_only: bool = False) -> None:
-        if self.kind != "nixl":
+        if self.kind not in NIXL:
             self.sidecars = [self.make_sidecar(side) for side in range(len(self.servers))]
             for s in self.sidecars:
                 s.log = self.rig.logs / f"{s.name}.log"
@@ -327,9 +328,9 @@ class Pair:
         server = self.engines()[side]
         env = {**self.rig.engine_env(self.names[side]), **(env or {})}
         role = "kv_consumer" if side else "kv_producer"
-        if self.kind == "nixl":
+        if self.kind in NIXL:
             kv = {
-                "kv_connector": "NixlConnector",
+                "kv_connector": NIXL[self.kind],
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
             }

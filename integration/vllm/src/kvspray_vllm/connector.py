@@ -137,8 +137,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             if self._gpu and getattr(graphs, "name", "") == "FULL":
                 logger.warning(
                     "kvspray: cudagraph_mode is FULL: vLLM 0.33 with FlashAttention 3 gave wrong "
-                    "answers in tests with several requests at a time, with and without transfers; "
-                    "use FULL_AND_PIECEWISE, the default"
+                    "answers in tests with several requests at a time, in engines without kvspray, "
+                    "too; use FULL_AND_PIECEWISE, the default"
                 )
             parallel = vllm_config.parallel_config
             if self._settings.store and events.wanted(vllm_config):
