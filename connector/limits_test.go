@@ -107,7 +107,9 @@ func TestBlockIDsAreBounded(t *testing.T) {
 		"block ids") {
 		t.Fatalf("%+v", got)
 	}
-	r.rec.until(t, "the refusal", func() bool { return strings.Contains(r.rec.refused[b], "block ids") })
+	r.rec.until(t, "the refusal", func() bool {
+		return strings.Contains(r.rec.refused[b], "block ids")
+	})
 	r.rec.until(t, "the intent", func() bool { return len(r.rec.intents) == 1 })
 	must(t, r.Complete(r.lastUp(t), engines.Completion{Lease: r.rec.seen().intents[0].Lease,
 		Status: board.OK}))

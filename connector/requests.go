@@ -121,8 +121,9 @@ func (w *worker) intentLocked(rec board.Record) error {
 	in := &engines.Intent{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
 		Tokens: m.Tokens,
 		Fanout: int(m.Fanout), Blocks: m.Blocks,
-		Held: m.Held, Priority: priority(m.Priority), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
-		Attempt: m.Attempt, Req: m.Req, Trace: placed(m.Traceparent)}
+		Held: m.Held, Priority: priority(m.Priority),
+		Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
+		Attempt:  m.Attempt, Req: m.Req, Trace: placed(m.Traceparent)}
 	w.eventLocked(engines.Event{Kind: engines.SourceOpened, Intent: in})
 	if len(l.steps) > 0 {
 		w.eventLocked(engines.Event{Kind: engines.StepAnnounced,

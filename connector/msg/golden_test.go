@@ -229,8 +229,9 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 		Priority: PrioStream, DeadlineMS: 30000, Req: "cmpl-1"}).Append(nil))
 	rec("intent-restart", "INTENT", (&Intent{Xfer: b16(0x20), Hash: b32(0x60), Tokens: 2048,
 		Fanout: 16, Blocks: [][]uint32{{1, 2}, {}}, Ready: 512,
-		Steps: []PendingStep{{41, 1024}, {43, 2048}}, Priority: PrioDecodeWaits, DeadlineMS: 1234, Held: true,
-		Req: "cmpl-2", Attempt: 3}).Append(nil))
+		Steps: []PendingStep{{41, 1024}, {43, 2048}}, Priority: PrioDecodeWaits, DeadlineMS: 1234,
+		Held: true,
+		Req:  "cmpl-2", Attempt: 3}).Append(nil))
 	rec("intent-older", "INTENT", with("tokens", 16, "blocks", []any{blocks}))
 	rec("intent-newer", "INTENT", with(append(kv{"tokens", 16, "fanout", 1, "blocks", []any{blocks},
 		"ready", 16, "steps", []any{}, "priority", 9,
