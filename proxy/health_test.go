@@ -463,7 +463,9 @@ func TestCacheOfAnEngineThatFailedARequestIsForgotten(t *testing.T) {
 	}
 	d.CloseClientConnections()
 	d.Close()
-	if code, answer, _ := post(t, url, "/v1/completions", body); code != http.StatusBadGateway {
+	// On a busy machine the health check can come before the request.
+	code, answer, _ := post(t, url, "/v1/completions", body)
+	if code != http.StatusBadGateway && code != http.StatusServiceUnavailable {
 		t.Fatal(code, answer)
 	}
 	until(t, "the index still has the cache of an engine that ended", func() bool {

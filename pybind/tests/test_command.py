@@ -111,7 +111,8 @@ def test_versions_of_packages_follow_git_describe() -> None:
 
 def test_only_the_tag_and_the_changelog_have_the_version() -> None:
     (version,) = re.findall(r"^## (\d+\.\d+\.\d+),", (ROOT / "CHANGELOG.md").read_text(), re.M)[:1]
-    others = (":!CHANGELOG.md", ":!*go.mod", ":!*go.sum")  # modules of others may have the same one
+    # The second one names past releases; modules of others may have the same version.
+    others = (":!CHANGELOG.md", ":!test/skew/releases.txt", ":!*go.mod", ":!*go.sum")
     found = subprocess.run(
         ["git", "grep", "-nwF", version, "--", ".", *others],
         cwd=ROOT,

@@ -1002,6 +1002,10 @@ class KVSprayReceiver(*_RECEIVER):  # type: ignore[misc]
         self.kv_mgr.give_up(self.bootstrap_room, "decode has given the request up")
         super()._send_abort_notification(**more)
 
+    def failure_exception(self) -> None:
+        self.conclude_state = KVPoll.Failed  # also if only another rank of decode has failed
+        super().failure_exception()
+
     def clear(self) -> None:
         # SGLang clears a Success once all decode ranks have theirs.
         success = self.conclude_state == KVPoll.Success
