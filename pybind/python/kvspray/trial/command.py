@@ -166,12 +166,14 @@ def apart(work: Callable[[], int]) -> int:
             os._exit(status)
     for sig in (*ENDING, signal.SIGHUP):
         signal.signal(sig, lambda s, _: os.kill(child, signal.SIGTERM if s == signal.SIGHUP else s))
-    _, ended = os.waitpid(child, 0)
+    pid, ended = os.waitpid(-1, 0)
+    while pid != child:  # one whose own parent has ended
+        pid, ended = os.waitpid(-1, 0)
     deaf()
     children = pathlib.Path(f"/proc/{parent}/task/{parent}/children")
     while children.exists() and (left := children.read_text().split()):
-        for pid in left:
-            os.kill(int(pid), signal.SIGKILL)
+        for orphan in left:
+            os.kill(int(orphan), signal.SIGKILL)
         os.waitpid(-1, 0)
     code = os.waitstatus_to_exitcode(ended)
     return code if code >= 0 else DIFFERENT
