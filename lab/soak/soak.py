@@ -121,8 +121,8 @@ from servers import (  # noqa: E402
     Process,
     Server,
     complete,
-    deaf,
     end_on_signals,
+    ignore_signals,
     wait_up,
 )
 
@@ -814,7 +814,7 @@ def main(args: argparse.Namespace) -> int:
         except Failed as err:
             soak.problem(str(err))
         finally:
-            deaf()
+            ignore_signals()
     finally:
         green = soak.write_report(state)
         say("stopping everything")

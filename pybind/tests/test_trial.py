@@ -7,11 +7,14 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,12 +23,15 @@ from conftest import HERE, until
 
 import kvspray
 from kvspray import limits
-from kvspray.trial import command
+from kvspray.trial import command, engines, processes
 from kvspray.trial.processes import Failed, Process
 
 FAKE = HERE / "fake_engine.py"
 ENDS_S = 300.0  # twenty processes on busy cores
 PACKAGES = {
+    # Real engines may have this host's memory.
+    "sitecustomize.py": "import kvspray.limits\n"
+    "kvspray.limits.free_memory = lambda _: (64 << 30, '')",
     "vllm/__init__.py": "__version__ = '0.33.0'",
     "vllm/platforms.py": "class current_platform: device_type = 'cpu'",
     "vllm/entrypoints/openai/api_server.py": "import runpy, sys\n"
@@ -60,7 +66,10 @@ class Run:
             "PYTHONPATH": f"{dir / 'packages'}:{own}",
             "TMPDIR": str(self.tmp),
             "KVSPRAY_BINARY": str(binary),
+            "http_proxy": "http://127.0.0.1:1",  # as at a site with a proxy
         }
+        self.env.pop("no_proxy", None)
+        self.env.pop("NO_PROXY", None)
         self.env.pop("VLLM_PLUGINS", None)
 
     def start(self, *args: str, fault: str = "") -> subprocess.Popen[str]:
@@ -246,7 +255,54 @@ def test_options_out_of_range(args: tuple[str, str], capsys: pytest.CaptureFixtu
     assert ended.value.code == 2 and f"{args[0]} {args[1]}" in capsys.readouterr().err
 
 
-def test_a_helper_that_tidies_up_is_not_killed(tmp_path: pathlib.Path) -> None:
+def test_logs_need_a_directory_that_takes_files(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(command.Refused, match="--logs /proc: .* a directory that you can write"):
+        trial(tmp_path, "--logs", "/proc").check()
+
+
+def test_no_directory_for_temporary_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/proc")
+    assert command.main([]) == command.REFUSED and "set TMPDIR" in capsys.readouterr().err
+
+
+def test_engines_have_room_for_the_names_of_their_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for length in (command.MAX_PARENT, command.MAX_PARENT + 1):
+        with tempfile.TemporaryDirectory(dir="/tmp") as root:
+            parent = pathlib.Path(root, "d" * (length - len(root) - 1))
+            parent.mkdir()
+            monkeypatch.setattr(tempfile, "gettempdir", lambda parent=parent: str(parent))
+            run = command.directory()
+            if run.parent != parent:
+                run.rmdir()
+        assert len(f"{run}/{uuid.uuid4()}") <= 107
+        assert (run.parent == parent) == (length == command.MAX_PARENT)
+
+
+def test_a_log_of_vllm_s_arguments_is_no_error(tmp_path: pathlib.Path) -> None:
+    for text, remedy in (
+        ("non-default args: {'max_model_len': 2048}", None),
+        ("site-packages/huggingface_hub/x.py: ImportError: cannot import name 'y'", None),
+        ("max_model_len (2048) is greater than the derived max_model_len", "choose a model"),
+        ("huggingface_hub.errors.RepositoryNotFoundError: 404", "download the model"),
+    ):
+        found = re.findall("^remedy: (.*)", trial(tmp_path).remedy(text), re.M)
+        assert len(found) == (2 if remedy else 1) and found[0].startswith(remedy or "--logs"), found
+
+
+def test_an_engine_that_gives_no_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "ANSWER_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(TimeoutError, match=f"{url}/v1/completions: no answer within 0.05 s"):
+            engines.ask(url, "x")
+
+
+def test_a_helper_that_tidies_up_is_not_killed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "GROUP_S", 60.0)  # of a busy machine
     p = Process("p", tmp_path)
     done = tmp_path / "done"
     code = f"""

@@ -44,9 +44,9 @@ from servers import (  # noqa: E402
     Proxy,
     Server,
     complete,
-    deaf,
     end_on_signals,
     give_up,
+    ignore_signals,
     kvspray_config,
     sessions,
     wait_up,
@@ -625,7 +625,7 @@ def main() -> int:
             colours = passes(demo, levels, flip)
         finally:
             # In a block of its own: a signal that comes just before it still meets the other one.
-            deaf()
+            ignore_signals()
     finally:
         say("stopping everything")
         demo.stop()

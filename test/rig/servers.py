@@ -21,9 +21,9 @@ from kvspray.trial.processes import ENDING as ENDING
 from kvspray.trial.processes import START_S as START_S
 from kvspray.trial.processes import Process
 from kvspray.trial.processes import cpu_seconds as cpu_seconds
-from kvspray.trial.processes import deaf as deaf
 from kvspray.trial.processes import end_on_signals as end_on_signals
 from kvspray.trial.processes import get as get
+from kvspray.trial.processes import ignore_signals as ignore_signals
 from kvspray.trial.processes import wait_up as wait_up
 
 

@@ -289,6 +289,10 @@ def test_pages_of_a_node_of_the_other_version(
                 ),
                 WAIT_S,
             )
-            assert 0 not in engines[other].call("get", "kept", pages)
+            rig.wait_for(
+                f"all pages of {holder}",
+                lambda other=other, pages=pages: 0 not in engines[other].call("get", "kept", pages),
+                WAIT_S,
+            )
         assert engines["release"].call("remove", "kept") == [2, 2]
         assert set(engines["tree"].call("get", "kept", list(range(16)))) == {0}

@@ -37,7 +37,7 @@ import slept
 import tracing
 import ttft
 from cluster import Failed
-from servers import ENDING, deaf
+from servers import ENDING, ignore_signals
 from stage import NIXL, Stage
 
 PARTS = {
@@ -116,7 +116,7 @@ def main() -> int:
         except Failed as err:
             print(f"RED: {err}", flush=True)
         finally:
-            deaf()
+            ignore_signals()
     finally:
         stage.stop()
         rig.close(keep_logs=red)
@@ -156,7 +156,7 @@ class Running:
     def end(self, sig: int, _: object) -> None:
         """A limit of time. Results so far are written at once. Then the engines end, so
         that whatever waits for an answer gets an error, and the finally blocks run."""
-        deaf()
+        ignore_signals()
         if self.part:
             name = signal.Signals(sig).name
             with contextlib.suppress(RuntimeError):  # it may have come in the middle of a print

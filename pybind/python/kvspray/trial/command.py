@@ -38,9 +38,9 @@ from kvspray.trial.processes import (
     START_S,
     Failed,
     Process,
-    deaf,
     end_on_signals,
     free_port,
+    ignore_signals,
     total,
     wait_for,
     wait_up,
@@ -59,7 +59,9 @@ ENGINE_BYTES = 900 * MIB  # of a vLLM without weights and cache, on a CPU; on a 
 CACHE_BYTES = {"": 64 * MIB, "model": 1024 * MIB}  # of the tiny model, of a model of the user's
 ROOM = 256 * MIB  # in the directory for temporary files
 SHM = 64 * MIB
-MAX_SOCKET = 60  # of the directory's name: paths of unix sockets have at most 107 bytes
+# Paths of unix sockets have at most 107 bytes: vLLM's are a UUID in a directory of this command's,
+# whose name adds 21.
+MAX_PARENT = 107 - 37 - 21
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 INSTALL = f"{shlex.quote(sys.executable)} -m pip install"
 # What the end of a log may have, and what then helps.
@@ -73,11 +75,11 @@ REMEDIES = (
     (r"Cannot allocate memory|MemoryError|bad_alloc", limits.REMEDIES[errno.ENOMEM]),
     (r"address already in use", "try again: another program took the port meanwhile"),
     (
-        r"huggingface|hf_hub|Repository Not Found|gated repo",
+        r"huggingface\.co|huggingface_hub\.errors|hf_hub|Repository Not Found|gated repo",
         "download the model first, and pass its directory: --model DIR",
     ),
     (
-        r"max_model_len|max_position_embeddings|KV cache is needed",
+        r"derived max_model_len|KV cache is needed",
         f"choose a model whose context has {MAX_TOKENS} tokens",
     ),
 )
@@ -131,14 +133,25 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     args = options(argv)
-    parent = tempfile.gettempdir()
-    run = pathlib.Path(
-        tempfile.mkdtemp(prefix="kvspray-try-", dir="/tmp" if len(parent) > MAX_SOCKET else parent)
-    )
+    try:
+        run = directory()
+    except OSError as err:
+        print(
+            f"kvspray try: no directory for temporary files: {err}: set TMPDIR to one that you can "
+            f"write, with at most {MAX_PARENT} bytes in its name",
+            file=sys.stderr,
+        )
+        return REFUSED
     try:
         return apart(lambda: Trial(args, run).run())
     finally:
         shutil.rmtree(run, ignore_errors=True)
+
+
+def directory() -> pathlib.Path:
+    parent = tempfile.gettempdir()
+    short = parent if len(os.fsencode(parent)) <= MAX_PARENT else "/tmp"
+    return pathlib.Path(tempfile.mkdtemp(prefix="kvspray-try-", dir=short))
 
 
 def apart(work: Callable[[], int]) -> int:
@@ -169,7 +182,7 @@ def apart(work: Callable[[], int]) -> int:
     pid, ended = os.waitpid(-1, 0)
     while pid != child:  # one whose own parent has ended
         pid, ended = os.waitpid(-1, 0)
-    deaf()
+    ignore_signals()
     children = pathlib.Path(f"/proc/{parent}/task/{parent}/children")
     while children.exists() and (left := children.read_text().split()):
         for orphan in left:
@@ -208,7 +221,7 @@ class Trial:
                 return SAME if same else DIFFERENT
             finally:
                 # In a block of its own: a signal that comes just before it still meets the other.
-                deaf()
+                ignore_signals()
         except Refused as err:
             print(f"kvspray try: {err}", file=sys.stderr)
             return REFUSED
@@ -257,6 +270,8 @@ class Trial:
         """What can be found without importing an engine."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.logs):
+                pass
         except OSError as err:
             raise Refused(
                 f"--logs {self.logs}: {err}: name a directory that you can write"

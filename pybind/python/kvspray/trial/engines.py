@@ -11,9 +11,10 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvspray.trial.processes import Process, total
+from kvspray.trial.processes import DIRECT, Process, total
 
 MODEL_NAME = "tiny"
+ANSWER_S = 120.0
 QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
@@ -113,8 +114,11 @@ def request(
 def send(req: urllib.request.Request) -> tuple[float, dict[str, Any]]:
     """Seconds until the whole answer is there, and the answer."""
     start = time.perf_counter()
-    with urllib.request.urlopen(req, timeout=120) as f:
-        data = f.read()
+    try:
+        with DIRECT.open(req, timeout=ANSWER_S) as f:
+            data = f.read()
+    except TimeoutError as err:
+        raise TimeoutError(f"{req.full_url}: no answer within {ANSWER_S:g} s") from err
     return time.perf_counter() - start, json.loads(data)
 
 

@@ -69,8 +69,12 @@ def wait_for(what: str, check: Callable[[], Any], timeout: float, tick: float = 
         time.sleep(tick)
 
 
+# A proxy that the user's environment names is not for servers on loopback.
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
 def get(url: str, timeout: float = 5.0) -> str:
-    with urllib.request.urlopen(url, timeout=timeout) as f:
+    with DIRECT.open(url, timeout=timeout) as f:
         return bytes(f.read()).decode()
 
 
@@ -100,7 +104,7 @@ def tail(log: pathlib.Path, n: int = 25) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-n:]) if log.exists() else ""
 
 
-def deaf() -> None:
+def ignore_signals() -> None:
     """Signals that end a program are ignored from here on: what it started is being stopped, and
     half of it would live on."""
     for sig in ENDING:
@@ -112,7 +116,7 @@ def end_on_signals() -> None:
     within milliseconds, its own and make's."""
 
     def end(sig: int, _: object) -> None:
-        deaf()
+        ignore_signals()
         sys.exit(128 + sig)
 
     for sig in ENDING:
