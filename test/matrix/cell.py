@@ -36,10 +36,18 @@ os.environ["KVSPRAY_BINARY"] = str(pathlib.Path(sys.prefix) / "bin" / "kvspray")
 sys.path[:0] = [str(HERE.parent / "rig"), str(HERE.parent / "sglang")]
 
 import sglang_server  # noqa: E402
-from cluster import ROOT, Failed, Sidecar, get, total, wait_for  # noqa: E402
+from cluster import ROOT, Failed, Sidecar, get, wait_for  # noqa: E402
 from demo import block_hashes  # noqa: E402
 from hosts import cpu  # noqa: E402
-from servers import Proxy, Server, complete, end_on_signals, kvspray_config, wait_up  # noqa: E402
+from servers import (  # noqa: E402
+    Proxy,
+    Server,
+    complete,
+    end_on_signals,
+    kvspray_config,
+    sessions,
+    wait_up,
+)
 from sglang_pair import Pair  # noqa: E402
 from sglang_server import found, moved, stored  # noqa: E402
 
@@ -93,12 +101,7 @@ class Vllm:
     def connected(self) -> None:
         """Scheduler and worker of both engines have sessions with their sidecars."""
         for s in self.sidecars:
-            wait_for(f"sessions at {s.name}", lambda s=s: self._sessions(s), WAIT_S, 0.1)
-
-    def _sessions(self, sidecar: Sidecar) -> bool:
-        m = sidecar.metrics()
-        roles = ("worker", "scheduler")
-        return all(total(m, "kvspray_engine_sessions", role=role) for role in roles)
+            wait_for(f"sessions at {s.name}", lambda s=s: sessions(s.metrics), WAIT_S, 0.1)
 
     def _ask(self, port: int, ids: list[int]) -> list[int]:
         got = complete(port, ids, ANSWER)

@@ -44,7 +44,7 @@ See what a sidecar does:              kvspray status
 Explain one request:                  kvspray why ID`,
 	}
 	root.AddCommand(serveCommand(), configCommand(), doctorCommand(), keygenCommand(), proxyCommand(),
-		tryCommand(), benchCommand(), calibrateCommand(), layoutCommand(), loadCommand(), placeCommand(),
+		tryCommand(), calibrateCommand(), layoutCommand(), loadCommand(), placeCommand(),
 		statusCommand(), whyCommand(), pingCommand(), bugreportCommand(), storeCommand(),
 		drainCommand())
 	command.Finish(root)
@@ -62,24 +62,6 @@ func tryCommand() *cobra.Command {
 			return usage.Errorf("this binary starts no engines: python -m pip install 'kvspray[vllm]' in "+
 				"the environment of your vLLM, and type: %s",
 				strings.Join(append([]string{"kvspray try"}, args...), " "))
-		},
-	}
-}
-
-// benchCommand answers the benchmarks' former name.
-func benchCommand() *cobra.Command {
-	return &cobra.Command{
-		Use:                "bench",
-		Hidden:             true,
-		DisableFlagParsing: true,
-		Args:               cobra.ArbitraryArgs,
-		RunE: func(_ *cobra.Command, args []string) error {
-			typed := "kvspray-bench"
-			if len(args) > 0 {
-				typed += " " + strings.Join(args, " ")
-			}
-			return usage.Errorf("benchmarks are a program of their own, which 'make build' puts beside "+
-				"this one: type: %s", typed)
 		},
 	}
 }
