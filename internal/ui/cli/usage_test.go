@@ -27,7 +27,6 @@ func TestUsageErrors(t *testing.T) {
 		"doctor x":                    {`got "x"`, "type: kvspray doctor [flags]"},
 		"proxy http://a:1":            {"for instance: kvspray proxy --engine url=http://"},
 		"help keygen nope":            {`unknown command "nope" for "kvspray keygen"`},
-		"bench rails --receivers 2":   {"type: kvspray-bench rails --receivers 2", "'make build'"},
 		"try --keep":                  {"pip install 'kvspray[vllm]'", "type: kvspray try --keep"},
 		"keygen me":                   {"There are ca, cluster, node"},
 		"drain --timeout 4s":          {"--notice 5s, --timeout 4s", "no shorter timeout"},
