@@ -91,10 +91,12 @@ func TestChoices(t *testing.T) {
 		{Role: Prefill, Wait: 0.5, PrefillRate: 10_000, PrefillFixed: 0.1, Ready: 0.5},
 		{Role: Both, Wait: 0.2, PrefillRate: 5000, Step: 0.02, StepEach: 0.001, Running: 10, Ready: 0.2}}}
 	a := Ask{Tokens: 4000, TokenBytes: 100_000, Hits: []int{3000, 1000, 2000}, Kinds: AllKinds}
-	// Run: 0.2 + 3000/5000 + 0.03.
-	near(t, "run", run(&s, &a, 1).Price, 0.83, 1e-9)
+	// Run: 0.2 + 3000/5000 + 0.03. Ten running answers wait 3000/5000 each.
+	c := run(&s, &a, 1)
+	near(t, "run", c.TTFT(), 0.83, 1e-9)
+	near(t, "price of a run", c.Price, 0.83+0.1*10*0.6, 1e-9)
 	// Pair: 0.5 + 0.1 + 0.1; 300 MB after 100 MB take 0.41; half of 0.2 is hidden; 0.03.
-	c := pair(&s, &a, 0, 1, m.Path(0, 1))
+	c = pair(&s, &a, 0, 1, m.Path(0, 1))
 	near(t, "pair", c.Price, 0.5+0.2+0.41-0.1+0.03, 1e-9)
 	// The decode engine computes the last token. Its prefill of one takes longer than a step.
 	s.Engines[1].PrefillFixed = 0.04
@@ -102,19 +104,25 @@ func TestChoices(t *testing.T) {
 	s.Engines[1].PrefillFixed = 0
 	// Fetch of the store's 1000 tokens ends at 0.045, within the queue.
 	c, _ = fetch(&s, &a, 2, 1, m.Path(2, 1))
-	near(t, "fetch", c.Price, 0.2+0.4+0.03, 1e-9)
+	near(t, "fetch", c.TTFT(), 0.2+0.4+0.03, 1e-9)
 	if c.Moved != 1000 || c.Reused != 2000 || c.Transfer != 0 {
 		t.Errorf("%+v", c)
 	}
+	// The fetch has the first token soonest, and the pair delays no running answer.
+	s.Engines[1].Running = 20
+	if best, ok := Decide(&s, &a); !ok || best.Kind != Pair {
+		t.Errorf("%+v", best)
+	}
+	s.Engines[1].Running = 0
 	best, ok := Decide(&s, &a)
 	if !ok || best.Kind != Fetch || best.Source != 2 {
 		t.Errorf("%+v", best)
 	}
 	// A decode engine that is full delays the pair.
-	s.Engines[1].Wait = 3
+	s.Engines[1].Wait, s.Engines[1].Running = 3, 10
 	near(t, "pair for a full engine", pair(&s, &a, 0, 1, m.Path(0, 1)).Price, 3.03, 1e-9)
 	// Work that others wait for makes a choice that computes the fewest tokens the cheapest.
-	s.Engines[1].Wait, s.Engines[1].Arrivals = 0.2, 40
+	s.Engines[1].Wait, s.Engines[1].Running, s.Engines[1].Arrivals = 0.2, 0, 40
 	if best, _ = Decide(&s, &a); best.Reused != 3000 {
 		t.Errorf("%+v", best)
 	}

@@ -116,8 +116,9 @@ class Arms:
 
     def start(self) -> None:
         rig = self.rig
-        for server in self.plain:
-            server.start(rig.host, rig.model, None, *rig.engine_args("plain"), env=ENV)
+        for name, server in zip("PD", self.plain, strict=False):  # each on the GPU of P or D
+            env = {**rig.engine_env(name), **ENV}
+            server.start(rig.host, rig.model, None, *rig.engine_args(name), env=env)
         for pair in self.pairs.values():
             pair.start(sidecars_only=True)
             for side in range(2):
