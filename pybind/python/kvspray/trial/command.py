@@ -184,8 +184,8 @@ def apart(work: Callable[[], int]) -> int:
         signal.signal(sig, lambda s, _: os.kill(child, signal.SIGTERM if s == signal.SIGHUP else s))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, endings)
     # The child keeps its number until no handler uses it.
-    while (pid := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid) != child:
-        os.waitpid(pid, 0)  # one whose own parent has ended
+    while (one := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and one.si_pid != child:
+        os.waitpid(one.si_pid, 0)  # one whose own parent has ended
     for sig in endings:
         signal.signal(sig, signal.SIG_IGN)
     _, ended = os.waitpid(child, 0)
