@@ -329,7 +329,7 @@ func TestHabitsOfTests(t *testing.T) {
 	}
 }
 
-// A shallow clone must not skip the tests of the last release, in the gate of this machine or of CI.
+// A shallow clone must not skip the tests of the last release, in the gate here or in CI.
 func TestFeaturesThatTheGateNeeds(t *testing.T) {
 	listOf := func(name, pattern string) []string {
 		b, err := os.ReadFile(filepath.Join(root(t), name))
