@@ -139,7 +139,7 @@ XML := $(B)/test
 gotest = @mkdir -p $(XML); cd ./$(2) && $(TOOLS)/gotestsum --format pkgname --junitfile $(XML)/$(1).xml --
 pytest = @mkdir -p $(XML); $(2) -m pytest -q -rfEs --no-fold-skipped --junitxml $(XML)/$(1).xml
 # The features whose tests must not skip.
-export KVSPRAY_MUST_RUN ?= vllm,shm,tcp,gcc,s3server
+export KVSPRAY_MUST_RUN ?= vllm,shm,tcp,gcc,s3server,release
 
 # With -k, make continues with the other targets after one has failed.
 .PHONY: test

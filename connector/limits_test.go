@@ -120,3 +120,16 @@ func TestBlockIDsAreBounded(t *testing.T) {
 	must(t, err)
 	r.rec.until(t, "the expectation", func() bool { return len(r.rec.expects) == 1 })
 }
+
+// A source does not wait for a lease that is refused because of its tables.
+func TestRefusedTablesAreDeclined(t *testing.T) {
+	r := start(t, nil)
+	w := r.worker(t, nil)
+	x, h := key()
+	id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "10.0.0.1:7", Tokens: 16,
+		Skip: []uint32{0}, Blocks: [][]uint32{{1 << 20}}})
+	must(t, err)
+	r.rec.until(t, "the refusal", func() bool {
+		return strings.Contains(r.rec.refused[id], "its groups have")
+	})
+}

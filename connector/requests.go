@@ -145,11 +145,7 @@ func (w *worker) expectLocked(rec board.Record) error {
 	if err != nil {
 		return err
 	}
-	ids := 0
 	m, err := msg.DecodeExpect(rec.Body)
-	if err == nil {
-		ids, err = w.checkTables("EXPECT", m.Blocks)
-	}
 	if err == nil && m.Peer == "" {
 		err = &msg.Error{Message: "EXPECT", Field: "peer", Problem: "empty",
 			Remedy: "name the endpoint of the prefill's sidecar"}
@@ -172,6 +168,11 @@ func (w *worker) expectLocked(rec board.Record) error {
 	refuse := func(err error) {
 		w.refuseLocked(rec, false, err)
 		w.eventLocked(engines.Event{Kind: engines.DestRefused, Expect: ex, Reason: err.Error()})
+	}
+	ids, err := w.checkTables("EXPECT", m.Blocks)
+	if err != nil {
+		refuse(err)
+		return err
 	}
 	if err := w.reserveLocked(l, m); err != nil {
 		refuse(err)

@@ -75,20 +75,17 @@ func TestRequests(t *testing.T) {
 	if len(sends) != 1 || !sends[0].Committed || sends[0].Peer != d.boot.String() {
 		t.Fatalf("%+v", sends)
 	}
-	sum, slices, failed := uint64(0), uint32(0), uint32(0)
+	sum, slices := uint64(0), uint32(0)
 	for _, rail := range sends[0].Rails {
 		if rail.Transport != "tcp" || !strings.HasPrefix(rail.Local, "r") || rail.Remote == "" {
 			t.Errorf("%+v", rail)
 		}
 		sum += rail.Bytes
 		slices += rail.Slices
-		failed += rail.Failed
 	}
-	// A retransmitted slice may count twice. On a busy machine the commit can overtake the
-	// confirmation of a slice that has timed out: then it counts as failed only.
-	if sum < all[0].Bytes && failed == 0 || sum == 0 || slices == 0 {
-		t.Errorf("rails carried %d bytes of %d in %d slices, %d failed", sum, all[0].Bytes, slices,
-			failed)
+	// A retransmitted slice may count twice.
+	if sum < all[0].Bytes || slices == 0 {
+		t.Errorf("rails carried %d bytes of %d in %d slices", sum, all[0].Bytes, slices)
 	}
 }
 

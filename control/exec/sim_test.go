@@ -71,6 +71,23 @@ func newSim(t testing.TB, seed uint64, faults float64) *sim {
 		faults: faults, now: time.Millisecond}
 }
 
+// counted: transports and rails moved all bytes of a source lease; retransmissions count twice.
+func (s *sim) counted(t *Trace, bytes uint64) {
+	var moved, railed, sent uint64
+	for _, n := range t.Moved {
+		moved += n
+	}
+	for i := range t.Sends {
+		sent += t.Sends[i].Bytes
+		for _, r := range t.Sends[i].Rails {
+			railed += r.Bytes
+		}
+	}
+	if moved < bytes || railed < sent {
+		s.fatalf("transports moved %d bytes of %d, rails %d of %d", moved, bytes, railed, sent)
+	}
+}
+
 func (s *sim) logf(format string, args ...any) {
 	s.trace = append(s.trace, fmt.Sprintf("%v ", s.now)+fmt.Sprintf(format, args...))
 }
@@ -399,6 +416,9 @@ func (n *simNode) perform(a *Action) {
 			s.fatalf("lease %v completed twice, or unknown", c.Lease)
 		}
 		l.done = &c
+		if !c.Received && c.Status == engines.StatusOK {
+			s.counted(a.Trace, c.Bytes)
+		}
 		if c.Received && c.Status == engines.StatusOK {
 			for i, v := range l.content {
 				if v != l.key {

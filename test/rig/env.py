@@ -319,7 +319,11 @@ def unpacked(build: pathlib.Path, py: pathlib.Path, requirement: str) -> pathlib
         (wheel,) = pathlib.Path(tmp).glob("*.whl")
         with zipfile.ZipFile(wheel) as z:
             z.extractall(f"{tmp}/files", [n for n in z.namelist() if not n.endswith(".so")])
-        pathlib.Path(tmp, "files").rename(target)
+        try:
+            pathlib.Path(tmp, "files").rename(target)
+        except OSError:  # another process has put the same files there meanwhile
+            if not target.is_dir():
+                raise
     return target
 
 

@@ -546,6 +546,16 @@ def test_transfers_are_refused_in_a_release_without_their_classes(
     assert plugin._class_of(own, SimpleNamespace(value="nixl"), kind) == "SGLang's own"
 
 
+def test_two_releases_of_the_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvspray, "__version__", "7.8.9")
+    kind = SimpleNamespace(value="manager")
+    text = r"kvspray-sglang has release .*, the package kvspray 7\.8\.9; install one release"
+    with pytest.raises(RuntimeError, match=text):
+        plugin._class_of(lambda *_: None, SimpleNamespace(value="kvspray"), kind)
+    with pytest.raises(RuntimeError, match=text):
+        KvsprayHiCache(SimpleNamespace(extra_config=EXTRA))
+
+
 def test_hooks_leave_another_release_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """An SGLang that does not use kvspray, and has its settings elsewhere."""
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", None)  # imports of it fail

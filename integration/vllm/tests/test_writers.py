@@ -144,3 +144,37 @@ def test_each_is_watched_and_refused_while_others_are_loaded(
     finally:
         guard.remove()
     assert called == [name]
+
+
+def test_the_cache_gets_another_name_after_the_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if the sleep fails. At the sleep the connector takes its memory back; it has to present
+    another name for its cache after that, and not before."""
+    calls: list[str] = []
+    fails = False
+
+    def sleep(self: object, level: int = 1) -> None:
+        calls.append(f"sleep {level}")
+        if fails:
+            raise RuntimeError("no memory")
+
+    connector = SimpleNamespace(weights_replaced=lambda: calls.append("renamed") or "digest")
+    monkeypatch.setattr(load, "_connector", lambda: connector)
+    monkeypatch.setattr(CPUWorker, "sleep", sleep)
+    worker: Any = object.__new__(CPUWorker)
+    worker.rank, worker.parallel_config = 0, SimpleNamespace(world_size=1)
+    worker.model_runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
+    guard = load.Guard(worker, "token", None)
+    guard.install()
+    try:
+        calls.clear()
+        worker.sleep(level=2)
+        assert calls == ["sleep 2", "renamed"] and not guard.whole
+        calls.clear()
+        fails = True
+        with pytest.raises(RuntimeError, match="no memory"):
+            worker.sleep(level=1)
+        assert calls == ["sleep 1", "renamed"]
+    finally:
+        guard.remove()

@@ -88,10 +88,13 @@ type RailSend struct {
 	Path        spray.Path
 	First, Last timer.Instant
 	// Bytes of slices that brought something new. A retransmission may bring a part of its slice
-	// only, or be on its way at the commit, so the sum may differ from the send's bytes.
+	// only, or be on its way at the commit, so the sum may be more than the send's bytes.
 	Bytes  uint64
 	Slices uint32
 	Failed uint32 // of these
+
+	rank  int    // of the transport, in Config.Transports
+	doubt uint64 // bytes of failed slices that may have landed (transfer.InDoubt)
 }
 
 // Slice counts a slice that has ended. A retransmission that was not needed has no bytes.
@@ -111,6 +114,31 @@ func (s *Send) Slice(now timer.Instant, f spray.Flight, bytes uint64, landed boo
 	if len(s.Rails) < MaxRailSends {
 		s.Rails = append(s.Rails, RailSend{Path: *f.Path, First: f.Posted})
 		s.Rails[len(s.Rails)-1].slice(now, f, bytes, landed)
+	}
+}
+
+// Doubt counts a slice that failed in doubt.
+func (s *Send) Doubt(path *spray.Path, rank int, bytes uint64) {
+	for i := range s.Rails {
+		if r := &s.Rails[i]; r.Path == *path {
+			r.rank = rank
+			r.doubt += bytes
+			return
+		}
+	}
+}
+
+// Settle counts, at the commit, rest bytes of which no slice was confirmed: slices in doubt have
+// brought them. Which rail brought a byte is not known if several rails had it.
+func (s *Send) Settle(rest uint64, yield func(rank int, bytes uint64)) {
+	for i := range s.Rails {
+		r := &s.Rails[i]
+		n := min(rest, r.doubt)
+		if n > 0 {
+			r.Bytes += n
+			yield(r.rank, n)
+		}
+		rest -= n
 	}
 }
 

@@ -188,6 +188,9 @@ func (ss *Table) result(now Instant, r *transport.Result) {
 		}
 		return
 	}
+	if r.Outcome == transfer.InDoubt {
+		snd.record.Doubt(flight.Path, end.Rank, end.Bytes)
+	}
 	switch r.Reason {
 	case transfer.ReasonInvalidated, transfer.ReasonSourceGone:
 		ss.invalidated(now, snd)
@@ -224,11 +227,17 @@ func (ss *Table) invalidated(now Instant, snd *Part) {
 }
 
 // confirmFlights counts unconfirmed slices as moved: the commit has overtaken their confirmation.
+// Some of them may have failed already, for example because it took too long.
 func (ss *Table) confirmFlights(now Instant, snd *Part) {
 	ss.Spray.Unconfirmed(snd.flow, func(rank int, bytes uint64, at spray.Flight) {
 		snd.moved[rank] += bytes
 		snd.record.Slice(now, at, bytes, true)
 	})
+	rest := snd.Plan.Space().TotalBytes()
+	for _, n := range snd.moved {
+		rest -= min(rest, n)
+	}
+	snd.record.Settle(rest, func(rank int, bytes uint64) { snd.moved[rank] += bytes })
 }
 
 // lose ends a part whose bytes will not come, and informs the receiver.

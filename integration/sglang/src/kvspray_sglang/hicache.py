@@ -23,7 +23,7 @@ from sglang.srt.mem_cache import hicache_storage as upstream
 
 import kvspray
 from kvspray.store import Namespace, Piece, Space
-from kvspray_sglang import loads, names, plugin
+from kvspray_sglang import check_release, loads, names, plugin
 from kvspray_sglang.copies import Copies
 from kvspray_sglang.link import CALL_S, Ended, Link, Wanted
 from kvspray_sglang.pools import CopiedPool, Pool, PoolError
@@ -76,6 +76,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
     """Pages of this rank's host pools in the store of the node's sidecar."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        check_release()
         settings = Settings.parse(storage_config.extra_config or {})
         if getattr(storage_config, "should_split_heads", False):
             raise ValueError(

@@ -39,7 +39,7 @@ def holding() -> None:
         raise CacheError(
             "kvspray: SGLang gives pages of a failed request back while they may still be written "
             "to: it has not called kvspray's hook of DecodeTransferQueue.__init__ (its log has the "
-            "reason); use SGLang 0.5.23, or another --disaggregation-transfer-backend"
+            "reason); use SGLang 0.5.22 or 0.5.23, or another --disaggregation-transfer-backend"
         )
 
 

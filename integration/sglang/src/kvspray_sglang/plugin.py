@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from kvspray_sglang import memory
+from kvspray_sglang import check_release, memory
 
 TRANSFER_BACKEND = "kvspray"
 # They import the function by its name.
@@ -87,8 +87,8 @@ def _hold(original: Callable[..., None], queue: Any, *args: Any, **kwargs: Any) 
         if not hasattr(queue, name):
             raise RuntimeError(
                 "kvspray: this SGLang gives pages of a failed request back while they may still be "
-                f"written to (its DecodeTransferQueue has no {name}); use SGLang 0.5.23, or "
-                "another --disaggregation-transfer-backend"
+                f"written to (its DecodeTransferQueue has no {name}); use SGLang 0.5.22 or "
+                "0.5.23, or another --disaggregation-transfer-backend"
             )
     queue.enable_deferred_kv_release = True
     queue.deferred_kv_release_timeout = math.inf
@@ -132,6 +132,7 @@ def _is_transfer_backend() -> bool:
 def _class_of(original: Callable[..., Any], backend: Any, kind: Any) -> Any:
     if getattr(backend, "value", None) != TRANSFER_BACKEND:
         return original(backend, kind)
+    check_release()
     try:
         from kvspray_sglang import pd
     except ImportError as err:

@@ -160,6 +160,8 @@ def apart(work: Callable[[], int]) -> int:
     that the child had started."""
     parent, libc = os.getpid(), ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    endings = (*ENDING, signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, endings)  # until both processes have their handlers
     child = os.fork()
     if child == 0:
         status: Any = DIFFERENT
@@ -167,6 +169,7 @@ def apart(work: Callable[[], int]) -> int:
             os.setsid()
             end_on_signals()
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, endings)
             if os.getppid() == parent:
                 status = work()
         except SystemExit as err:
@@ -177,12 +180,15 @@ def apart(work: Callable[[], int]) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
-    for sig in (*ENDING, signal.SIGHUP):
+    for sig in endings:
         signal.signal(sig, lambda s, _: os.kill(child, signal.SIGTERM if s == signal.SIGHUP else s))
-    pid, ended = os.waitpid(-1, 0)
-    while pid != child:  # one whose own parent has ended
-        pid, ended = os.waitpid(-1, 0)
-    ignore_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, endings)
+    # The child keeps its number until no handler uses it.
+    while (one := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and one.si_pid != child:
+        os.waitpid(one.si_pid, 0)  # one whose own parent has ended
+    for sig in endings:
+        signal.signal(sig, signal.SIG_IGN)
+    _, ended = os.waitpid(child, 0)
     children = pathlib.Path(f"/proc/{parent}/task/{parent}/children")
     while children.exists() and (left := children.read_text().split()):
         for orphan in left:
