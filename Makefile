@@ -362,7 +362,7 @@ test-matrix: wheels env #: A pair of servers from our wheels for each release of
 	$(VENV)/bin/python test/matrix/matrix.py $(CELLS)
 
 .PHONY: test-routers
-test-routers: build env #: Other routers in front of two vLLM engines: equal tokens and pages, P is killed (downloads 1 GB once; 15 minutes)
+test-routers: build env #: Other routers in front of two vLLM engines: equal tokens and pages, P is killed (downloads 1 GB once; 5 minutes)
 	$(call pytest,routers,$(VENV)/bin/python) test/routers
 
 .PHONY: lint lint-go lint-golangci lint-tools lint-docs lint-arm64 lint-ci
