@@ -149,7 +149,7 @@ test: ## Required for each change: Go with -race, Python, real engines with one 
 
 .PHONY: test-all
 test-all: ## All other tests that need no special hardware or privilege: more cases, RDMA guests, engines, pods, SGLang (90 minutes)
-	@$(MAKE) -k generate-check build-size site test-chart test-long test-rdma-quick test-engines test-page test-docs test-pods test-skew test-sglang
+	@$(MAKE) -k generate-check build-size site test-chart test-long test-rdma-quick test-engines test-page test-sglang test-docs test-pods test-skew
 
 .PHONY: test-nightly
 test-nightly: ## Hours of tests: measurements, attacks, laws, truth, schedules, mutants, fuzzing, soaks; .build/test/report.html
