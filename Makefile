@@ -149,7 +149,7 @@ test: ## Required for each change: Go with -race, Python, real engines with one 
 
 .PHONY: test-all
 test-all: ## All other tests that need no special hardware or privilege: more cases, RDMA guests, engines, pods, SGLang (90 minutes)
-	@$(MAKE) -k generate-check build-size site test-chart test-long test-rdma-quick test-engines test-page test-docs test-pods test-skew test-sglang
+	@$(MAKE) -k generate-check build-size site test-chart test-long test-rdma-quick test-engines test-page test-sglang test-docs test-pods test-skew
 
 .PHONY: test-nightly
 test-nightly: ## Hours of tests: measurements, attacks, laws, truth, schedules, mutants, fuzzing, soaks; .build/test/report.html
@@ -362,7 +362,7 @@ test-matrix: wheels env #: A pair of servers from our wheels for each release of
 	$(VENV)/bin/python test/matrix/matrix.py $(CELLS)
 
 .PHONY: test-routers
-test-routers: build env #: Other routers in front of two vLLM engines: equal tokens and pages, P is killed (downloads 1 GB once; 15 minutes)
+test-routers: build env #: Other routers in front of two vLLM engines: equal tokens and pages, P is killed (downloads 1 GB once; 5 minutes)
 	$(call pytest,routers,$(VENV)/bin/python) test/routers
 
 .PHONY: lint lint-go lint-golangci lint-tools lint-docs lint-arm64 lint-ci

@@ -127,6 +127,18 @@ func TestDocumentsLink(t *testing.T) {
 	}
 }
 
+// TestDocumentsAreInTheSite checks that the site's contents have each page of docs. make site fails
+// if a page is missing there.
+func TestDocumentsAreInTheSite(t *testing.T) {
+	contents := read(t, "tools/site/mkdocs.yml")
+	for _, doc := range documents(t) {
+		page, ok := strings.CutPrefix(doc, "docs/")
+		if ok && !strings.Contains(contents, "- "+page+"\n") {
+			t.Errorf("%s is not in the nav of tools/site/mkdocs.yml: add a line for it", doc)
+		}
+	}
+}
+
 // TestDocumentsNameFiles checks the paths of source files in code spans, so that the tables of
 // docs/architecture.md stay true.
 func TestDocumentsNameFiles(t *testing.T) {

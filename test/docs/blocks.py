@@ -53,10 +53,11 @@ INSIDE = "KVSPRAY_DOCS_INSIDE"
 COMMENT = re.compile(
     r"block: (skip|serves|shows|host|(?P<word>\S+) is) (?P<text>.+?)\s*(?:-->|$)", re.M
 )
-# What a reader without an accelerator adds: SGLang itself has no CPU build, test/sglang has what it
-# lacks.
+# Commands of the reader's environment. vLLM's own runs the interpreter of the environment that has
+# vLLM, not the reader's. A reader without an accelerator adds options of SGLang, which has no CPU
+# build; test/sglang has what it lacks.
 SHIMS = {
-    "venv": {},
+    "venv": {"vllm": 'exec "$KVSPRAY_DOCS_PYTHON" -m vllm.entrypoints.cli.main "$@"'},
     "venv-sglang": {
         "python": 'case "$*" in "-m sglang.launch_server "*) set -- "$@" --device cpu '
         "--mem-fraction-static 0.7 --max-total-tokens 2048 --max-running-requests 8 "

