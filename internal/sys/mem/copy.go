@@ -74,16 +74,13 @@ func CRC32C(crc uint32, p []byte) uint32 {
 //go:noinline
 func crcPiece(crc uint32, p []byte) uint32 { return sum(crc, p) }
 
-// copySumPiece bounds what CopyCRC32C does without such a point: a multiple of each loop's step.
-const copySumPiece = 120 << 10
-
 // CopyCRC32C is Copy of len(src) bytes and CRC32C of them in one pass: it reads each byte of src
 // once, so the sum is that of what dst has, even where src changes meanwhile.
 func CopyCRC32C(crc uint32, dst, src []byte) uint32 {
 	dst = dst[:len(src)]
-	for len(src) > copySumPiece {
-		crc = crcCopyPiece(crc, dst[:copySumPiece], src[:copySumPiece])
-		dst, src = dst[copySumPiece:], src[copySumPiece:]
+	for len(src) > copyPiece {
+		crc = crcCopyPiece(crc, dst[:copyPiece], src[:copyPiece])
+		dst, src = dst[copyPiece:], src[copyPiece:]
 	}
 	return crcCopyPiece(crc, dst, src)
 }

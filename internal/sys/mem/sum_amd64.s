@@ -101,58 +101,73 @@ whole:
 	MOVL AX, ret+40(FP)
 	RET
 
-// WORD copies 8 bytes of each third, and adds them to the sum of the third.
-#define WORD(at) \
-	MOVQ at(SI), R9 \
-	MOVQ (at+1024)(SI), R10 \
-	MOVQ (at+2048)(SI), R11 \
-	CRC32Q R9, AX \
-	CRC32Q R10, BX \
-	CRC32Q R11, DX \
-	MOVNTIQ R9, at(DI) \
-	MOVNTIQ R10, (at+1024)(DI) \
-	MOVNTIQ R11, (at+2048)(DI)
+// NARROW is FOLD of 16 bytes.
+#define NARROW(x, k, next, t) \
+	VPCLMULQDQ $0x00, k, x, t \
+	VPCLMULQDQ $0x11, k, x, x \
+	VPXOR t, x, x \
+	VPXOR next, x, x
 
-// func thirdsCopy(crc uint32, k *[2]uint64, dst, src *byte, n uintptr) uint32
+// FIRST copies the first 16 bytes that x has, LANE copies the next ones and folds them.
+#define FIRST(at, x) \
+	VMOVDQU at(SI), x \
+	VMOVNTDQ x, at(DI)
+#define LANE(at, x) \
+	VMOVDQU at(SI), X9 \
+	VMOVNTDQ X9, at(DI) \
+	NARROW(x, X14, X9, X8)
+
+// func narrowCopy(crc uint32, k *[4]uint64, dst, src *byte, n uintptr) uint32
 //
-// foldCopy for processors without wide multiplication: n is a multiple of 3072 and not 0, dst is aligned to 8. CRC32Q takes 3
-// cycles, and one can begin in each: so the sums of three thirds of 3072 bytes go side by side, and are joined.
-TEXT ·thirdsCopy(SB), NOSPLIT, $0-44
-	MOVL  crc+0(FP), AX
-	MOVQ  k+8(FP), R8
-	MOVQ  dst+16(FP), DI
-	MOVQ  src+24(FP), SI
-	MOVQ  n+32(FP), CX
-	MOVQ  0(R8), X2
-	MOVQ  8(R8), X3
-thirds:
-	XORL  BX, BX
-	XORL  DX, DX
-	MOVQ  $32, R12
-words:
-	WORD(0)
-	WORD(8)
-	WORD(16)
-	WORD(24)
-	ADDQ  $32, SI
-	ADDQ  $32, DI
-	DECQ  R12
-	JNZ   words
-	ADDQ  $2048, SI
-	ADDQ  $2048, DI
-	MOVQ  AX, X0
-	MOVQ  BX, X1
-	PCLMULQDQ $0x00, X2, X0
-	PCLMULQDQ $0x00, X3, X1
-	PXOR  X1, X0
-	MOVQ  X0, R9
-	XORL  AX, AX
-	CRC32Q R9, AX
-	XORL  DX, AX
-	SUBQ  $3072, CX
-	JNZ   thirds
+// foldCopy for processors without AVX-512: n is a multiple of 128 and not 0.
+TEXT ·narrowCopy(SB), NOSPLIT, $0-44
+	MOVL crc+0(FP), AX
+	MOVQ k+8(FP), R8
+	MOVQ dst+16(FP), DI
+	MOVQ src+24(FP), SI
+	MOVQ n+32(FP), CX
+	VMOVDQU 0(R8), X14
+	VMOVDQU 16(R8), X15
+	FIRST(0, X0)
+	FIRST(16, X1)
+	FIRST(32, X2)
+	FIRST(48, X3)
+	FIRST(64, X4)
+	FIRST(80, X5)
+	FIRST(96, X6)
+	FIRST(112, X7)
+	VMOVD AX, X8
+	VPXOR X8, X0, X0
+more:
+	ADDQ $128, SI
+	ADDQ $128, DI
+	SUBQ $128, CX
+	JZ   whole
+	LANE(0, X0)
+	LANE(16, X1)
+	LANE(32, X2)
+	LANE(48, X3)
+	LANE(64, X4)
+	LANE(80, X5)
+	LANE(96, X6)
+	LANE(112, X7)
+	JMP  more
+whole:
 	SFENCE
-	MOVL  AX, ret+40(FP)
+	NARROW(X0, X15, X1, X8)
+	NARROW(X0, X15, X2, X8)
+	NARROW(X0, X15, X3, X8)
+	NARROW(X0, X15, X4, X8)
+	NARROW(X0, X15, X5, X8)
+	NARROW(X0, X15, X6, X8)
+	NARROW(X0, X15, X7, X8)
+	VMOVQ X0, R9
+	VPEXTRQ $1, X0, R10
+	VZEROUPPER
+	XORL AX, AX
+	CRC32Q R9, AX
+	CRC32Q R10, AX
+	MOVL AX, ret+40(FP)
 	RET
 
 // func wordsCopy(crc uint32, dst, src *byte, n uintptr) uint32

@@ -17,8 +17,8 @@ func sumWays() map[string]func(crc uint32, dst, src []byte) uint32 {
 			return CRC32C(crc, src)
 		},
 	}
-	for name, step := range map[string]int{"folding": foldStep, "thirds": thirdsStep} {
-		if step == foldStep && folding || step == thirdsStep && thirds {
+	for name, step := range map[string]int{"folding": foldStep, "narrow": narrowStep} {
+		if step == foldStep && folding || step == narrowStep && narrow {
 			ways[name] = func(crc uint32, dst, src []byte) uint32 {
 				return copySumBy(step, crc, dst, src)
 			}
@@ -59,7 +59,7 @@ func compareSum(t *testing.T, name string, way func(uint32, []byte, []byte) uint
 func TestCopySumLengths(t *testing.T) {
 	src, to := randomBytes(20<<10), make([]byte, 20<<10)
 	for name, way := range sumWays() {
-		for n := range thirdsStep + streamMin/2 {
+		for n := range streamMin + 5*foldStep {
 			s, d := n*7%64, n*13%64
 			compareSum(t, name, way, uint32(n)*0x9e3779b9, to[:d+n+64], to[d:d+n], src[s:s+n])
 		}
@@ -76,8 +76,8 @@ func TestCopySumLengths(t *testing.T) {
 func TestCopySumLong(t *testing.T) {
 	src, to := randomBytes(3*copyPiece), make([]byte, 3*copyPiece+200)
 	for name, way := range sumWays() {
-		for _, n := range []int{copySumPiece - 1, copySumPiece, copySumPiece + 1, 2 * copySumPiece,
-			copyPiece, copyPiece + 1, len(src)} {
+		for _, n := range []int{copyPiece - 1, copyPiece, copyPiece + 1, 2 * copyPiece,
+			len(src)} {
 			for _, d := range []int{0, 1, 63} {
 				compareSum(t, name, way, 1, to, to[d:d+n], src[:n])
 			}
@@ -87,7 +87,7 @@ func TestCopySumLong(t *testing.T) {
 
 // One changed bit anywhere gives another sum.
 func TestSumFindsChange(t *testing.T) {
-	src, dst := randomBytes(thirdsStep+foldStep+100), make([]byte, thirdsStep+foldStep+100)
+	src, dst := randomBytes(streamMin+5*foldStep+100), make([]byte, streamMin+5*foldStep+100)
 	for name, way := range sumWays() {
 		right := way(0, dst, src)
 		for i := range src {

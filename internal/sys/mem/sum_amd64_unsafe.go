@@ -18,31 +18,34 @@ func foldSum(crc uint32, k *[4]uint64, p *byte, n uintptr) uint32
 func foldCopy(crc uint32, k *[4]uint64, dst, src *byte, n uintptr) uint32
 
 //go:noescape
-func thirdsCopy(crc uint32, k *[2]uint64, dst, src *byte, n uintptr) uint32
+func narrowCopy(crc uint32, k *[4]uint64, dst, src *byte, n uintptr) uint32
 
 //go:noescape
 func wordsCopy(crc uint32, dst, src *byte, n uintptr) uint32
 
-// Bytes that a loop takes at a time.
+// Bytes that a loop takes at a time, and those of one of its registers.
 const (
 	foldStep   = 256
-	third      = 1024
-	thirdsStep = 3 * third
+	foldWide   = 64
+	narrowStep = 128
+	narrowWide = 16
 )
 
 var (
-	// Skylake has no wide multiplication, Zen before its fourth generation no AVX-512.
+	// Intel's processors since Ice Lake, AMD's since Zen 4.
 	folding = cpu.X86.HasAVX512F && cpu.X86.HasAVX512VPCLMULQDQ && cpu.X86.HasSSE42
-	thirds  = cpu.X86.HasPCLMULQDQ && cpu.X86.HasSSE42
+	narrow  = cpu.X86.HasAVX && cpu.X86.HasPCLMULQDQ && cpu.X86.HasSSE42
 
-	// Factors that move the low and the high half of 16 bytes by a step, and by the 64 bytes of one
-	// register. Their product with 64 bits counts one bit too few.
-	foldFactors = [4]uint64{power(8*foldStep+63) << 32, power(8*foldStep-1) << 32,
-		power(8*64+63) << 32, power(8*64-1) << 32}
-	// Factors that move the sums of the first two thirds to the end of the last one. CRC32Q moves
-	// their products by 32 bits.
-	thirdsFactors = [2]uint64{power(8*2*third - 33), power(8*third - 33)}
+	foldFactors   = factors(foldStep, foldWide)
+	narrowFactors = factors(narrowStep, narrowWide)
 )
+
+// factors move the low and the high half of 16 bytes by a step, and by one register. Their product
+// with 64 bits counts one bit too few.
+func factors(step, wide int) [4]uint64 {
+	return [4]uint64{power(8*step+63) << 32, power(8*step-1) << 32, power(8*wide+63) << 32,
+		power(8*wide-1) << 32}
+}
 
 // power is x^n modulo the polynomial of CRC-32C, the highest power in the lowest bit.
 func power(n int) uint64 {
@@ -66,8 +69,8 @@ func copySum(crc uint32, dst, src []byte) uint32 {
 	switch {
 	case folding:
 		return copySumBy(foldStep, crc, dst, src)
-	case thirds:
-		return copySumBy(thirdsStep, crc, dst, src)
+	case narrow:
+		return copySumBy(narrowStep, crc, dst, src)
 	}
 	return copySumThrough(crc, dst, src)
 }
@@ -82,13 +85,11 @@ func copySumBy(step int, crc uint32, dst, src []byte) uint32 {
 		crc = wordsCopy(crc, to, from, head)
 		dst, src = dst[head:], src[head:]
 		to, from = &dst[0], &src[0]
-		body := uintptr(len(src) - len(src)%step)
-		switch {
-		case body == 0:
-		case step == foldStep:
+		body := uintptr(len(src) &^ (step - 1)) // not 0
+		if step == foldStep {
 			crc = foldCopy(crc, &foldFactors, to, from, body)
-		default:
-			crc = thirdsCopy(crc, &thirdsFactors, to, from, body)
+		} else {
+			crc = narrowCopy(crc, &narrowFactors, to, from, body)
 		}
 		dst, src = dst[body:], src[body:]
 		to, from, n = unsafe.SliceData(dst), unsafe.SliceData(src), len(src)
