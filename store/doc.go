@@ -15,12 +15,12 @@
 // # What a caller can rely on
 //
 // A page whose Result is Hit has the bytes that were put: its checksum, made once at the put, is
-// compared where it enters a disk, leaves it, and is copied out. Anything else is a Result that is
-// no Hit, and the block is undefined. A page whose Result is durable survives kill -9 and the
-// loss of power, until it is given up for others or its namespace is removed. A page goes only
-// after all that follow it in its prompt, so a prompt's pages that are here are its first ones;
-// damage and the loss of a disk's segment are the exceptions. A removed namespace does not come
-// back.
+// compared where it leaves a disk, where it is copied out, and where it enters a disk later than
+// with its put. Anything else is a Result that is no Hit, and the block is undefined. A page whose
+// Result is durable survives kill -9 and the loss of power, until it is given up for others or its
+// namespace is removed. A page goes only after all that follow it in its prompt, so a prompt's
+// pages that are here are its first ones; damage and the loss of a disk's segment are the
+// exceptions. A removed namespace does not come back.
 //
 // # Tiers
 //
@@ -60,11 +60,10 @@
 //
 // # What it is not yet
 //
-// A page from the object store is not written to the
-// disk: it stays in memory, or is fetched again. Pages of a namespace that no engine has opened
-// since the start do not go from the disk to the object store. Which pages were used last is
-// not kept over a restart: the oldest ones go first then. A get compares every page's checksum,
-// which costs about as much as the copy itself on one core (copy.go).
+// A page from the object store is not written to the disk: it stays in memory, or is fetched again.
+// Pages of a namespace that no engine has opened since the start do not go from the disk to the
+// object store. Which pages were used last is not kept over a restart: the oldest ones go first
+// then.
 //
 // # How engines use it
 //

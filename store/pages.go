@@ -196,6 +196,7 @@ type held struct {
 	pinned bool
 	data   []byte // padded
 	crc    uint32
+	fresh  bool // this put has filled it
 }
 
 // putPages stores pages [from, to) of a batch: each in a slot of memory, and then all in one group
@@ -207,7 +208,7 @@ func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 		p, r := s.fill(b, i, w)
 		b.results[i] = r
 		if p.Bytes != nil {
-			pages = append(pages, held{i, p, true, p.Slot, p.CRC})
+			pages = append(pages, held{i, p, true, p.Slot, p.CRC, r.Outcome == Stored})
 		}
 	}
 	if s.disk == nil && !s.atPut {
@@ -282,7 +283,7 @@ func (s *Store) fillDirect(b *Batch, from, to int, pages []held, w *worker) []he
 		clear(data[sp.pageBytes:])
 		crc, fr := s.copyIn(b, i, w, data[:sp.pageBytes], mem.Block{})
 		if *r = fr; fr.Outcome == Stored {
-			pages = append(pages, held{i: i, data: data, crc: crc})
+			pages = append(pages, held{i: i, data: data, crc: crc, fresh: true})
 			buf = buf[padded:]
 		}
 	}
@@ -374,7 +375,8 @@ func (s *Store) below(b *Batch, pages []held, wanted func() bool) []error {
 	}
 	records := make([]disk.Record, len(pages))
 	for j, p := range pages {
-		records[j] = disk.Record{Key: b.keys[p.i], After: b.before(p.i), Data: p.data, CRC: p.crc}
+		records[j] = disk.Record{Key: b.keys[p.i], After: b.before(p.i), Data: p.data, CRC: p.crc,
+			Fresh: p.fresh}
 	}
 	errs := s.disk.Write(sp.number, records, wanted)
 	for j, err := range errs {

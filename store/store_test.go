@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/disk/disktest"
 	"github.com/kvspray/kvspray/store/page"
 )
@@ -353,6 +354,41 @@ func TestDamageInMemory(t *testing.T) {
 		}
 		e.close()
 		shut(t, s)
+	}
+}
+
+// A page that has changed in memory since its put does not go to the disk when it is put again.
+func TestDamageInMemoryBeforeDisk(t *testing.T) {
+	sim := disktest.New(simBytes, 1)
+	s := onDisk(t, sim, false)
+	defer shut(t, s)
+	e := newEngine(t, s, "a", 8192)
+	defer e.close()
+	sim.Fail(func(op string, _ int64) error {
+		if op == "write" {
+			return errors.New("broken")
+		}
+		return nil
+	})
+	if r := e.put(1)[0]; r.Outcome != Stored || r.Durable {
+		t.Fatalf("a put while the disk fails: %+v", r)
+	}
+	sim.Fail(nil)
+	pins, err := e.space.Pin(e.keys([]int{1}))
+	if err != nil || !pins.Found().Get(0) {
+		t.Fatalf("pin: %v", err)
+	}
+	b, _ := pins.Blocks()[0].Bytes()
+	b[8000] ^= 16
+	pins.Release()
+	if r := e.put(1)[0]; r.Outcome != Existed || r.Durable || !errors.Is(r.Err, disk.ErrDamaged) {
+		t.Errorf("a second put: %+v", r)
+	}
+	if r := e.get(1)[0]; r.Outcome != Miss {
+		t.Errorf("a get: %+v", r)
+	}
+	if r := e.put(1)[0]; r.Outcome != Stored || !r.Durable {
+		t.Errorf("a put after that: %+v", r)
 	}
 }
 

@@ -146,9 +146,9 @@ func (t *Tier) reserveLocked(o *Owner, k, after *page.Key) (b *builder, i uint32
 	return b, i, n, err
 }
 
-// fill ends what reserve began. err: the page is not there.
-func (t *Tier) fill(b *builder, i uint32, n index.Node, crc uint32, err error) error {
-	if err == nil && mem.CRC32C(0, b.page(i)) != crc { // a bit may have flipped in memory, too
+// fill ends what reserve began. sum is that of the buffer's page. err: the page is not there.
+func (t *Tier) fill(b *builder, i uint32, n index.Node, crc, sum uint32, err error) error {
+	if err == nil && sum != crc { // a bit may have flipped in memory, too
 		err = ErrDamaged
 	}
 	t.mu.Lock()
@@ -184,8 +184,8 @@ func (o *Owner) Add(k, after *page.Key, data []byte, crc uint32, wanted func() b
 		return err
 	}
 	t.mu.Unlock()
-	mem.Copy(b.page(i), data)
-	if err := t.fill(b, i, n, crc, nil); err != nil {
+	sum := mem.CopyCRC32C(0, b.page(i), data)
+	if err := t.fill(b, i, n, crc, sum, nil); err != nil {
 		return fmt.Errorf("store.object: page %s changed in memory: %w", k, err)
 	}
 	return nil
@@ -228,7 +228,9 @@ func (o *Owner) Spill(k, after *page.Key, crc uint32, read func(buf []byte) erro
 // fetchSpills reads pages that other tiers evict.
 func (t *Tier) fetchSpills() {
 	for s := range t.spills {
-		_ = t.fill(s.b, s.i, s.node, s.crc, s.read(s.b.page(s.i))) // the page is lost, as without Spill
+		err := s.read(s.b.page(s.i))
+		// An error loses the page, as without Spill.
+		_ = t.fill(s.b, s.i, s.node, s.crc, mem.CRC32C(0, s.b.page(s.i)), err)
 	}
 }
 

@@ -1,6 +1,9 @@
 package mem
 
-import "hash/crc32"
+import (
+	"hash/crc32"
+	"sync"
+)
 
 // copyPiece bounds what runs without a point where the scheduler can stop the goroutine. memmove
 // and the checksum's assembly cannot be preempted: a tight loop over them has held the garbage
@@ -69,4 +72,34 @@ func CRC32C(crc uint32, p []byte) uint32 {
 }
 
 //go:noinline
-func crcPiece(crc uint32, p []byte) uint32 { return crc32.Update(crc, castagnoli, p) }
+func crcPiece(crc uint32, p []byte) uint32 { return sum(crc, p) }
+
+// CopyCRC32C is Copy of len(src) bytes and CRC32C of them in one pass: it reads each byte of src
+// once, so the sum is that of what dst has, even where src changes meanwhile.
+func CopyCRC32C(crc uint32, dst, src []byte) uint32 {
+	dst = dst[:len(src)]
+	for len(src) > copyPiece {
+		crc = crcCopyPiece(crc, dst[:copyPiece], src[:copyPiece])
+		dst, src = dst[copyPiece:], src[copyPiece:]
+	}
+	return crcCopyPiece(crc, dst, src)
+}
+
+//go:noinline
+func crcCopyPiece(crc uint32, dst, src []byte) uint32 { return copySum(crc, dst, src) }
+
+// throughs are buffers of copySumThrough, which fit into the first-level cache.
+var throughs = sync.Pool{New: func() any { return new([8 << 10]byte) }}
+
+// copySumThrough is copySum for processors without a loop for it.
+func copySumThrough(crc uint32, dst, src []byte) uint32 {
+	b := throughs.Get().(*[8 << 10]byte)
+	defer throughs.Put(b)
+	for len(src) > 0 {
+		n := copy(b[:], src)
+		crc = sum(crc, b[:n])
+		move(dst, b[:n])
+		dst, src = dst[n:], src[n:]
+	}
+	return crc
+}
