@@ -153,7 +153,7 @@ test-all: ## All other tests that need no special hardware or privilege: more ca
 
 .PHONY: test-nightly
 test-nightly: ## Hours of tests: measurements, attacks, laws, truth, schedules, mutants, fuzzing, soaks; .build/test/report.html
-	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-laws test-truth test-pods-group test-mesh test-routers \
+	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-laws test-truth test-drafts test-pods-group test-mesh test-routers \
 	  soak-sglang soak-store test-fuzz bench || rc=1; $(MAKE) test-pods PODS_STEPS=all || rc=1; $(MAKE) soak SOAK=2h || rc=1; \
 	$(MAKE) test-report || rc=1; exit $$rc
 
@@ -254,6 +254,10 @@ test-laws: #: The laws of parseblock with 100,000 random cases each, and 4 GiB o
 .PHONY: test-truth
 test-truth: build env #: vLLM's own tensors, moved and read back, and a real hybrid model that continues from moved states (nightly)
 	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py test/e2e/test_truth_layouts.py
+
+.PHONY: test-drafts
+test-drafts: build env #: Drafts of EAGLE, EAGLE-3, MTP and a draft model at decode, with their logits, beside a plain engine's (nightly)
+	KVSPRAY_DRAFTS_PROMPTS=$${KVSPRAY_DRAFTS_PROMPTS:-200} KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q -rP test/e2e/test_speculation.py -k many_prompts
 
 .PHONY: test-placement
 test-placement: build env #: The holder's sidecar is killed 100 times while requests are placed there, and the holder five times: answers equal?

@@ -67,8 +67,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# One method of speculation, and a prompt of several chunks of prefill.
+SMOKE_DRAFTS = {"c": "eagle", "n": 300}
+
+
 def in_smoke(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The tests of SMOKE, and of each test of a fault the first."""
+    """The tests of SMOKE, of each test of a fault the first, and SMOKE_DRAFTS."""
     smoke: set[pytest.Item] = set()
     faults: set[str] = set()
     for item in items:
@@ -76,6 +80,9 @@ def in_smoke(items: list[pytest.Item]) -> set[pytest.Item]:
             continue
         if item.path.name == "test_tokens.py" and item.originalname in SMOKE:
             smoke.add(item)
+        if item.path.name == "test_speculation.py" and hasattr(item, "callspec"):
+            if item.callspec.params.items() >= SMOKE_DRAFTS.items():
+                smoke.add(item)
         if item.path.name == "test_faults.py" and item.originalname not in faults:
             faults.add(item.originalname)
             smoke.add(item)

@@ -58,14 +58,20 @@ def test_tokens_are_equal_and_what_was_offloaded_moves_on(c: Both) -> None:
     prompts = [fresh(n) for n in LENGTHS for _ in range(2)]
     want = [c.r.add(p, 8).result().tokens for p in prompts]
     ways = [c.both, c.prefill_first]
-    for again in (False, True):
+    for turn in ("first", "again", "at once"):
         before, loaded = moved(c), rig.total(c.p.metrics(), multi.LOADED)
-        for i, p in enumerate(prompts):
-            assert ways[i % 2](p, 8).tokens == want[i], (again, i)
+        if turn == "at once":
+            pending = [c.start_both(p, 8) for p in prompts]
+            got = [d.result() for _, d in pending]
+            for p, _ in pending:
+                p.result()
+        else:
+            got = [ways[i % 2](p, 8) for i, p in enumerate(prompts)]
+        assert [g.tokens for g in got] == want, turn
         c.settle()
         assert moved(c) - before == len(prompts)
-        # The second time P has nothing on the device: OffloadingConnector loads it.
-        assert (rig.total(c.p.metrics(), multi.LOADED) > loaded) == again
+        # Later P has nothing on the device: OffloadingConnector loads it.
+        assert (rig.total(c.p.metrics(), multi.LOADED) > loaded) == (turn != "first")
         assert rig.total(c.p.metrics(), multi.STORED) > 0
         for e in (c.p, c.d):
             rig.wait_for(f"{e.name}'s prefix cache empty", e.clear_prefix_cache, 30)

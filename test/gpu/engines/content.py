@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures as cf
+import json
 import random
 import time
 from typing import Any
@@ -15,6 +16,8 @@ from servers import complete
 from stage import PAGES, PLAIN, Stage
 
 NEEDS = {PAGES, PLAIN}
+SPECULATED = "vllm:spec_decode_num_{}_tokens_total"
+LESS = 0.05  # of its drafts a decode engine may accept that much less than the plain engine
 
 
 def options(parser: Any) -> None:
@@ -147,6 +150,44 @@ def once_more(stage: Stage, todo: list[tuple[str, str, list[int]]]) -> dict[str,
     return got
 
 
+def accepted(server: Any) -> float:
+    """The share of draft tokens that an engine has accepted; 0: it drafts none."""
+    metrics = server.metrics()
+    drafts = total(metrics, SPECULATED.format("draft"))
+    return total(metrics, SPECULATED.format("accepted")) / drafts if drafts else 0.0
+
+
+def speculation(stage: Stage) -> tuple[dict[str, float], list[str]]:
+    """By engine, and what is wrong with it."""
+    plain = accepted(stage.plain)
+    got = {s.name: accepted(s) for s in stage.pair.engines() if s is not stage.pair.p}
+    if not plain and not any(got.values()):
+        return {}, []
+    share = ", ".join(f"{name} {x:.1%}" for name, x in (got | {"plain": plain}).items())
+    print(f"draft tokens accepted: {share}")
+    problems = [
+        f"{name} accepts {x:.1%} of its draft tokens, and the plain engine {plain:.1%}"
+        for name, x in got.items()
+        if x < plain - LESS
+    ]
+    return got | {"plain": plain}, problems
+
+
+def captured(stage: Stage) -> tuple[int, list[str]]:
+    """How many of P's layers are signalled in the replays of graphs, and what is wrong with that.
+    Some have no hook, and leave at the end of a step."""
+    of_p = stage.rig.pages / "P"
+    layers = [
+        x["name"]
+        for g in json.loads((of_p / "layout.json").read_text())["groups"]
+        for x in g["layers"]
+    ]
+    signalled = set(json.loads((of_p / "captured.json").read_text()))
+    print(f"layers signalled in graphs: {len(signalled)} of {len(layers)}")
+    expected = stage.args.device == "cuda" and stage.args.graph not in ("eager", "PIECEWISE")
+    return len(signalled), ["no layer is signalled in graphs"] if expected > len(signalled) else []
+
+
 def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
     a, start = stage.args, time.monotonic()
     longest = min(a.longest, stage.rig.max_len - a.tokens - 1)
@@ -156,7 +197,9 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
     ]
     got = compared(stage.rig, stage.pair, stage.plain, todo, a.tokens, a.together)
     table(got)
-    problems = list(got["problems"])
+    got["drafts_accepted"], worse = speculation(stage)
+    got["layers_captured"], unsignalled = captured(stage)
+    problems = got["problems"] + worse + unsignalled
     if a.multi:
         got["again"] = once_more(stage, todo[-a.again :])
         problems += got["again"]["problems"]

@@ -2,6 +2,7 @@
 """Writes models with random weights, in the shapes that the measurements use; nothing is
 downloaded. usage: models.py DIR NAME ...
 
+drafts writes a Llama with drafts of EAGLE and EAGLE-3, and a DeepSeek-V3 and a MiMo with MTP.
 NAME:config writes no weights, for --load-format dummy, with which engines take as long and
 answer nothing of interest. NAME@SEED has other weights of the same shape.
 """
@@ -25,6 +26,9 @@ from transformers import (
     LlamaForCausalLM,
     PretrainedConfig,
 )
+
+# isort: split
+import drafts
 
 from kvspray.trial import tiny_model
 
@@ -67,6 +71,7 @@ CLASSES = {
 }
 NAMES = (*LLAMAS, *CLASSES)
 TINY = "tiny-llama"  # of make env
+DRAFTS = "drafts"
 SHARD = "4GB"  # of a file
 
 
@@ -141,6 +146,11 @@ def write(out: pathlib.Path, name: str, weights: bool, seed: int = tiny_model.SE
     out.mkdir(parents=True, exist_ok=True)
     tok = tiny_model.tokenizer()
     tok.save_pretrained(out)
+    if name == DRAFTS:
+        drafts.llama(out, out)
+        drafts.deepseek(out / "deepseek", out, latent=512, rope=64)
+        drafts.mimo(out / "mimo", out)
+        return
     config = config_of(name, tok)
     if not weights:
         config.save_pretrained(out)
@@ -168,7 +178,8 @@ def main() -> None:
     for word in sys.argv[2:]:
         word, _, only = word.partition(":")
         name, _, seed = word.partition("@")
-        if not (folder / word / "config.json").exists():
+        written = "mimo/config.json" if name == DRAFTS else "config.json"
+        if not (folder / word / written).exists():
             write(folder / word, name, only != "config", int(seed or tiny_model.SEED))
             print(f"model {name} in {folder / word}", file=sys.stderr, flush=True)
 

@@ -128,8 +128,9 @@ def kind_of(spec: KVCacheSpec, backend: str, kv_heads: int, ranks: Ranks, packin
         )
     if getattr(spec, "extra_retained_tokens", 0):
         raise Unsupported(
-            f"kvspray: extra_retained_tokens is {spec.extra_retained_tokens}; windows of draft "
-            "layers are not followed, serve without them"
+            f"kvspray: extra_retained_tokens is {spec.extra_retained_tokens}; a draft of several "
+            "MTP modules computes the last tokens of a prompt again, from tokens that only this "
+            "engine has, set num_speculative_tokens to 1"
         )
     if getattr(spec, "bounded_replay", False):
         raise Unsupported(

@@ -5,6 +5,7 @@ An engine loads them by kv_connector_module_path. They write to the directory $K
 per request REQ (the engine's id without its random end) whose id contains "look":
 
     layout.json        what the engine registered with its sidecar
+    captured.json      the layers that are signalled in the replays of graphs
     REQ.computed.RANK.npz   where the engine computed the prompt: digests of a rank's pages behind
                             the step that computed its last token
     REQ.loaded.RANK.npz     where the prompt came from elsewhere: digests ahead of the first step
@@ -137,6 +138,7 @@ class Pages:
             for g, group in enumerate(kv.kv_cache_groups)
             for name in group.layer_names
         ]
+        self.captured: set[str] = set()
         self.num_blocks = kv.num_blocks
         self.device = self.caches[0].bytes.device
         self.todo: queue.SimpleQueue[tuple[str, str, Any, list[Any], dict[str, Any]]] = (
@@ -171,6 +173,7 @@ class Pages:
             what, name, event, found, seen = self.todo.get()
             if event is not None:
                 event.synchronize()
+            (self.folder / "captured.json").write_text(json.dumps(sorted(self.captured)))
             path = self.folder / f"{name}.{what}.{self.rank}.npz"
             part = path.with_name(f".{path.name}")
             sums = {
@@ -355,6 +358,12 @@ class PlainConnector(Inside, _Nothing):
 
 class PagesConnector(Inside, KVSprayConnector):
     """KVSprayConnector, unchanged, whose engine's pages can be compared."""
+
+    def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
+        super().save_kv_layer(layer_name, *args, **kwargs)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            assert self._rig_pages is not None
+            self._rig_pages.captured.add(layer_name)
 
 
 register("PagesConnector", "kvspray_rig")
