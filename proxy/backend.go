@@ -43,6 +43,7 @@ type backend struct {
 	load     int // requests in flight
 	holds    int // requests for which it may have to release a cache
 	models   models
+	guards   map[*guard]struct{} // of its requests in flight
 }
 
 // alive notes bytes of an answer.

@@ -48,8 +48,6 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
 		p.refuse(w, http.StatusBadRequest, codeInvalidBody, err.Error())
 		return
 	}
-	ctx, cancel := context.WithCancel(r.Context())
-	defer cancel()
 	j := &job{p: p, w: w, in: r, req: req, id: requestID(r.Header.Get(requestIDHeader)),
 		start: time.Now(), mode: p.mode, tried: map[*backend]bool{}}
 	if k == kindPassed {
@@ -58,7 +56,7 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
 		j.trace = p.traceOf(r.Header)
 	}
 	w.Header().Set(requestIDHeader, j.id)
-	j.run(ctx)
+	j.run(r.Context())
 	j.release()
 	j.placed()
 	j.traced()
@@ -272,7 +270,7 @@ func (j *job) prefill(ctx context.Context, b *backend, body []byte) (json.RawMes
 }
 
 func (j *job) askPrefill(ctx context.Context, b *backend, body []byte) (json.RawMessage, error) {
-	g := j.p.guard(ctx, b, j.p.times.Prefill, func() bool { return true })
+	g := newGuard(ctx, b, j.p.times.Prefill, func() bool { return true })
 	defer g.stop()
 	resp, err := j.send(g.ctx, b, body, false)
 	var text []byte
@@ -427,7 +425,7 @@ func (j *job) askDecode(ctx context.Context, b *backend, params json.RawMessage)
 	j.routed.Decode, j.routed.DecodeSidecar = b.url.String(), b.sidecar.String()
 	hop := j.trace.hop(true)
 	hop.begin(b)
-	g := j.p.guard(ctx, b, j.p.times.FirstByte, func() bool {
+	g := newGuard(ctx, b, j.p.times.FirstByte, func() bool {
 		return j.p.decode.any(j.skips(params), j.req.model, candidate.takes)
 	})
 	a, err := j.beginDecode(g, b, j.req.forDecode(params))
@@ -516,20 +514,16 @@ func (j *job) fail(status int, code string, err error) {
 var hopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization",
 	"Te", "Trailer", "Transfer-Encoding", "Upgrade", "Proxy-Connection"}
 
+// copyHeader gives dst the values of src, which nobody changes in place.
 func copyHeader(dst, src http.Header) {
-	named := map[string]bool{}
-	for _, line := range src.Values("Connection") {
+	maps.Copy(dst, src)
+	for _, line := range src["Connection"] {
 		for name := range strings.SplitSeq(line, ",") {
-			named[http.CanonicalHeaderKey(strings.TrimSpace(name))] = true
-		}
-	}
-	for k, v := range src {
-		if !named[k] {
-			dst[k] = append([]string(nil), v...)
+			dst.Del(strings.TrimSpace(name))
 		}
 	}
 	for _, k := range hopByHop {
-		dst.Del(k)
+		delete(dst, k)
 	}
 }
 

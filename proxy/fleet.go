@@ -252,6 +252,7 @@ func (p *Proxy) Watch(ctx context.Context) {
 					b.mu.Lock()
 					b.health.passes(now, p.times.Check) // the router's own time
 					b.mu.Unlock()
+					b.checkGuards()
 				}
 			}
 		}

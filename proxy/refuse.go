@@ -59,7 +59,7 @@ func (p *Proxy) orRefuse(mux *http.ServeMux) http.Handler {
 		}
 		h, route := mux.Handler(r)
 		if route != "" {
-			mux.ServeHTTP(w, r)
+			h.ServeHTTP(w, r) // no route has wildcards
 			return
 		}
 		// Only mux's own answer shows which methods a path has.

@@ -13,7 +13,8 @@ import (
 )
 
 const (
-	copyBytes = 32 << 10
+	copyBytes = 4 << 10  // at once
+	maxHeld   = 32 << 10 // bytes of a small answer, which the client gets once it is whole
 	maxCopied = 16 << 20 // bytes of an answer that is read whole before the client gets it
 )
 
@@ -47,7 +48,7 @@ func begin(b *backend, k kind, resp *http.Response, asked, whole bool) (*reply, 
 	unmarked := resp.ContentLength < 0 && len(resp.TransferEncoding) == 0 && resp.ProtoMajor == 1 &&
 		resp.Request.Method != http.MethodHead
 	stream := a.events || ok && asked && !unmarked
-	limit := copyBytes
+	limit := maxHeld
 	if !stream && (whole || unmarked) {
 		limit = maxCopied
 	}
@@ -103,9 +104,13 @@ func (a *reply) copyTo(w http.ResponseWriter) (gone bool, err error) {
 	flush := http.NewResponseController(w)
 	data, rerr := a.buf, a.err
 	buf := a.buf[:cap(a.buf)]
+	var timed time.Time // when the deadline was set
 	for {
 		if len(data) > 0 {
-			_ = flush.SetWriteDeadline(time.Now().Add(writeTimeout)) // a test's recorder has none
+			if now := time.Now(); now.Sub(timed) > writeTimeout/4 {
+				_ = flush.SetWriteDeadline(now.Add(writeTimeout)) // a test's recorder has none
+				timed = now
+			}
 			if _, err := w.Write(data); err != nil {
 				return true, err
 			}
