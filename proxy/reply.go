@@ -9,6 +9,7 @@ import (
 	"mime"
 	"net"
 	"net/http"
+	"sync"
 	"time"
 )
 
@@ -31,6 +32,9 @@ type reply struct {
 	end    streamEnd // of events
 }
 
+// buffers are of answers that end.
+var buffers = sync.Pool{New: func() any { return new([copyBytes]byte) }}
+
 // begin reads the part of an answer that must be there before the client gets any: the first bytes
 // of a stream, otherwise all of a small answer, so that one that breaks can be replaced. asked: the
 // client wants a stream. whole: all of another answer, because its end cannot be shown to the
@@ -43,7 +47,7 @@ func begin(b *backend, k kind, resp *http.Response, asked, whole bool) (*reply, 
 	if a.events && resp.Header.Get("Content-Encoding") == "" {
 		a.end.marks = k.endMarks()
 	}
-	a.buf = make([]byte, 0, copyBytes)
+	a.buf = buffers.Get().(*[copyBytes]byte)[:0]
 	// Only its content shows the end of an answer that the end of its connection ends.
 	unmarked := resp.ContentLength < 0 && len(resp.TransferEncoding) == 0 && resp.ProtoMajor == 1 &&
 		resp.Request.Method != http.MethodHead
@@ -86,6 +90,10 @@ func (a *reply) read(buf []byte) (int, error) {
 func (a *reply) close() {
 	_ = a.resp.Body.Close() // its end or its error was read
 	a.guard.stop()
+	if cap(a.buf) == copyBytes {
+		buffers.Put((*[copyBytes]byte)(a.buf[:copyBytes]))
+		a.buf = nil
+	}
 }
 
 // header is that of the answer to the client.

@@ -260,7 +260,8 @@ func (r *request) question() (tokens []uint32, question []byte) {
 			f[name] = raw
 		}
 	}
-	if question = marshal(f); len(question) > maxTokenize { // without spaces: an equal one is known
+	question, err := json.Marshal(f) // without spaces: an equal one is known
+	if err != nil || len(question) > maxTokenize {
 		return nil, nil
 	}
 	return nil, question
@@ -285,24 +286,15 @@ func onePrompt(raw json.RawMessage, nested bool) (tokens []uint32, text json.Raw
 	return onePrompt(list[0], false)
 }
 
-// firstItem is the first byte of the first item of a list, which is correct JSON; ']': there is
-// none; 0: no list.
+// firstItem is the first byte of the first item of a list; ']': there is none; 0: no list.
 func firstItem(raw []byte) byte {
 	if len(raw) < 2 || raw[0] != '[' {
 		return 0
 	}
-	return raw[afterSpace(raw, 1)]
+	return raw[skipSpace(raw, 1)]
 }
 
-// afterSpace is the first place from one on that has no space. JSON has no space at its end.
-func afterSpace(raw []byte, at int) int {
-	for at < len(raw)-1 && (raw[at] == ' ' || raw[at] == '\n' || raw[at] == '\t' || raw[at] == '\r') {
-		at++
-	}
-	return at
-}
-
-// tokenIDs reads a list of token ids, which is correct JSON; nil: it is none, or too long.
+// tokenIDs reads a list of token ids; nil: it is none, or too long. A list ends with a bracket.
 func tokenIDs(raw []byte) []uint32 {
 	maxItems := bytes.Count(raw, []byte{','}) + 1
 	if firstItem(raw) == 0 || maxItems > maxTokens {
@@ -310,7 +302,7 @@ func tokenIDs(raw []byte) []uint32 {
 	}
 	tokens := make([]uint32, 0, maxItems)
 	for at := 1; ; at++ {
-		at = afterSpace(raw, at)
+		at = skipSpace(raw, at)
 		id, from := uint64(0), at
 		for ; raw[at] >= '0' && raw[at] <= '9'; at++ {
 			if id = 10*id + uint64(raw[at]-'0'); id > math.MaxUint32 {
@@ -321,7 +313,7 @@ func tokenIDs(raw []byte) []uint32 {
 			return nil
 		}
 		tokens = append(tokens, uint32(id))
-		switch at = afterSpace(raw, at); raw[at] {
+		switch at = skipSpace(raw, at); raw[at] {
 		case ',':
 		case ']':
 			return tokens

@@ -23,6 +23,7 @@ type options struct {
 	rounds, streams, tokens, engines     int
 	prompt                               int
 	every, idle                          time.Duration
+	pd                                   bool
 }
 
 // NewCommand returns the `route` command.
@@ -46,6 +47,8 @@ as make bench-router makes it.`,
 	f.StringVar(&o.json, "json", "", "file for all results")
 	f.StringArrayVar(&o.extra, "flag", nil, "one more argument of kvspray proxy; repeatable")
 	f.StringSliceVar(&o.only, "only", names, "which of them")
+	f.BoolVar(&o.pd, "pd", false, "half of the engines prefill, the others decode (not sglang-router: "+
+		"its engines need SGLang's protocol)")
 	f.IntVar(&o.rounds, "rounds", 3, "rounds, in each of which all routers have a turn")
 	f.IntVar(&o.streams, "streams", 2000, "streams at the same time")
 	f.IntVar(&o.tokens, "tokens", 40, "tokens of a stream")
@@ -74,6 +77,11 @@ func (o *options) run(ctx context.Context, out io.Writer) error {
 		if !slices.Contains(names, n) {
 			return usage.Errorf("--only: %q is none of %v", n, names)
 		}
+	}
+	if o.pd {
+		o.only = slices.DeleteFunc(slices.Clone(o.only), func(n string) bool {
+			return n == "sglang-router"
+		})
 	}
 	if min(o.rounds, o.streams, o.engines) < 1 || o.tokens < 2 || o.every <= 0 {
 		return usage.Errorf("--rounds, --streams and --engines have to be 1 or more, --tokens 2, and " +

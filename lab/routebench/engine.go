@@ -16,7 +16,11 @@ const (
 	mark      = '~' // in the text of each token, and nowhere else
 	modelName = "model"
 	models    = `{"object":"list","data":[{"id":"` + modelName + `","object":"model"}]}`
-	event     = `data: {"id":"cmpl-0f6e4a4f7c5b4d1e9a3b2c1d0e9f8a7b","object":"text_completion",` +
+	prefilled = `{"id":"cmpl-0","object":"text_completion","model":"` + modelName + `","choices":[` +
+		`{"index":0,"text":"x","finish_reason":"length"}],"kv_transfer_params":{` +
+		`"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[1,2,3],` +
+		`"remote_engine_id":"p","remote_host":"127.0.0.1","remote_port":1}}`
+	event = `data: {"id":"cmpl-0f6e4a4f7c5b4d1e9a3b2c1d0e9f8a7b","object":"text_completion",` +
 		`"created":1767225600,"model":"` + modelName + `","choices":[{"index":0,"text":" ~",` +
 		`"logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":null}],"usage":null}` +
 		"\n\n"
@@ -82,11 +86,16 @@ func (e *engines) serve(c net.Conn) {
 				return
 			}
 		}
-		if req.Method != http.MethodPost {
-			text := `{"model_path":"` + modelName + `"}`
-			if strings.HasSuffix(req.URL.Path, "/models") {
-				text = models
-			}
+		text := ""
+		switch {
+		case strings.HasSuffix(req.URL.Path, "/models"):
+			text = models
+		case req.Method != http.MethodPost:
+			text = `{"model_path":"` + modelName + `"}`
+		case bytes.Contains(body, []byte(`"do_remote_decode":true`)):
+			text = prefilled
+		}
+		if text != "" {
 			if _, err := fmt.Fprintf(c, "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"+
 				"Content-Length: %d\r\n\r\n%s", len(text), text); err != nil {
 				return

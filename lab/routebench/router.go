@@ -28,13 +28,28 @@ func (o *options) command(name, port string, urls []string) (args, env []string)
 	env = os.Environ()
 	if name == "kvspray" {
 		args = []string{o.binary, "proxy", "--listen", "127.0.0.1:" + port}
-		for _, u := range urls {
-			args = append(args, "--engine", "url="+u+",role=decode")
+		for i, u := range urls {
+			role := "decode"
+			if o.pd && i < len(urls)/2 {
+				role = "prefill"
+			}
+			args = append(args, "--engine", "url="+u+",role="+role)
+		}
+		if o.pd {
+			args = append(args, "--mode", "prefill-first")
 		}
 		return append(args, o.extra...), env
 	}
 	module := strings.ReplaceAll(name, "-", "_") + ".launch_router"
-	args = append([]string{o.python, "-m", module, "--worker-urls"}, urls...)
+	args = []string{o.python, "-m", module}
+	if o.pd {
+		args = append(args, "--vllm-pd-disaggregation")
+		for i, u := range urls {
+			args = append(args, []string{"--prefill", "--decode"}[min(2*i/len(urls), 1)], u)
+		}
+	} else {
+		args = append(append(args, "--worker-urls"), urls...)
+	}
 	args = append(args, "--host", "127.0.0.1", "--port", port, "--policy", "round_robin",
 		"--prometheus-port", freePort(), "--max-concurrent-requests", "8192")
 	return args, append(env, "PYTHONPATH="+filepath.Join(o.packages, name))
