@@ -1,7 +1,6 @@
 package cli
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -10,29 +9,12 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/kvspray/kvspray/internal/testutil"
 )
-
-// output is written by a command while a test reads it.
-type output struct {
-	mu  sync.Mutex // guards all below
-	buf bytes.Buffer
-}
-
-func (o *output) Write(b []byte) (int, error) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.buf.Write(b)
-}
-
-func (o *output) String() string {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.buf.String()
-}
 
 // After SIGHUP the router has the engines of the file; a file with a mistake changes nothing, and
 // the log names the key.
@@ -50,7 +32,7 @@ func TestReloadOfTheRouter(t *testing.T) {
 	}
 	write(engine(1) + "max_body: 1MiB\n")
 	ctx, cancel := context.WithCancel(t.Context())
-	log := &output{}
+	log := &testutil.Buffer{}
 	cmd := proxyCommand()
 	cmd.SetArgs([]string{"--config", file, "--listen", "127.0.0.1:0", "--ready-file", ready})
 	cmd.SetErr(log)
@@ -64,11 +46,7 @@ func TestReloadOfTheRouter(t *testing.T) {
 	}()
 	wait := func(what string, ok func() bool) {
 		t.Helper()
-		for end := time.Now().Add(time.Minute); !ok(); time.Sleep(10 * time.Millisecond) {
-			if time.Now().After(end) {
-				t.Fatalf("%s\n%s", what, log)
-			}
-		}
+		testutil.Eventually(t, time.Minute, what, ok)
 	}
 	var at struct{ HTTP string }
 	wait("the router does not listen", func() bool {
