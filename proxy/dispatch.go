@@ -514,7 +514,7 @@ func (j *job) fail(status int, code string, err error) {
 var hopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization",
 	"Te", "Trailer", "Transfer-Encoding", "Upgrade", "Proxy-Connection"}
 
-// copyHeader gives dst the values of src, which nobody changes in place.
+// copyHeader gives dst the values of src, which are not changed in place.
 func copyHeader(dst, src http.Header) {
 	maps.Copy(dst, src)
 	for _, line := range src["Connection"] {

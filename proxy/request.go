@@ -167,6 +167,8 @@ func splitObject(raw []byte) (fields map[string]json.RawMessage, twice, ok bool)
 	}
 }
 
+const scalar = "0123456789+-.abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
 func skipSpace(raw []byte, at int) int {
 	for at < len(raw) && (raw[at] == ' ' || raw[at] == '\n' || raw[at] == '\t' || raw[at] == '\r') {
 		at++
@@ -177,38 +179,29 @@ func skipSpace(raw []byte, at int) int {
 // skipValue returns the end of the value that begins at a place; -1: there is none.
 func skipValue(raw []byte, at int) int {
 	for depth := 0; at < len(raw); {
-		switch c := raw[at]; c {
-		case '"':
+		switch c := raw[at]; {
+		case c == '"':
 			if at = skipString(raw, at); at < 0 {
 				return -1
 			}
-		case '{', '[':
+		case c == '{', c == '[':
 			depth++
 			at++
-			continue
-		case '}', ']':
-			depth--
-			at++
-		case ',', ':', ' ', '\n', '\t', '\r':
-			if depth == 0 {
+		case c == '}', c == ']':
+			if depth--; depth < 0 {
 				return -1
 			}
 			at++
-			continue
-		default:
-			from := at
-			for at < len(raw) && (raw[at] >= 'a' && raw[at] <= 'z' || raw[at] >= '0' && raw[at] <= '9' ||
-				raw[at] >= 'A' && raw[at] <= 'Z' || raw[at] == '-' || raw[at] == '+' || raw[at] == '.') {
-				at++
-			}
-			if at == from {
+		case depth > 0:
+			at++
+		default: // a number, true, false or null; Python has NaN and Infinity, too
+			rest := bytes.TrimLeft(raw[at:], scalar)
+			if len(rest) == len(raw)-at {
 				return -1
 			}
+			at = len(raw) - len(rest)
 		}
-		if depth <= 0 {
-			if depth < 0 {
-				return -1
-			}
+		if depth == 0 {
 			return at
 		}
 	}

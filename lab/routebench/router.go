@@ -150,14 +150,14 @@ func (r *router) memory() int64 {
 }
 
 // peak samples memory while f runs.
-func (r *router) peak(f func()) (most int64) {
+func (r *router) peak(f func()) (top int64) {
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		tick := time.NewTicker(200 * time.Millisecond)
 		defer tick.Stop()
 		for {
-			most = max(most, r.memory())
+			top = max(top, r.memory())
 			select {
 			case <-stop:
 				return
@@ -168,5 +168,5 @@ func (r *router) peak(f func()) (most int64) {
 	f()
 	close(stop)
 	wg.Wait()
-	return most
+	return top
 }
