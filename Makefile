@@ -501,6 +501,13 @@ bench-latency: build env #: Latency of one 4 KiB block between two sidecars, fro
 bench-place: build env #: The router's policies with three real engines, rails of 0.1 to 10 Gbit/s: predictions, times to the first token (root, an hour)
 	$(VENV)/bin/python test/rig/bench_place.py $(BENCH_ARGS)
 
+.PHONY: bench-router
+bench-router: build env #: kvspray proxy beside vllm-router and sglang-router, 2,000 streams of engines that compute nothing (160 MB to fetch, once; 6 minutes)
+	for r in vllm-router==0.1.17 sglang-router==0.3.2; do d=$(B)/routers/$${r%%==*}; [ -e $$d/complete ] || \
+	  { $(VENV)/bin/uv pip install -q --only-binary :all: --python $(VENV)/bin/python --target $$d $$r && touch $$d/complete; }; done
+	@mkdir -p $(B)/bench
+	bin/kvspray-bench route --json $(B)/bench/router.json $(BENCH_ARGS)
+
 .PHONY: bench-serve
 bench-serve: #: vllm bench serve through plain engines, kvspray and NIXL, on a host with a GPU and the files of make gpu-bin and gpu-nixl
 	test/gpu/engines/bench_serve.sh $(BENCH_ARGS)

@@ -12,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/internal/config"
 )
 
-const firstBody = 4 << 10 // bytes that a body gets at once; then it doubles
+const firstBody = 4 << 10 // bytes that a body gets at once; then four times as many
 
 // held is how many times a request holds its body at most: while its fields are read, both, and
 // then the fields with the bodies for P and for D. A body without fields goes on as it is, but has
@@ -88,7 +88,7 @@ func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request, k kind) (body [
 	end := time.Now().Add(bodyTimeout)
 	for {
 		if len(body) == cap(body) {
-			size := min(max(firstBody, 2*cap(body)), int(bound)+1) // and its end
+			size := min(max(firstBody, 4*cap(body)), int(bound)+1) // and its end
 			size = max(size, cap(body)+1)
 			if !p.bodies.take(k.held() * int64(size-cap(body))) {
 				p.refuseTooMany(w, "too many bytes of request bodies in flight; try again")

@@ -48,8 +48,6 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
 		p.refuse(w, http.StatusBadRequest, codeInvalidBody, err.Error())
 		return
 	}
-	ctx, cancel := context.WithCancel(r.Context())
-	defer cancel()
 	j := &job{p: p, w: w, in: r, req: req, id: requestID(r.Header.Get(requestIDHeader)),
 		start: time.Now(), mode: p.mode, tried: map[*backend]bool{}}
 	if k == kindPassed {
@@ -58,7 +56,7 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
 		j.trace = p.traceOf(r.Header)
 	}
 	w.Header().Set(requestIDHeader, j.id)
-	j.run(ctx)
+	j.run(r.Context())
 	j.release()
 	j.placed()
 	j.traced()
@@ -105,6 +103,7 @@ type job struct {
 
 	decision   *place.Decision // of the policy; nil: none
 	prefer     *backend        // D of the decision, for the first try
+	decided    *backend        // P of it; nil: none
 	source     *backend        // P, from which D gets blocks; nil: none
 	firstAfter time.Duration   // until D's first byte
 
@@ -127,7 +126,14 @@ type job struct {
 }
 
 func (j *job) run(ctx context.Context) {
-	if !j.p.decode.any(nil, candidate.possible) {
+	switch model := j.req.model; {
+	case j.p.decode.any(nil, model, candidate.possible):
+	case model != "" && j.p.decode.any(nil, "", candidate.named) &&
+		!j.p.decode.any(nil, model, candidate.named):
+		j.fail(http.StatusNotFound, codeUnknownModel, fmt.Errorf("the model %q does not exist: GET "+
+			"/v1/models lists those that do", model))
+		return
+	default:
 		// A prefill would compute, and hold its blocks, for a decode engine that does not come.
 		j.fail(http.StatusServiceUnavailable, codeNoEngine, errors.New(j.p.decode.none(roleDecode)))
 		return
@@ -148,14 +154,14 @@ func (j *job) run(ctx context.Context) {
 	tried, reason := map[*backend]bool{}, aloneNoPrefill
 	for range prefillTries {
 		if pre == nil {
-			pre = j.p.prefill.take(tried, candidate.takes)
+			pre = j.p.prefill.take(tried, j.req.model, candidate.takes)
 		}
 		if pre == nil {
 			break
 		}
 		tried[pre] = true
 		if pre.twin != nil && !j.p.decode.any(map[*backend]bool{pre.twin: true},
-			candidate.possible) {
+			j.req.model, candidate.possible) {
 			pre.done() // it would send to itself
 			pre = nil
 			continue
@@ -216,7 +222,9 @@ func (j *job) split(ctx context.Context, pre *backend) error {
 	if answered {
 		return nil
 	}
-	j.held = j.held[:len(j.held)-1] // a P that fails keeps nothing
+	last := len(j.held) - 1
+	j.held[last].end()
+	j.held = j.held[:last] // a P that fails keeps nothing
 	return failed
 }
 
@@ -262,7 +270,7 @@ func (j *job) prefill(ctx context.Context, b *backend, body []byte) (json.RawMes
 }
 
 func (j *job) askPrefill(ctx context.Context, b *backend, body []byte) (json.RawMessage, error) {
-	g := j.p.guard(ctx, b, j.p.times.Prefill, func() bool { return true })
+	g := newGuard(ctx, b, j.p.times.Prefill, func() bool { return true })
 	defer g.stop()
 	resp, err := j.send(g.ctx, b, body, false)
 	var text []byte
@@ -409,7 +417,7 @@ func (j *job) takeDecode(params json.RawMessage) *backend {
 			return b
 		}
 	}
-	return j.p.decode.take(skip, candidate.possible)
+	return j.p.decode.take(skip, j.req.model, candidate.possible)
 }
 
 // askDecode asks one back end and returns its answer, of which the client has got nothing yet.
@@ -417,8 +425,8 @@ func (j *job) askDecode(ctx context.Context, b *backend, params json.RawMessage)
 	j.routed.Decode, j.routed.DecodeSidecar = b.url.String(), b.sidecar.String()
 	hop := j.trace.hop(true)
 	hop.begin(b)
-	g := j.p.guard(ctx, b, j.p.times.FirstByte, func() bool {
-		return j.p.decode.any(j.skips(params), candidate.takes)
+	g := newGuard(ctx, b, j.p.times.FirstByte, func() bool {
+		return j.p.decode.any(j.skips(params), j.req.model, candidate.takes)
 	})
 	a, err := j.beginDecode(g, b, j.req.forDecode(params))
 	switch {
@@ -506,20 +514,16 @@ func (j *job) fail(status int, code string, err error) {
 var hopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization",
 	"Te", "Trailer", "Transfer-Encoding", "Upgrade", "Proxy-Connection"}
 
+// copyHeader gives dst the values of src, which are not changed in place.
 func copyHeader(dst, src http.Header) {
-	named := map[string]bool{}
-	for _, line := range src.Values("Connection") {
+	maps.Copy(dst, src)
+	for _, line := range src["Connection"] {
 		for name := range strings.SplitSeq(line, ",") {
-			named[http.CanonicalHeaderKey(strings.TrimSpace(name))] = true
-		}
-	}
-	for k, v := range src {
-		if !named[k] {
-			dst[k] = append([]string(nil), v...)
+			dst.Del(strings.TrimSpace(name))
 		}
 	}
 	for _, k := range hopByHop {
-		dst.Del(k)
+		delete(dst, k)
 	}
 }
 

@@ -399,7 +399,7 @@ func chunks(list ...string) string {
 // An answer that breaks is never whole for a client, whatever the versions of HTTP.
 func TestBrokenAnswersAreNeverWhole(t *testing.T) {
 	const done, end = "data: [DONE]\n\n", "0\r\n\r\n"
-	big := `{"a":"` + strings.Repeat("x", 2*copyBytes) + `"}`
+	big := `{"a":"` + strings.Repeat("x", 2*maxHeld) + `"}`
 	for _, c := range []struct {
 		name, path, answer string
 		stream, whole      bool

@@ -3,48 +3,56 @@ package proxy
 import (
 	"context"
 	"errors"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 )
 
-// guard ends a request whose engine shows no sign of life, or gives no first byte in time. It owns
-// one goroutine until stop.
+// guard ends a request whose engine shows no sign of life, or gives no first byte in time. A stream
+// costs no goroutine and no timer of its own: Watch looks at all guards of an engine.
 type guard struct {
 	ctx    context.Context
 	cancel context.CancelCauseFunc
+	b      *backend
+	other  func() bool // something better than a silent engine is there
+	late   *time.Timer
 	// Either the client gets bytes, and no other engine can take the request over, or the guard ends
 	// the request for another engine: the first of both decides.
 	decided atomic.Bool
-	wg      sync.WaitGroup
 }
 
-// guard begins; other reports whether something better than a silent engine is there.
-func (p *Proxy) guard(ctx context.Context, b *backend, bound time.Duration,
-	other func() bool) *guard {
-	g := &guard{}
+func newGuard(ctx context.Context, b *backend, bound time.Duration, other func() bool) *guard {
+	g := &guard{b: b, other: other}
 	g.ctx, g.cancel = context.WithCancelCause(ctx)
-	g.wg.Go(func() {
-		tick, late := time.NewTicker(p.times.Check), time.NewTimer(bound)
-		defer tick.Stop()
-		defer late.Stop()
-		for {
-			select {
-			case <-g.ctx.Done():
-				return
-			case <-late.C:
-				g.replace(errLate)
-			case <-tick.C:
-				switch quiet, dead := b.quiet(); {
-				case dead:
-					g.cancel(errSilent) // also if the client has bytes
-				case quiet && !g.decided.Load() && other():
-					g.replace(errSilent)
-				}
-			}
-		}
-	})
+	g.late = time.AfterFunc(bound, func() { g.replace(errLate) })
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.guards == nil {
+		b.guards = map[*guard]struct{}{}
+	}
+	b.guards[g] = struct{}{}
 	return g
+}
+
+// checkGuards ends requests of an engine that is silent.
+func (b *backend) checkGuards() {
+	quiet, dead := b.quiet()
+	if !quiet {
+		return
+	}
+	b.mu.Lock()
+	all := slices.Collect(maps.Keys(b.guards))
+	b.mu.Unlock()
+	for _, g := range all {
+		switch {
+		case dead:
+			g.cancel(errSilent) // also if the client has bytes
+		case !g.decided.Load() && g.other():
+			g.replace(errSilent)
+		}
+	}
 }
 
 // replace ends the request, unless the client gets bytes.
@@ -56,6 +64,7 @@ func (g *guard) replace(cause error) {
 
 // begin reports whether the client can get the answer. If not, ctx has ended.
 func (g *guard) begin() bool {
+	g.late.Stop()
 	if !g.decided.CompareAndSwap(false, true) {
 		<-g.ctx.Done() // the guard ends it
 	}
@@ -63,8 +72,11 @@ func (g *guard) begin() bool {
 }
 
 func (g *guard) stop() {
+	g.late.Stop()
 	g.cancel(nil)
-	g.wg.Wait()
+	g.b.mu.Lock()
+	defer g.b.mu.Unlock()
+	delete(g.b.guards, g)
 }
 
 // cause is the reason of an error of the request, before stop.

@@ -28,7 +28,9 @@ func TestGuardLeavesABegunAnswer(t *testing.T) {
 			if late {
 				bound = p.times.Silent + 2*p.times.Check
 			}
-			g := p.guard(t.Context(), silentBackend(p.times), bound, func() bool {
+			b := silentBackend(p.times)
+			go p.every(t.Context(), b.checkGuards)
+			g := newGuard(t.Context(), b, bound, func() bool {
 				began <- (<-guards).begin() // its first bytes come now
 				return true
 			})
@@ -51,7 +53,7 @@ func TestGuardLeavesABegunAnswer(t *testing.T) {
 func TestGuardDecidesOnce(t *testing.T) {
 	kvtest.Bubble(t, func(t *testing.T) {
 		p := &Proxy{times: Times{}.orDefaults()}
-		g := p.guard(t.Context(), silentBackend(p.times), time.Second, func() bool { return false })
+		g := newGuard(t.Context(), silentBackend(p.times), time.Second, func() bool { return false })
 		defer g.stop()
 		<-g.ctx.Done()
 		if g.begin() || !errors.Is(context.Cause(g.ctx), errLate) {

@@ -118,7 +118,7 @@ func refuses(status int) func(http.ResponseWriter, *http.Request, seen) {
 // A prefill engine that answers no release delays neither the end of the client's answer, which has
 // several parts after a failover, nor another request in its place.
 func TestReleaseDelaysNothing(t *testing.T) {
-	part := strings.Repeat("a", copyBytes)
+	part := strings.Repeat("a", maxHeld)
 	p := newEngine(t, answerPrefill)
 	done := make(chan struct{})
 	p.release = func(r *http.Request) {

@@ -9,11 +9,13 @@ import (
 	"mime"
 	"net"
 	"net/http"
+	"sync"
 	"time"
 )
 
 const (
-	copyBytes = 32 << 10
+	copyBytes = 4 << 10  // at once
+	maxHeld   = 32 << 10 // bytes of a small answer, which the client gets once it is whole
 	maxCopied = 16 << 20 // bytes of an answer that is read whole before the client gets it
 )
 
@@ -30,6 +32,9 @@ type reply struct {
 	end    streamEnd // of events
 }
 
+// buffers are of answers that end.
+var buffers = sync.Pool{New: func() any { return new([copyBytes]byte) }}
+
 // begin reads the part of an answer that must be there before the client gets any: the first bytes
 // of a stream, otherwise all of a small answer, so that one that breaks can be replaced. asked: the
 // client wants a stream. whole: all of another answer, because its end cannot be shown to the
@@ -42,12 +47,12 @@ func begin(b *backend, k kind, resp *http.Response, asked, whole bool) (*reply, 
 	if a.events && resp.Header.Get("Content-Encoding") == "" {
 		a.end.marks = k.endMarks()
 	}
-	a.buf = make([]byte, 0, copyBytes)
+	a.buf = buffers.Get().(*[copyBytes]byte)[:0]
 	// Only its content shows the end of an answer that the end of its connection ends.
 	unmarked := resp.ContentLength < 0 && len(resp.TransferEncoding) == 0 && resp.ProtoMajor == 1 &&
 		resp.Request.Method != http.MethodHead
 	stream := a.events || ok && asked && !unmarked
-	limit := copyBytes
+	limit := maxHeld
 	if !stream && (whole || unmarked) {
 		limit = maxCopied
 	}
@@ -85,6 +90,10 @@ func (a *reply) read(buf []byte) (int, error) {
 func (a *reply) close() {
 	_ = a.resp.Body.Close() // its end or its error was read
 	a.guard.stop()
+	if cap(a.buf) == copyBytes {
+		buffers.Put((*[copyBytes]byte)(a.buf[:copyBytes]))
+		a.buf = nil
+	}
 }
 
 // header is that of the answer to the client.
@@ -103,9 +112,13 @@ func (a *reply) copyTo(w http.ResponseWriter) (gone bool, err error) {
 	flush := http.NewResponseController(w)
 	data, rerr := a.buf, a.err
 	buf := a.buf[:cap(a.buf)]
+	var timed time.Time // when the deadline was set
 	for {
 		if len(data) > 0 {
-			_ = flush.SetWriteDeadline(time.Now().Add(writeTimeout)) // a test's recorder has none
+			if now := time.Now(); now.Sub(timed) > writeTimeout/4 {
+				_ = flush.SetWriteDeadline(now.Add(writeTimeout)) // a test's recorder has none
+				timed = now
+			}
 			if _, err := w.Write(data); err != nil {
 				return true, err
 			}

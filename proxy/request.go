@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 )
 
 // kind of an endpoint.
@@ -34,11 +35,12 @@ var connectorKeys = []string{paramsKey, "ec_transfer_params"}
 // request is a client's body, with every field unchanged.
 type request struct {
 	kind    kind
-	raw     []byte // of kindPassed, which has no fields
-	fields  map[string]json.RawMessage
-	prompts int    // entries of the prompt list; 1 without a list
-	n       int    // answers per prompt
-	alone   string // why D must serve it alone; empty: it can be split
+	raw     []byte                     // nil: the fields are not as the client sent them
+	fields  map[string]json.RawMessage // parts of raw; nil: of kindPassed
+	model   string                     // empty: none is named
+	prompts int                        // entries of the prompt list; 1 without a list
+	n       int                        // answers per prompt
+	alone   string                     // why D must serve it alone; empty: it can be split
 }
 
 var errNotObject = errors.New(
@@ -47,21 +49,24 @@ var errNotObject = errors.New(
 // parseRequest reads the fields that the proxy needs and refuses only what is not a JSON object:
 // engines check the rest.
 func parseRequest(k kind, body []byte) (*request, error) {
-	r := &request{kind: k, prompts: 1, n: 1}
+	r := &request{kind: k, raw: body, prompts: 1, n: 1}
 	if k == kindPassed {
-		r.raw = body
+		var x struct {
+			Model string `json:"model"`
+		}
+		_ = json.Unmarshal(body, &x) // another form names none: the engine refuses it
+		r.model = x.Model
 		return r, nil
 	}
-	if err := json.Unmarshal(body, &r.fields); err != nil {
-		return nil, fmt.Errorf("%w: %w", errNotObject, err)
-	}
-	if r.fields == nil {
+	fields, twice, ok := splitObject(body)
+	if !ok {
 		return nil, errNotObject
 	}
-	for _, key := range connectorKeys { // only routers set the connectors' parameters
-		delete(r.fields, key)
+	r.fields = fields
+	if withoutParams(fields) || twice {
+		r.raw = nil
 	}
-	withoutParams(r.fields)
+	_ = json.Unmarshal(r.fields["model"], &r.model) // another form: the engine refuses it
 	if raw, ok := r.fields["n"]; ok && !isNull(raw) {
 		if err := json.Unmarshal(raw, &r.n); err != nil || r.n < 1 {
 			r.alone, r.n = "invalid n", 1
@@ -92,11 +97,17 @@ func parseRequest(k kind, body []byte) (*request, error) {
 // extraKeys are objects whose entries vLLM merges into the connector's parameters.
 var extraKeys = []string{"vllm_xargs", "extra_args"}
 
-// withoutParams removes the connectors' keys from the other places where an engine would read them.
-func withoutParams(fields map[string]json.RawMessage) {
+// withoutParams removes the connectors' keys from all places where an engine would read them: only
+// routers set them. It reports whether there were any.
+func withoutParams(fields map[string]json.RawMessage) bool {
+	before := len(fields)
+	for _, key := range connectorKeys {
+		delete(fields, key)
+	}
+	some := len(fields) < before
 	for _, key := range extraKeys {
-		var extra map[string]json.RawMessage
-		if json.Unmarshal(fields[key], &extra) != nil {
+		extra, _, ok := splitObject(fields[key])
+		if !ok {
 			continue // none, or refused by the engine
 		}
 		before := len(extra)
@@ -104,7 +115,113 @@ func withoutParams(fields map[string]json.RawMessage) {
 			delete(extra, own)
 		}
 		if len(extra) < before {
-			fields[key] = encode(extra)
+			some, fields[key] = true, encode(extra)
+		}
+	}
+	return some
+}
+
+// splitObject finds the fields of an object, of which the last one of each name counts, as it does
+// for engines. It checks no more than where values end: a body that is not correct JSON is not
+// correct in its parts either, and engines refuse those. twice: a name comes twice.
+func splitObject(raw []byte) (fields map[string]json.RawMessage, twice, ok bool) {
+	at := skipSpace(raw, 0)
+	if at == len(raw) || raw[at] != '{' {
+		return nil, false, false
+	}
+	fields = map[string]json.RawMessage{}
+	at = skipSpace(raw, at+1)
+	if at < len(raw) && raw[at] == '}' {
+		return fields, false, skipSpace(raw, at+1) == len(raw)
+	}
+	for {
+		end := skipValue(raw, at)
+		if end < 0 || raw[at] != '"' {
+			return nil, false, false
+		}
+		name := string(raw[at+1 : end-1])
+		if strings.Contains(name, `\`) && json.Unmarshal(raw[at:end], &name) != nil {
+			return nil, false, false
+		}
+		if at = skipSpace(raw, end); at == len(raw) || raw[at] != ':' {
+			return nil, false, false
+		}
+		at = skipSpace(raw, at+1)
+		if end = skipValue(raw, at); end < 0 {
+			return nil, false, false
+		}
+		_, again := fields[name]
+		twice = twice || again
+		fields[name] = raw[at:end:end]
+		if at = skipSpace(raw, end); at == len(raw) {
+			return nil, false, false
+		}
+		switch raw[at] {
+		case ',':
+			at = skipSpace(raw, at+1)
+		case '}':
+			return fields, twice, skipSpace(raw, at+1) == len(raw)
+		default:
+			return nil, false, false
+		}
+	}
+}
+
+const scalar = "0123456789+-.abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+func skipSpace(raw []byte, at int) int {
+	for at < len(raw) && (raw[at] == ' ' || raw[at] == '\n' || raw[at] == '\t' || raw[at] == '\r') {
+		at++
+	}
+	return at
+}
+
+// skipValue returns the end of the value that begins at a place; -1: there is none.
+func skipValue(raw []byte, at int) int {
+	for depth := 0; at < len(raw); {
+		switch c := raw[at]; {
+		case c == '"':
+			if at = skipString(raw, at); at < 0 {
+				return -1
+			}
+		case c == '{', c == '[':
+			depth++
+			at++
+		case c == '}', c == ']':
+			if depth--; depth < 0 {
+				return -1
+			}
+			at++
+		case depth > 0:
+			at++
+		default: // a number, true, false or null; Python has NaN and Infinity, too
+			rest := bytes.TrimLeft(raw[at:], scalar)
+			if len(rest) == len(raw)-at {
+				return -1
+			}
+			at = len(raw) - len(rest)
+		}
+		if depth == 0 {
+			return at
+		}
+	}
+	return -1
+}
+
+// skipString returns the end of the string that begins at a place; -1: it has none.
+func skipString(raw []byte, at int) int {
+	for at++; ; at++ {
+		i := bytes.IndexByte(raw[at:], '"')
+		if i < 0 {
+			return -1
+		}
+		at += i
+		escapes := 0
+		for raw[at-1-escapes] == '\\' {
+			escapes++
+		}
+		if escapes%2 == 0 {
+			return at + 1
 		}
 	}
 }
@@ -189,8 +306,8 @@ func (r *request) forPrefill(xfer, traceparent string) []byte {
 	return encode(f)
 }
 
-// encode writes an object of fields that are correct JSON. json.Marshal would check them again, and
-// make a body of up to six times the size: it escapes <, > and &.
+// encode writes an object of fields. json.Marshal would check them, and make a body of up to six
+// times the size: it escapes <, > and &.
 func encode(fields map[string]json.RawMessage) []byte {
 	size := 2
 	for name, raw := range fields {
@@ -217,7 +334,7 @@ func marshal(v any) json.RawMessage {
 
 // forDecode is the body for D; nil params: D prefills locally.
 func (r *request) forDecode(params json.RawMessage) []byte {
-	if r.kind == kindPassed {
+	if params == nil && r.raw != nil {
 		return r.raw
 	}
 	f := r.fields

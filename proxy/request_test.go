@@ -1,13 +1,16 @@
 package proxy
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"strings"
 	"testing"
+	"unicode/utf8"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 )
@@ -141,10 +144,10 @@ func TestPass(t *testing.T) {
 
 func TestNewRefuses(t *testing.T) {
 	for name, c := range map[string]Config{
-		"no decode": {},
-		"mode":      {Decode: decoders("http://a:1"), Mode: "x"},
-		"url":       {Decode: decoders("a:1")},
-		"no peer":   {Decode: decoders("http://a:1"), Prefill: []Engine{{URL: "http://p:1"}}},
+		"twice":   {Decode: decoders("http://a:1", "http://a:1/")},
+		"mode":    {Decode: decoders("http://a:1"), Mode: "x"},
+		"url":     {Decode: decoders("a:1")},
+		"no peer": {Decode: decoders("http://a:1"), Prefill: []Engine{{URL: "http://p:1"}}},
 		"bad port": {Decode: decoders("http://a:1"), Prefill: []Engine{{URL: "http://p:1",
 			Peer: "x:y"}}},
 		"port 0": {Decode: decoders("http://a:1"), Prefill: []Engine{{URL: "http://p:1",
@@ -179,5 +182,52 @@ func FuzzParseRequest(f *testing.F) {
 				t.Fatalf("%s", b)
 			}
 		}
+	})
+}
+
+// splitObject finds what encoding/json finds in correct JSON. Without the connectors' keys, no
+// parser finds them in what is left, whatever it was.
+func FuzzSplitObject(f *testing.F) {
+	for _, seed := range []string{`{}`, ` { "a" : 1 , "b":[{"c":"]\\\"}"}] } `, `{"a":1,"a":2}`,
+		`{"kv_transfer_p\u0061rams":{}}`, `{"a":"\\","kv_transfer_params":{"x":"\"}"}}`, `{"a":[}`,
+		`{"a":1"kv_transfer_params":2}`, `{"a":}`, `{"a" 1}`, `{"a":1,}`, `{,}`, `{"a":1}x`, `null`, ``,
+		`{"vllm_xargs":{"kv_transfer_params":{},"x":NaN}}`, `{"a":-1.5e+3,"b":true}`, `["a"]`,
+		`{"extra_args":{"kv_transfer_params":1,"kv_transfer_params":2}}`, `{"`, `{"a`, `{"a":"\`} {
+		f.Add([]byte(seed))
+	}
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		fields, _, ok := splitObject(raw)
+		var want map[string]json.RawMessage
+		if json.Unmarshal(raw, &want) == nil && want != nil && utf8.Valid(raw) {
+			if !ok || !maps.EqualFunc(fields, want, func(a, b json.RawMessage) bool {
+				return bytes.Equal(a, b)
+			}) {
+				t.Errorf("%q: %q, %v, want %q", raw, fields, ok, want)
+			}
+		}
+		if !ok {
+			return
+		}
+		withoutParams(fields)
+		var left map[string]any
+		if json.Unmarshal(encode(fields), &left) != nil {
+			return
+		}
+		for _, key := range connectorKeys {
+			if _, has := left[key]; has {
+				t.Errorf("%q has %s", raw, key)
+			}
+			for _, extra := range extraKeys {
+				if x, _ := left[extra].(map[string]any); x[key] != nil {
+					t.Errorf("%q has %s in %s", raw, key, extra)
+				}
+			}
+		}
+		r, err := parseRequest(kindCompletion, raw)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.question()
+		r.forDecode(nil)
 	})
 }

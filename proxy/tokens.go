@@ -44,7 +44,6 @@ type tokenizer struct {
 	results *prometheus.CounterVec
 	slots   chan struct{}
 	turn    atomic.Uint32
-	engines []mute // decode engines by their number
 
 	mu     sync.Mutex // guards all below
 	kept   map[[sha256.Size]byte]*list.Element
@@ -74,8 +73,8 @@ type answer struct {
 	tokens []uint32
 }
 
-func newTokenizer(engines int, reg prometheus.Registerer) *tokenizer {
-	t := &tokenizer{slots: make(chan struct{}, tokenizeAtOnce), engines: make([]mute, engines),
+func newTokenizer(reg prometheus.Registerer) *tokenizer {
+	t := &tokenizer{slots: make(chan struct{}, tokenizeAtOnce),
 		kept: map[[sha256.Size]byte]*list.Element{},
 		results: counterVec("tokenizations_total", "Prompts, by the source of their tokens.",
 			"result")}
@@ -122,10 +121,7 @@ func (t *tokenizer) forget() {
 // it. authorization is the client's header. nil: the policy takes the prompt's text.
 func (p *Proxy) tokensOf(ctx context.Context, r *request, authorization string) (tokens []uint32,
 	about []bool) {
-	if p.reporters == nil {
-		return nil, nil
-	}
-	if about = p.reporters.about(r.modelOf()); about == nil {
+	if about = p.about(r.model); about == nil {
 		return nil, nil
 	}
 	tokens, result := p.tokenize(ctx, r, authorization)
@@ -147,7 +143,7 @@ func (p *Proxy) tokenize(ctx context.Context, r *request, authorization string) 
 	if tokens, ok := t.get(key); ok {
 		return tokens, tokensKept
 	}
-	b := p.tokenizing()
+	b := p.tokenizing(r.model)
 	if b == nil {
 		return nil, tokensFailed
 	}
@@ -163,19 +159,20 @@ func (p *Proxy) tokenize(ctx context.Context, r *request, authorization string) 
 		t.put(key, tokens)
 		return tokens, tokensAsked
 	case errors.Is(err, errTokens): // of this question only: others may be answered
-	case ctx.Err() == nil && t.engines[b.number].fail(time.Now()):
+	case ctx.Err() == nil && b.mute.fail(time.Now()):
 		p.log.Warn("an engine does not answer POST /tokenize in time: hits of such prompts are guesses",
 			"url", b.url, "err", err)
 	}
 	return nil, tokensFailed
 }
 
-// tokenizing is an engine that is up and not paused, by turns; nil: there is none.
-func (p *Proxy) tokenizing() *backend {
-	all, now := p.decode.all, time.Now()
-	first := int(p.tokens.turn.Add(1) % uint32(len(all)))
+// tokenizing is an engine for a model that is up and not paused, by turns; nil: there is none.
+func (p *Proxy) tokenizing(model string) *backend {
+	all, now := p.decode.list(), time.Now()
+	first := int(p.tokens.turn.Add(1) % uint32(max(len(all), 1)))
 	for i := range all {
-		if b := all[(first+i)%len(all)]; b.takes() && !p.tokens.engines[b.number].paused(now) {
+		b := all[(first+i)%len(all)]
+		if c := b.candidate(now, model); c.takes() && c.serves == servesIt && !b.mute.paused(now) {
 			return b
 		}
 	}
@@ -263,7 +260,8 @@ func (r *request) question() (tokens []uint32, question []byte) {
 			f[name] = raw
 		}
 	}
-	if question = marshal(f); len(question) > maxTokenize { // without spaces: an equal one is known
+	question, err := json.Marshal(f) // without spaces: an equal one is known
+	if err != nil || len(question) > maxTokenize {
 		return nil, nil
 	}
 	return nil, question
@@ -288,24 +286,15 @@ func onePrompt(raw json.RawMessage, nested bool) (tokens []uint32, text json.Raw
 	return onePrompt(list[0], false)
 }
 
-// firstItem is the first byte of the first item of a list, which is correct JSON; ']': there is
-// none; 0: no list.
+// firstItem is the first byte of the first item of a list; ']': there is none; 0: no list.
 func firstItem(raw []byte) byte {
 	if len(raw) < 2 || raw[0] != '[' {
 		return 0
 	}
-	return raw[afterSpace(raw, 1)]
+	return raw[skipSpace(raw, 1)]
 }
 
-// afterSpace is the first place from one on that has no space. JSON has no space at its end.
-func afterSpace(raw []byte, at int) int {
-	for at < len(raw)-1 && (raw[at] == ' ' || raw[at] == '\n' || raw[at] == '\t' || raw[at] == '\r') {
-		at++
-	}
-	return at
-}
-
-// tokenIDs reads a list of token ids, which is correct JSON; nil: it is none, or too long.
+// tokenIDs reads a list of token ids; nil: it is none, or too long. A list ends with a bracket.
 func tokenIDs(raw []byte) []uint32 {
 	maxItems := bytes.Count(raw, []byte{','}) + 1
 	if firstItem(raw) == 0 || maxItems > maxTokens {
@@ -313,7 +302,7 @@ func tokenIDs(raw []byte) []uint32 {
 	}
 	tokens := make([]uint32, 0, maxItems)
 	for at := 1; ; at++ {
-		at = afterSpace(raw, at)
+		at = skipSpace(raw, at)
 		id, from := uint64(0), at
 		for ; raw[at] >= '0' && raw[at] <= '9'; at++ {
 			if id = 10*id + uint64(raw[at]-'0'); id > math.MaxUint32 {
@@ -324,7 +313,7 @@ func tokenIDs(raw []byte) []uint32 {
 			return nil
 		}
 		tokens = append(tokens, uint32(id))
-		switch at = afterSpace(raw, at); raw[at] {
+		switch at = skipSpace(raw, at); raw[at] {
 		case ',':
 		case ']':
 			return tokens

@@ -89,6 +89,19 @@ func LoadRouter(path string, sets, engines []string) (*Router, error) {
 	return r, r.validate()
 }
 
+// Differs lists the keys, except for engines, that have other values in another configuration.
+func (r *Router) Differs(other *Router) (keys []string) {
+	a, b := reflect.ValueOf(*r), reflect.ValueOf(*other)
+	for i := range a.NumField() {
+		f := a.Type().Field(i)
+		if key := f.Tag.Get("yaml"); f.IsExported() && key != "engines" &&
+			!reflect.DeepEqual(a.Field(i).Interface(), b.Field(i).Interface()) {
+			keys = append(keys, key)
+		}
+	}
+	return keys
+}
+
 // add appends an engine.
 func (r *Router) add(text string) error {
 	node := &yaml.Node{Kind: yaml.MappingNode}

@@ -1,13 +1,18 @@
 package cli
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"strings"
+	"sync"
+	"syscall"
 
 	"github.com/spf13/cobra"
 
@@ -36,6 +41,9 @@ Engines are in the file of --config, or each in an --engine with the same keys:
   events   endpoint of its KV events, and
   replay   of their replay (vLLM's --kv-events-config): a policy then takes its hits from them,
            instead of guessing by what it sent there
+
+SIGHUP makes the router read the engines of the file again. If the file has a mistake, the router
+logs it and goes on as before.
 
 If the prefill engine fails, another one computes the prompt, or the decode engine itself. An engine
 that fails, is slow or silent before the client has a byte is replaced by a better one.`,
@@ -115,7 +123,48 @@ func (r *routerFlags) run(cmd *cobra.Command) error {
 	if err := writeReady(r.ready, map[string]string{"http": l.Addr().String()}); err != nil {
 		return errors.Join(err, l.Close())
 	}
-	return p.Serve(cmd.Context(), l)
+	if r.file == "" {
+		return p.Serve(cmd.Context(), l)
+	}
+	hup := make(chan os.Signal, 1)
+	signal.Notify(hup, syscall.SIGHUP)
+	defer signal.Stop(hup)
+	ctx, stop := context.WithCancel(cmd.Context())
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer stop()
+	wg.Go(func() {
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-hup:
+				r.reload(c, p, log)
+			}
+		}
+	})
+	return p.Serve(ctx, l)
+}
+
+// reload takes the engines of the file again. c is the configuration from the start, whose other
+// settings stay.
+func (r *routerFlags) reload(c *config.Router, p *proxy.Proxy, log *slog.Logger) {
+	now, err := config.LoadRouter(r.file, r.sets, r.engines)
+	if err == nil {
+		cfg := routerConfig(now)
+		err = p.SetEngines(cfg.Prefill, cfg.Decode)
+	}
+	if err != nil {
+		log.Error("SIGHUP: the engines stay as they were, because the configuration has a mistake",
+			"file", r.file, "err", err)
+		return
+	}
+	log.Info("SIGHUP: the engines are those of the file now", "file", r.file, "engines",
+		len(now.Engines))
+	if keys := c.Differs(now); len(keys) > 0 {
+		log.Warn("SIGHUP: only engines change while the router runs; other settings need a restart",
+			"file", r.file, "keys", keys)
+	}
 }
 
 // routerConfig is the configuration for the router's package.
