@@ -311,7 +311,7 @@ func defaults() *Config {
 		},
 		Health: Health{GPUs: Leave, Rails: Exclude},
 		HTTP:   HTTP{Listen: fmt.Sprintf("127.0.0.1:%d", DefaultHTTPPort)},
-		Log:  Log{Level: LevelInfo, Format: FormText},
+		Log:    Log{Level: LevelInfo, Format: FormText},
 		Store: Store{Directory: DirEmbedded, Redis: StoreRedis{Prefix: "kvspray:"}, Quota: "0B",
 			DiskQuota: "0B", ObjectQuota: "0B", EraseWithin: Duration(time.Hour)},
 		Drain: Drain{Timeout: Duration(35 * time.Second)},

@@ -26,11 +26,6 @@ const (
 	Resends   Kind = "retransmissions"
 )
 
-// Kinds are all kinds: those of GPUs, then those of links.
-func Kinds() []Kind {
-	return []Kind{Xid, Lost, Recovery, Memory, Throttled, Flaps, Errors, Resends}
-}
-
 // Fault is why a device is not fit.
 type Fault struct {
 	Kind   Kind // empty: it is fit
