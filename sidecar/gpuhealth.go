@@ -280,6 +280,7 @@ func (n *Node) health() nodeapi.Health {
 		v.Faults = append(v.Faults, faultView("interface "+name, f))
 	}
 	slices.SortFunc(v.Faults, func(a, b nodeapi.Fault) int { return cmp.Compare(a.Device, b.Device) })
+	v.Faults = v.Faults[:min(len(v.Faults), nodeapi.MaxFaults)]
 	return v
 }
 

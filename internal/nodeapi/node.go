@@ -39,6 +39,9 @@ type Health struct {
 	Leaving bool `json:"leaving,omitempty"`
 }
 
+// MaxFaults bounds Health.Faults: routers read a small answer.
+const MaxFaults = 32
+
 // States of Health.
 const (
 	HealthDegraded = "degraded" // routers prefer other engines
