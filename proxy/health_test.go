@@ -481,8 +481,8 @@ func TestEngineWithABadDevice(t *testing.T) {
 	state.Store("degraded")
 	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		s := state.Load().(string)
-		fmt.Fprintf(w, `{"endpoint":"10.1.2.3:7650","leaving":%v,"health":{"state":%q,"faults":[{"device":`+
-			`"GPU 0000:1b:00.0","kind":"throttled","state":%[2]q,"text":"throttled: power brake"}]}}`,
+		fmt.Fprintf(w, `{"endpoint":"10.1.2.3:7650","leaving":%v,"health":{"state":%q,"faults":[{`+
+			`"device":"GPU 0000:1b:00.0","kind":"throttled","state":%[2]q,"text":"throttled: power brake"}]}}`,
 			s == "failed", s)
 	}))
 	defer sidecar.Close()
@@ -498,7 +498,8 @@ func TestEngineWithABadDevice(t *testing.T) {
 		}
 	}
 	if len(d0.requests()) != 0 || len(d1.requests()) != 4 {
-		t.Errorf("%d requests to the slow engine, %d to the other", len(d0.requests()), len(d1.requests()))
+		t.Errorf("%d requests to the slow engine, %d to the other", len(d0.requests()),
+			len(d1.requests()))
 	}
 	w := httptest.NewRecorder()
 	px.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/health", nil))
@@ -506,7 +507,9 @@ func TestEngineWithABadDevice(t *testing.T) {
 		t.Errorf("%s", s)
 	}
 	d1.Close()
-	until(t, "the other engine is not down", func() bool { return px.decode.all[1].condition() == down })
+	until(t, "the other engine is not down", func() bool {
+		return px.decode.all[1].condition() == down
+	})
 	if code, _, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
 		t.Errorf("the only engine is slow: %d", code)
 	}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/nodeapi"
@@ -30,7 +31,7 @@ const (
 // gpuDriver is *health.Driver, or what a test has instead.
 type gpuDriver interface {
 	Look() []health.Reading
-	Wait(most time.Duration) (health.Event, bool, error)
+	Wait(longest time.Duration) (health.Event, bool, error)
 	Close() error
 }
 
@@ -42,8 +43,9 @@ type gpuHealth struct {
 	workers func() []*engines.Worker
 	// fail sets why all leases of a worker fail; empty: they do not. False: the worker is not known
 	// yet, or gone.
-	fail func(w *engines.Worker, why string) bool
-	log  *slog.Logger
+	fail   func(w *engines.Worker, why string) bool
+	log    *slog.Logger
+	errors admit.Log // engines can cause many
 
 	news chan struct{} // a worker came or went
 
@@ -61,7 +63,8 @@ func newGPUHealth(cfg *config.Config, workers func() []*engines.Worker,
 		policy = config.Off
 	}
 	return &gpuHealth{policy: policy, now: time.Now, workers: workers, fail: fail, log: log,
-		open: func() (gpuDriver, error) { return health.Open() }, news: make(chan struct{}, 1),
+		errors: admit.Log{Logger: log},
+		open:   func() (gpuDriver, error) { return health.Open() }, news: make(chan struct{}, 1),
 		gpus: map[string]*health.GPU{}, struck: map[*engines.Worker]string{},
 		set: map[*engines.Worker]string{}, xids: map[string]uint64{}}
 }
@@ -139,7 +142,8 @@ func (h *gpuHealth) event(e health.Event) {
 	}
 	h.mu.Unlock()
 	if e.Xid != 0 {
-		h.log.Warn("Xid error", "gpu", e.PCI, "xid", e.Xid, "class", health.Class(e.Xid))
+		h.errors.Note(slog.LevelWarn, "Xid error", "gpu", e.PCI, "xid", e.Xid, "class",
+			health.Class(e.Xid))
 	}
 	h.apply()
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/sys/topo"
 	"github.com/kvspray/kvspray/internal/testutil"
@@ -132,6 +133,12 @@ func TestRailWithErrors(t *testing.T) {
 			return strings.Contains(s, "interface rail1: 500 errors in 1000500 packets")
 		}) {
 		t.Errorf("%+v", v)
+	}
+	if c := x.p.web.State().Routes[x.d.Boot().String()]; !slices.ContainsFunc(c,
+		func(c route.Candidate) bool {
+			return strings.HasPrefix(c.Why, "rail1 is out of use: errors: 500 errors")
+		}) {
+		t.Errorf("routes: %+v", c)
 	}
 	if f, up := value(t, x.p, "kvspray_rail_fault", "interface", "rail1", "kind", "errors"),
 		value(t, x.p, "kvspray_rail_link_up", "transport", "tcp", "rail", "rail1"); f != 1 || up != 1 {

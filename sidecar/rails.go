@@ -39,6 +39,14 @@ type rail struct {
 // down reports whether the rail is out of use, here and at peers.
 func (r *rail) down() bool { return r.noLink || r.fault != "" }
 
+// outOfUse is why a rail with a link is down; empty: its link is down, or it is in use.
+func (r *rail) outOfUse() string {
+	if r.noLink {
+		return ""
+	}
+	return r.fault
+}
+
 // railSet holds the local rails, by backend, and follows the host, which changes them while the
 // node runs.
 type railSet struct {

@@ -123,10 +123,10 @@ func (d *Driver) Close() error {
 	return nil
 }
 
-// Wait waits for an error at most for some time; false: there was none. An error means that events
-// cannot be read at present; readings show why.
-func (d *Driver) Wait(most time.Duration) (Event, bool, error) {
-	e, r := d.set.Wait(uint32(most.Milliseconds()))
+// Wait waits for an error, for the given time at most; false: there was none. An error means that
+// events cannot be read at present; readings show why.
+func (d *Driver) Wait(longest time.Duration) (Event, bool, error) {
+	e, r := d.set.Wait(uint32(longest.Milliseconds()))
 	switch {
 	case r == nvml.ERROR_TIMEOUT:
 		return Event{}, false, nil

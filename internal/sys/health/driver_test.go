@@ -24,7 +24,7 @@ type board struct {
 	rows     bool
 	clocks   uint64
 	action   byte
-	noAction bool // the driver does not know the field
+	noAction bool // the driver lacks the field
 	events   uint64
 }
 
@@ -93,7 +93,8 @@ func TestDriver(t *testing.T) {
 	a := (&board{events: all}).device(0x1b, &registered[0])
 	b := (&board{events: nvml.EventTypeXidCriticalError}).device(0x43, &registered[1])
 	d, err := open(host([]answer{
-		{nvml.EventData{Device: b, EventType: nvml.EventTypeXidCriticalError, EventData: 79}, nvml.SUCCESS},
+		{nvml.EventData{Device: b, EventType: nvml.EventTypeXidCriticalError, EventData: 79},
+			nvml.SUCCESS},
 		{nvml.EventData{Device: a, EventType: nvml.EventTypeDoubleBitEccError}, nvml.SUCCESS},
 		{nvml.EventData{Device: a, EventType: nvml.EventTypeGpuRecoveryAction}, nvml.SUCCESS},
 		{nvml.EventData{}, nvml.ERROR_GPU_IS_LOST},

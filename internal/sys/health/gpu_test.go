@@ -70,7 +70,7 @@ func TestGPUReset(t *testing.T) {
 	s.g.Event(s.now, Event{Xid: 79})
 	s.want("Xid 79", Failed, Xid, true)
 	if !s.look(Reading{Lost: true}, time.Hour) {
-		t.Error("a lost GPU restricts nobody")
+		t.Error("a lost GPU restricts nothing")
 	}
 	s.want("an hour without an answer", Failed, Xid, true)
 	s.look(Reading{Action: ActionReset}, time.Minute)

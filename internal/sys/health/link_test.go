@@ -22,7 +22,7 @@ func newWire(t *testing.T) *wire {
 	return w
 }
 
-// run moves packets for some seconds, with so many errors and retransmissions in each.
+// run moves packets for some seconds, with errors and retransmissions in each.
 func (w *wire) run(seconds int, packets, errors, resent uint64) {
 	for range seconds {
 		w.now = w.now.Add(time.Second)

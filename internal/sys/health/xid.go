@@ -26,8 +26,9 @@ const (
 )
 
 func (r Remedy) String() string {
-	return [...]string{"none", "restart the engine", "stop the engine and the sidecar, and reset the " +
-		"GPU (nvidia-smi --gpu-reset)", "restart the host"}[r]
+	return [...]string{"none", "restart the engine",
+		"stop the engine and the sidecar, and reset the GPU (nvidia-smi --gpu-reset)",
+		"restart the host"}[r]
 }
 
 // xid is what an Xid error means for the GPU.
