@@ -79,13 +79,15 @@ func (h *gpuHealth) changed() {
 
 // watch follows the GPUs until ctx ends.
 func (h *gpuHealth) watch(ctx context.Context) {
+	logged := "" // a driver may be broken for as long as the host runs
 	for h.policy != config.Off && ctx.Err() == nil {
 		d, err := h.open()
 		if err == nil {
 			h.follow(ctx, d)
 			err = d.Close()
 		}
-		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		if err != nil && !errors.Is(err, fs.ErrNotExist) && err.Error() != logged {
+			logged = err.Error()
 			h.log.Warn("faults of GPUs are not seen, retrying", "err", err)
 		}
 		select {
