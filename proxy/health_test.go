@@ -482,7 +482,8 @@ func TestEngineWithABadDevice(t *testing.T) {
 	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		s := state.Load().(string)
 		fmt.Fprintf(w, `{"endpoint":"10.1.2.3:7650","leaving":%v,"health":{"state":%q,"faults":[{`+
-			`"device":"GPU 0000:1b:00.0","kind":"throttled","state":%[2]q,"text":"throttled: power brake"}]}}`,
+			`"device":"GPU 0000:1b:00.0","kind":"throttled","state":%[2]q,`+
+			`"text":"throttled: power brake"}]}}`,
 			s == "failed", s)
 	}))
 	defer sidecar.Close()

@@ -115,7 +115,7 @@ func (h *gpuHealth) follow(ctx context.Context, d gpuDriver) {
 			}
 		case came:
 			h.event(e)
-			next = minTime(next, h.now().Add(health.WaitEvery)) // the driver's own judgement
+			next = minTime(next, h.now().Add(health.WaitEvery)) // the driver's own verdict
 		}
 		select {
 		case <-h.news:
@@ -279,7 +279,7 @@ func (n *Node) failWorker(w *engines.Worker, why string) (known bool) {
 	return known || w.Layout == nil // without a layout it has no leases there
 }
 
-// health is the judgement of all devices, for routers and people.
+// health is the verdict of all devices, for routers and people.
 func (n *Node) health() nodeapi.Health {
 	v := n.devices.view()
 	for name, f := range n.rails.links.faults() {

@@ -20,7 +20,7 @@ import (
 )
 
 // railPair is two nodes on two rails, and transfers between them. The clock of the first one's
-// judgement of links is the test's.
+// verdict of links is the test's.
 type railPair struct {
 	t      *testing.T
 	p, d   *running

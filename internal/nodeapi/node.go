@@ -31,7 +31,8 @@ type Node struct {
 // Health is what faults of GPUs and links do to the engines of a node. The zero value restricts
 // nothing.
 type Health struct {
-	State  string  `json:"state,omitempty"`  // of the engine with the worst devices: fit, degraded, failed
+	// State is that of the engine with the worst devices: fit, degraded, failed.
+	State  string  `json:"state,omitempty"`
 	Faults []Fault `json:"faults,omitempty"` // also of devices that no engine uses
 	// Failed are the ids of engines whose leases fail.
 	Failed []string `json:"failed,omitempty"`

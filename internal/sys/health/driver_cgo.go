@@ -38,8 +38,8 @@ func (shared) EventSetCreate() (nvml.EventSet, nvml.Return) { return nvml.EventS
 const slowdownSymbol = "nvmlDeviceGetCurrentClocksEventReasons"
 
 func hasSlowdown(lib library) bool {
-	_, real := lib.(shared)
-	return !real || nvml.Extensions().LookupSymbol(slowdownSymbol) == nil
+	_, driver := lib.(shared)
+	return !driver || nvml.Extensions().LookupSymbol(slowdownSymbol) == nil
 }
 
 // events are those that this package understands.

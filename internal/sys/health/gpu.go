@@ -91,7 +91,7 @@ type Event struct {
 	Memo bool // an uncorrected memory error without a number
 }
 
-// GPU is the judgement of one GPU.
+// GPU is the verdict of one GPU.
 type GPU struct {
 	fault     Fault // of an error or a reading; the worst one
 	last      time.Time

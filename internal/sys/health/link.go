@@ -37,7 +37,7 @@ type Sample struct {
 	Resent  uint64 // times that RDMA had to send again
 }
 
-// Link is the judgement of one network interface.
+// Link is the verdict of one network interface.
 type Link struct {
 	known  bool
 	last   Sample

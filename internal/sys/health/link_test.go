@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// wire is a link with counters, and its judgement.
+// wire is a link with counters, and its verdict.
 type wire struct {
 	t   *testing.T
 	l   Link

@@ -111,8 +111,8 @@ func countersText(h *Host, host *topo.Host, n *topo.NIC) string {
 	if n.Kind == topo.Loopback || s.Errors == 0 && s.Resent == 0 {
 		return ""
 	}
-	return fmt.Sprintf("since its driver started %d errors in %d packets, %d retransmissions, %d losses "+
-		"of the carrier", s.Errors, s.Packets, s.Resent, s.Losses)
+	return fmt.Sprintf("since its driver started %d errors in %d packets, %d retransmissions, %d "+
+		"losses of the carrier", s.Errors, s.Packets, s.Resent, s.Losses)
 }
 
 func speedText(n *topo.NIC) string {

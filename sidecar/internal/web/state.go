@@ -29,7 +29,8 @@ func (w *Server) describe() nodeapi.Node {
 	v := nodeapi.Node{Node: w.o.Node, Boot: w.o.Boot.String(), Version: w.o.Version,
 		Endpoint: w.o.Life.Endpoint(), Transports: w.o.Transports(), Workers: []string{},
 		Ready: w.o.Life.Ready(), Draining: w.o.Life.Draining(),
-		Leaving: leaving > 0 || health.Leaving, Health: health, LeavingSeconds: int(math.Ceil(leaving.Seconds())),
+		Leaving: leaving > 0 || health.Leaving, Health: health,
+		LeavingSeconds: int(math.Ceil(leaving.Seconds())),
 		SourceLeases: w.o.Life.SourceLeases(), Problems: append([]string{}, w.problems()...)}
 	for _, x := range w.o.Workers() {
 		v.Workers = append(v.Workers, x.Name)
