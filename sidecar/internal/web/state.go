@@ -31,7 +31,7 @@ func (w *Server) describe() nodeapi.Node {
 		Ready: w.o.Life.Ready(), Draining: w.o.Life.Draining(),
 		Leaving: leaving > 0 || health.Leaving, Health: health,
 		LeavingSeconds: int(math.Ceil(leaving.Seconds())),
-		SourceLeases: w.o.Life.SourceLeases(), Problems: append([]string{}, w.problems()...)}
+		SourceLeases:   w.o.Life.SourceLeases(), Problems: append([]string{}, w.problems()...)}
 	for _, x := range w.o.Workers() {
 		v.Workers = append(v.Workers, x.Name)
 	}
