@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/http"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -344,6 +345,7 @@ func (p *Proxy) askSidecar(ctx context.Context, b *backend) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	now := time.Now()
+	b.health.fault = faultOf(&node.Health)
 	up := b.conditionLocked(now) < silent
 	var changed bool
 	if err != nil {
@@ -354,7 +356,7 @@ func (p *Proxy) askSidecar(ctx context.Context, b *backend) {
 	switch {
 	case !up || !changed:
 	case b.identity.leaving:
-		p.log.Info("back end leaves", "role", b.role, "url", b.url)
+		p.log.Info("back end leaves", "role", b.role, "url", b.url, "fault", b.health.fault)
 	default:
 		p.log.Info("back end takes requests again", "role", b.role, "url", b.url)
 	}
@@ -371,6 +373,19 @@ func (p *Proxy) askSidecar(ctx context.Context, b *backend) {
 	if learned {
 		p.log.Info("endpoint of the prefill's sidecar", "url", b.url, "peer", node.Endpoint)
 	}
+}
+
+// faultOf is why requests should go to other engines than those of a sidecar; empty: they need not,
+// or the sidecar is of a release without that.
+func faultOf(h *nodeapi.Health) string {
+	if h.State != nodeapi.HealthDegraded && h.State != nodeapi.HealthFailed {
+		return ""
+	}
+	var all []string
+	for i := range h.Faults {
+		all = append(all, h.Faults[i].Device+": "+h.Faults[i].Text)
+	}
+	return "its devices are " + h.State + ": " + strings.Join(all, "; ")
 }
 
 // compare checks whether the endpoint that D receives is the endpoint of the prefill's side. It may

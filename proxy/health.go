@@ -10,7 +10,7 @@ type condition uint8
 
 const (
 	fit     condition = iota
-	slow              // its health check takes long
+	slow              // its health check takes long, or its devices have a fault
 	busy              // it has answered 429, or 503 with a time, which is not over
 	failing           // its requests failed
 	silent            // no sign of life: a better engine takes over requests without a byte
@@ -46,6 +46,7 @@ type health struct {
 	restUntil time.Time // after failures
 	busyUntil time.Time
 	reason    string
+	fault     string // of its devices, by its sidecar; empty: none
 }
 
 // asks notes that a check begins.
@@ -151,7 +152,7 @@ func (h *health) condition(now, lastByte time.Time) condition {
 		return failing
 	case now.Before(h.busyUntil):
 		return busy
-	case h.lateCheck, !h.asked.IsZero() && now.Sub(h.asked) >= h.slowAfter:
+	case h.fault != "", h.lateCheck, !h.asked.IsZero() && now.Sub(h.asked) >= h.slowAfter:
 		return slow
 	}
 	return fit
@@ -162,6 +163,8 @@ func (h *health) why(now, lastByte time.Time) string {
 	switch c := h.condition(now, lastByte); {
 	case c == fit:
 		return ""
+	case c == slow && h.fault != "":
+		return h.fault
 	case c == slow:
 		return fmt.Sprintf("its health check takes longer than %s", h.slowAfter)
 	case h.reason == "":

@@ -472,3 +472,50 @@ func TestCacheOfAnEngineThatFailedARequestIsForgotten(t *testing.T) {
 		return p.placing.Stats().Blocks == 0
 	})
 }
+
+// An engine whose sidecar reports a slow device gets requests only while no other engine is fit.
+// The health page has the reason. A failed device takes the engine out, by the mark that routers of
+// earlier releases read, too.
+func TestEngineWithABadDevice(t *testing.T) {
+	var state atomic.Value
+	state.Store("degraded")
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		s := state.Load().(string)
+		fmt.Fprintf(w, `{"endpoint":"10.1.2.3:7650","leaving":%v,"health":{"state":%q,"faults":[{`+
+			`"device":"GPU 0000:1b:00.0","kind":"throttled","state":%[2]q,`+
+			`"text":"throttled: power brake"}]}}`,
+			s == "failed", s)
+	}))
+	defer sidecar.Close()
+	d0, d1 := newEngine(t, answerDecode), newEngine(t, answerDecode)
+	px, url := start(t, Config{Decode: []Engine{{URL: d0.URL, Sidecar: sidecar.URL}, {URL: d1.URL}}})
+	b := px.decode.all[0]
+	until(t, "the fault is not seen", func() bool {
+		return b.condition() == slow && px.decode.all[1].condition() == fit
+	})
+	for range 4 {
+		if code, _, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
+			t.Error(code)
+		}
+	}
+	if len(d0.requests()) != 0 || len(d1.requests()) != 4 {
+		t.Errorf("%d requests to the slow engine, %d to the other", len(d0.requests()),
+			len(d1.requests()))
+	}
+	w := httptest.NewRecorder()
+	px.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/health", nil))
+	if s := w.Body.String(); !strings.Contains(s, "GPU 0000:1b:00.0: throttled: power brake") {
+		t.Errorf("%s", s)
+	}
+	d1.Close()
+	until(t, "the other engine is not down", func() bool {
+		return px.decode.all[1].condition() == down
+	})
+	if code, _, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
+		t.Errorf("the only engine is slow: %d", code)
+	}
+	state.Store("failed")
+	until(t, "the engine does not leave", func() bool { return !b.takes() })
+	state.Store("fit")
+	until(t, "the engine does not come back", func() bool { return b.condition() == fit && b.takes() })
+}

@@ -386,7 +386,7 @@ func (d *dialer) routes(r *remote) []route.Candidate {
 			SameHost: b.Caps().SameHost, Device: b.Caps().Device})
 		for _, x := range d.rails.of(b.Name()) {
 			in.Local = append(in.Local, route.Rail{Transport: b.Name(), Name: x.Name, Address: x.Address,
-				Prefix: x.prefix, Gbps: x.Gbps, Down: x.down, Tier: x.Tier})
+				Prefix: x.prefix, Gbps: x.Gbps, Down: x.down(), Fault: x.outOfUse(), Tier: x.Tier})
 		}
 	}
 	for _, x := range r.rails {

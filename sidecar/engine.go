@@ -22,19 +22,24 @@ type engineEvents struct {
 	pages  *pageStore
 	life   *life
 
+	devices *gpuHealth
 	tracing *tracing // nil: off
 }
 
 // Handle passes a batch to the driver, except for what needs no executor.
 func (e *engineEvents) Handle(batch []engines.Event) {
-	rest := batch[:0]
+	rest, changed := batch[:0], false
 	for i := range batch {
+		changed = changed || batch[i].Kind == engines.WorkerUp || batch[i].Kind == engines.WorkerGone
 		if e.prepare(&batch[i]) {
 			rest = append(rest, batch[i])
 		}
 	}
 	if len(rest) > 0 || len(batch) == 0 {
 		e.driver.Handle(rest)
+	}
+	if changed {
+		e.devices.changed()
 	}
 }
 

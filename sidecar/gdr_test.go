@@ -302,7 +302,18 @@ func (g *lonelyGPU) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.
 func (*lonelyGPU) Close() error { return nil }
 
 // engineOn is newEngine with its cache on a node's GPU. The test sees the same bytes from the host.
-func engineOn(t *testing.T, r *running, g *lonelyGPU) *engine {
+func engineOn(t *testing.T, r *running, g lender) *engine {
+	t.Helper()
+	return engineNamed(t, r, g, "gpu")
+}
+
+// lender makes regions of a GPU's memory.
+type lender interface {
+	Region(b []byte) (*mem.Region, error)
+}
+
+// engineNamed is engineOn with the id of the engine.
+func engineNamed(t *testing.T, r *running, g lender, id string) *engine {
 	t.Helper()
 	reg, err := testShape.Region()
 	if err != nil {
@@ -319,7 +330,7 @@ func engineOn(t *testing.T, r *running, g *lonelyGPU) *engine {
 	defer cancel()
 	w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket,
 		Layout: testShape.Layout(), Regions: []*mem.Region{reg},
-		Engine: msg.Engine{Name: "test", Version: "1", ID: "gpu"},
+		Engine: msg.Engine{Name: "test", Version: "1", ID: id},
 		Tamper: func(m *msg.Register, fds []int) []int {
 			d := &m.Regions[0]
 			d.Kind, d.Handle = msg.KindDevice, lent.Handle()

@@ -76,6 +76,7 @@ type Node struct {
 
 	plans    *plans.Planner
 	rails    *railSet
+	devices  *gpuHealth
 	dial     *dialer
 	conv     *conversation
 	local    *local.Leases
@@ -132,10 +133,11 @@ func New(opt Options) (*Node, error) {
 		Executors: n.gpus.executorStates, Workers: n.workers,
 		Transports: func() []string { return namesOf(n.live.Registry) }, Store: n.pages.state,
 		Problems:   n.problems,
+		Health:     n.health,
 		StoreCalls: n.pages.calls,
 		Recent:     n.observer.transfers.Recent, Find: n.observer.transfers.Find,
 		Order: n.cfg.Transports.Order})
-	s := &samples{driver: n.driver, rails: n.rails, gpus: n.gpus}
+	s := &samples{driver: n.driver, rails: n.rails, gpus: n.gpus, devices: n.devices}
 	if err := s.register(n.metrics, opt.Registry); err != nil {
 		return nil, err
 	}
@@ -169,6 +171,7 @@ func (n *Node) join(self transport.Peer) {
 		Observer: n.observer, Log: n.log, Grace: n.grace})
 	n.dial.lanes, n.conv.driver, n.rails.changed = n.driver, n.driver, n.conv.railsChanged
 	n.local = local.New(n.proc.Context())
+	n.devices = newGPUHealth(n.cfg, n.workers, n.failWorker, n.log)
 	n.copies = &copies{leases: n.local, gpus: n.gpus, metrics: n.metrics, log: n.log,
 		transfers: n.observer.transfers, complete: n.complete,
 		loaded: func(w *engines.Worker, id transfer.LeaseID, parts int) { n.engine.Loaded(w, id, parts) },
@@ -179,7 +182,7 @@ func (n *Node) join(self transport.Peer) {
 		transfers: n.observer.transfers, complete: n.complete}
 	n.conv.pages, n.results.pages = n.pages, n.pages
 	n.events = &engineEvents{driver: n.driver, proc: n.proc, local: n.local, pages: n.pages,
-		life: n.life, tracing: n.observer.tracing}
+		life: n.life, devices: n.devices, tracing: n.observer.tracing}
 }
 
 // openBackends are the backends that are open. Run sets them before the first peer.

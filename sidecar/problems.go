@@ -22,6 +22,13 @@ func (n *Node) problems() (out []string) {
 	if why := n.unreachable(); why != "" {
 		out = append(out, "engines cannot connect: "+why)
 	}
+	for _, f := range n.health().Faults {
+		text := f.Device + ": " + f.Text
+		if f.Remedy != "" {
+			text += ": " + f.Remedy
+		}
+		out = append(out, text)
+	}
 	for _, p := range n.pages.problems() {
 		out = append(out, p.part+": "+p.why)
 	}

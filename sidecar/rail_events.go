@@ -1,6 +1,7 @@
 package sidecar
 
 import (
+	"cmp"
 	"errors"
 	"net"
 	"slices"
@@ -29,11 +30,12 @@ func (c *conversation) railsChanged(backend string, before, after []rail) {
 func (c *conversation) linksChanged(before, after []rail) {
 	for _, r := range after {
 		was := slices.IndexFunc(before, func(o rail) bool { return o.Name == r.Name })
-		if was < 0 || before[was].down == r.down {
+		if was < 0 || before[was].down() == r.down() {
 			continue
 		}
-		if r.down {
-			c.log.Warn("rail down", "rail", r.Name, "interface", r.nic)
+		if r.down() {
+			c.log.Warn("rail down", "rail", r.Name, "interface", r.nic, "why",
+				cmp.Or(r.fault, "its link has no carrier"))
 			c.driver.CloseLanes(func(l transport.Lane) bool {
 				return l.Backend() == config.TransTCP &&
 					l.Local() == r.Name

@@ -31,8 +31,20 @@ type rail struct {
 	transport.Rail
 	nic    string       // its interface; empty: none, or unknown
 	prefix netip.Prefix // its link's network
-	down   bool
-	auto   bool // made by a pattern; it goes with its interface
+	noLink bool         // no carrier
+	fault  string       // why health keeps it out of use; empty: it does not
+	auto   bool         // made by a pattern; it goes with its interface
+}
+
+// down reports whether the rail is out of use, here and at peers.
+func (r *rail) down() bool { return r.noLink || r.fault != "" }
+
+// outOfUse is why a rail with a link is down; empty: its link is down, or it is in use.
+func (r *rail) outOfUse() string {
+	if r.noLink {
+		return ""
+	}
+	return r.fault
 }
 
 // railSet holds the local rails, by backend, and follows the host, which changes them while the
@@ -45,6 +57,7 @@ type railSet struct {
 	changed func(transport string, before, after []rail) // after a change, with apply held
 
 	gdrNews chan struct{} // gdr's rails have changed
+	links   *linkHealth
 	live    *openBackends
 
 	apply sync.Mutex // held while the set is adapted to the host; above mu
@@ -58,8 +71,8 @@ type railSet struct {
 func newRailSet(cfg *config.Config, proc *driver.Goroutines, live *openBackends,
 	started <-chan struct{}, log *slog.Logger) *railSet {
 	return &railSet{cfg: cfg, log: log, proc: proc, live: live, started: started,
-		gdrNews: make(chan struct{}, 1),
-		byB:     map[string][]rail{}, logged: map[string]bool{}, host: &topo.Host{}}
+		gdrNews: make(chan struct{}, 1), links: newLinkHealth(cfg.Health.Rails),
+		byB: map[string][]rail{}, logged: map[string]bool{}, host: &topo.Host{}}
 }
 
 func (s *railSet) of(backend string) []rail {
@@ -105,7 +118,7 @@ func (s *railSet) list() (out []*peerv1.Rail) {
 		for _, r := range s.of(b.Name()) {
 			if len(out) < peer.MaxRails {
 				out = append(out, &peerv1.Rail{Transport: b.Name(), Name: r.Name, Address: r.Address,
-					Gbps: r.Gbps, Down: r.down})
+					Gbps: r.Gbps, Down: r.down()})
 			}
 		}
 	}
@@ -161,7 +174,7 @@ func (s *railSet) views() (out []nodeapi.Rail) {
 		for _, r := range s.of(b.Name()) {
 			out = append(out, nodeapi.Rail{Transport: b.Name(), Rail: r.Name, Address: r.Address,
 				Interface: r.nic, Gbps: r.Gbps, MTU: r.MTU,
-				Down: r.down, Auto: r.auto})
+				Down: r.down(), Fault: r.fault, Auto: r.auto})
 		}
 	}
 	return out
@@ -175,7 +188,7 @@ func (s *railSet) Rail(backend, name string) (transport.Rail, bool) {
 
 // up is 1, or 0 if the link of a rail is known to be down, or the rail is gone.
 func (s *railSet) up(backend, name string) float64 {
-	if r, ok := s.find(backend, name); !ok || r.down {
+	if r, ok := s.find(backend, name); !ok || r.noLink {
 		return 0
 	}
 	return 1

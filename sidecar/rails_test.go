@@ -177,7 +177,7 @@ func TestRailsComeAndGo(t *testing.T) {
 	rails := func(n *running) (out []string) {
 		for _, r := range n.rails.of(config.TransTCP) {
 			s := r.Name
-			if r.down {
+			if r.down() {
 				s += "!"
 			}
 			out = append(out, s)

@@ -52,8 +52,15 @@ func (s *railSet) watch(ctx context.Context) {
 func (s *railSet) hostChanged(h *topo.Host) {
 	s.apply.Lock()
 	defer s.apply.Unlock()
+	s.applyHost(h)
+}
+
+// applyHost is hostChanged; the caller holds apply.
+func (s *railSet) applyHost(h *topo.Host) {
 	before := s.of(config.TransTCP)
 	now, again := s.follow(h, before)
+	s.links.look(h, now)
+	s.links.exclude(now)
 	s.mu.Lock()
 	s.host = h
 	s.byB[config.TransTCP] = now
@@ -77,7 +84,7 @@ func (s *railSet) follow(h *topo.Host, before []rail) (now []rail, again bool) {
 		case !r.auto:
 			// an address without an interface, for instance of a proxy, has no link to follow
 			if nic != nil || r.nic != "" {
-				r.down = nic == nil || !nic.Link
+				r.noLink = nic == nil || !nic.Link
 			}
 			if nic != nil {
 				r.nic = nic.Name
@@ -90,7 +97,7 @@ func (s *railSet) follow(h *topo.Host, before []rail) (now []rail, again bool) {
 			s.log.Info("rail gone", "rail", r.Name, "address", r.Address)
 			continue
 		default:
-			r.down = !nic.Link
+			r.noLink = !nic.Link
 			r.speed(s.cfg, nic)
 			r.place(nic, addrOf(r.Address))
 			auto++
@@ -128,7 +135,7 @@ func (s *railSet) follow(h *topo.Host, before []rail) (now []rail, again bool) {
 			continue
 		}
 		auto++
-		r := rail{Rail: opened, nic: nic.Name, auto: true, down: !nic.Link}
+		r := rail{Rail: opened, nic: nic.Name, auto: true, noLink: !nic.Link}
 		r.speed(s.cfg, nic)
 		r.place(nic, p.Addr())
 		now = append(now, r)
@@ -239,12 +246,14 @@ func (s *railSet) takeGDR() {
 			continue
 		}
 		r := &now[i]
-		if r.down != x.Down || r.Address != x.Address {
+		if r.noLink != x.Down || r.Address != x.Address {
 			s.log.Info("rail changed", "transport", config.TransGDR, "rail", r.Name, "down", x.Down,
 				"address", x.Address)
 		}
-		r.down, r.Address = x.Down, x.Address
+		r.noLink, r.Address = x.Down, x.Address
+		r.nic = nicOf(s.host, r.Name)
 	}
+	s.links.exclude(now)
 	if slices.Equal(before, now) {
 		return
 	}

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/httpgate"
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -223,6 +224,8 @@ func (n *Node) serve(listener, admin net.Listener, failed chan<- error, open *cl
 	answer("admin socket", admin, n.web.Admin())
 	n.proc.Run(func(ctx context.Context) { n.pages.publishWorkers(ctx, n.workers) })
 	n.proc.Run(n.rails.watch)
+	n.proc.Run(func(ctx context.Context) { n.rails.watchLinks(ctx, n.busy) })
+	n.proc.Run(n.devices.watch)
 	if n.pages.exchange != nil {
 		n.proc.Run(n.pages.exchange.Run)
 	}
@@ -235,6 +238,15 @@ func (n *Node) serve(listener, admin net.Listener, failed chan<- error, open *cl
 	n.proc.Run(n.rails.watchGDR)
 	n.proc.Run(n.dial.watchIdle)
 	n.proc.Run(func(ctx context.Context) { n.conv.watchCertificates(ctx, certLooks) })
+}
+
+// busy reports whether a lease is open.
+func (n *Node) busy() (open bool) {
+	n.driver.View(func(ex *exec.Exec, _ exec.Instant) {
+		dests, sources := ex.Open()
+		open = dests+sources > 0
+	})
+	return open
 }
 
 // listenHTTP binds the address of health and metrics; nil: switched off.

@@ -18,12 +18,14 @@ type samples struct {
 	driver *driver.Driver
 	rails  *railSet
 	gpus   *gpus
+
+	devices *gpuHealth
 }
 
 func (s *samples) register(m *metrics.Set, r *prometheus.Registry) error {
 	if err := errors.Join(m.Links(r, multipath.LinkStates, s.linkSamples),
 		m.Memory(r, s.memorySamples), m.Rails(r, s.railSamples),
-		m.Violations(r, s.violations), m.Refusals(r, s.refusals)); err != nil {
+		m.Faults(r, s.faults), m.Violations(r, s.violations), m.Refusals(r, s.refusals)); err != nil {
 		return fmt.Errorf("sidecar: metrics: %w", err)
 	}
 	return nil
@@ -64,6 +66,15 @@ func (s *samples) railSamples() (out []metrics.RailSample) {
 				"lost":    float64(c.Lost),
 				"silence": float64(c.Doubled), "timeout": float64(c.TimedOut)},
 			Probes: map[string]float64{"ok": float64(c.ProbesPassed), "failed": float64(c.ProbesFailed)}})
+	}
+	return out
+}
+
+// faults returns the faults of devices, for metrics.
+func (s *samples) faults() (out metrics.FaultSamples) {
+	out = s.devices.samples()
+	for name, f := range s.rails.links.faults() {
+		out.Links = append(out.Links, metrics.FaultSample{Device: name, Kind: string(f.Kind)})
 	}
 	return out
 }

@@ -103,11 +103,32 @@ func (e *Exec) DrainLeases() { e.core.Draining = true }
 func (e *Exec) Abort(now Instant, reason string) {
 	e.dests.CloseAll(now, reason)
 	for _, w := range e.workers.InOrder() {
-		for _, s := range source.Of(w) {
-			e.sources.Close(now, s, engines.StatusFailed, reason, true)
-		}
+		e.failSources(now, w, reason)
 	}
 	e.assign(now)
+}
+
+// SetFault sets why the memory of a worker must not be used any more; empty: it may be. Its open
+// leases fail, and new ones are refused. It returns false if the worker is not known.
+func (e *Exec) SetFault(now Instant, w *engines.Worker, why string) bool {
+	ws := e.workers.Find(w)
+	if ws == nil || ws.Gone {
+		return false
+	}
+	if ws.Fault = why; why != "" {
+		for _, d := range dest.Of(ws) {
+			e.dests.Close(now, d, engines.StatusFailed, why)
+		}
+		e.failSources(now, ws, why)
+	}
+	e.assign(now)
+	return true
+}
+
+func (e *Exec) failSources(now Instant, w *workers.Worker, why string) {
+	for _, s := range source.Of(w) {
+		e.sources.Close(now, s, engines.StatusFailed, why, true)
+	}
 }
 
 // Message takes the body of one control frame from a peer. An error describes a protocol

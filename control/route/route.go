@@ -38,7 +38,8 @@ type Rail struct {
 	Prefix    netip.Prefix // of a local rail: its link's network; invalid: unknown
 	Gbps      float64      // 0: unknown
 	Down      bool
-	Tier      int // for the memory in question; 0: unknown
+	Fault     string // why it is down although its link is up; empty: its link is down
+	Tier      int    // for the memory in question; 0: unknown
 }
 
 // Kind is how bytes get from memory to the transport and back.
@@ -99,6 +100,9 @@ func Rank(in Input) []Candidate {
 			case c.Why != "":
 			case a.Down:
 				c.Why = fmt.Sprintf("the link of %s is down", a.Name)
+				if a.Fault != "" {
+					c.Why = a.Name + " is out of use: " + a.Fault
+				}
 			case b.Down:
 				c.Why = fmt.Sprintf("the link of the peer's %s is down", b.Name)
 			}

@@ -26,6 +26,7 @@ type Config struct {
 	Transports Transports `yaml:"transports" doc:"The data lanes."`
 	Transfer   Transfer   `yaml:"transfer" doc:"Limits of a transfer. Deadlines start fences; they never release blocks by themselves."`
 	Store      Store      `yaml:"store" doc:"Pages of engines' caches that this node keeps for later prompts. Off unless store.memory is set."`
+	Health     Health     `yaml:"health" doc:"What faults of devices do."`
 	HTTP       HTTP       `yaml:"http" doc:"Health, metrics and the node description that routers read."`
 	Log        Log        `yaml:"log" doc:"Logging, to standard error."`
 	Trace      Trace      `yaml:"trace" doc:"Records for finding faults. They contain request names, so they are files or spans, and not metrics."`
@@ -225,6 +226,12 @@ func (g *Gossip) On() bool {
 	return g.Listen != "" && g.Listen != Off && (len(g.Join) > 0 || !IsLoopback(g.Listen))
 }
 
+// Health configures what faults of devices do.
+type Health struct {
+	GPUs  string `yaml:"gpus" unit:"leave, report or off" doc:"A GPU whose driver reports a fault of its own (docs/health.md). leave: leases of its engine fail, and routers send the engine nothing; if the GPU is only slow, routers prefer other engines. report: only status, doctor and metrics show it. off: GPUs are not watched."`
+	Rails string `yaml:"rails" unit:"exclude, report or off" doc:"An interface of a rail whose link flaps or whose counters show many errors. exclude: the rail is out of use for a time, unless it is the last one of its transport. report: only status, doctor and metrics show it. off: counters are not read. A link without a carrier is out of use in any case."`
+}
+
 // HTTP configures the operators' endpoint.
 type HTTP struct {
 	Listen string   `yaml:"listen" unit:"host:port or off" doc:"Serves /healthz, /readyz, /metrics and /v1/node. Port 0 takes a free one."`
@@ -256,6 +263,9 @@ const (
 	DefaultGossipPort = 7652
 
 	Off       = "off"
+	Leave     = "leave"
+	Exclude   = "exclude"
+	Report    = "report"
 	CRC32C    = "crc32c"
 	AEAD      = "aead"
 	TransTCP  = "tcp"
@@ -299,8 +309,9 @@ func defaults() *Config {
 			Hold: Duration(2 * time.Minute), Grace: Duration(5 * time.Second),
 			MaxSlices: 256, MaxAttempts: 8,
 		},
-		HTTP: HTTP{Listen: fmt.Sprintf("127.0.0.1:%d", DefaultHTTPPort)},
-		Log:  Log{Level: LevelInfo, Format: FormText},
+		Health: Health{GPUs: Leave, Rails: Exclude},
+		HTTP:   HTTP{Listen: fmt.Sprintf("127.0.0.1:%d", DefaultHTTPPort)},
+		Log:    Log{Level: LevelInfo, Format: FormText},
 		Store: Store{Directory: DirEmbedded, Redis: StoreRedis{Prefix: "kvspray:"}, Quota: "0B",
 			DiskQuota: "0B", ObjectQuota: "0B", EraseWithin: Duration(time.Hour)},
 		Drain: Drain{Timeout: Duration(35 * time.Second)},

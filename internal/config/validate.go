@@ -124,6 +124,8 @@ func (c *Config) Validate() error {
 			"write a name without a port, or *.example.com for all names below example.com")
 	}
 	v.distinct()
+	v.oneOf("health.gpus", c.Health.GPUs, Leave, Report, Off)
+	v.oneOf("health.rails", c.Health.Rails, Exclude, Report, Off)
 	v.log(c.Log)
 	v.otlp("trace.otlp", c.Trace.OTLP)
 	v.duration("drain.timeout", c.Drain.Timeout, 0)

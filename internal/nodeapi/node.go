@@ -5,6 +5,8 @@
 // Plain values, no goroutine.
 package nodeapi
 
+import "time"
+
 // Node is /v1/node, the description for routers.
 type Node struct {
 	Node       string   `json:"node"`
@@ -22,6 +24,39 @@ type Node struct {
 	SourceLeases int `json:"source_leases"`
 	// Problems need an operator, or end by themselves; kvspray status and doctor show them.
 	Problems []string `json:"problems"`
+	// Health is that of the devices that the engines use.
+	Health Health `json:"health"`
+}
+
+// Health is what faults of GPUs and links do to the engines of a node. The zero value restricts
+// nothing.
+type Health struct {
+	// State is that of the engine with the worst devices: fit, degraded, failed.
+	State  string  `json:"state,omitempty"`
+	Faults []Fault `json:"faults,omitempty"` // also of devices that no engine uses
+	// Failed are the ids of engines whose leases fail.
+	Failed []string `json:"failed,omitempty"`
+	// Leaving: all engines of the node are in Failed, and there is one. Node.Leaving includes it.
+	Leaving bool `json:"leaving,omitempty"`
+}
+
+// MaxFaults bounds Health.Faults: routers read a small answer.
+const MaxFaults = 32
+
+// States of Health.
+const (
+	HealthDegraded = "degraded" // routers prefer other engines
+	HealthFailed   = "failed"
+)
+
+// Fault is a fault of a device.
+type Fault struct {
+	Device string    `json:"device"` // "GPU 0000:1b:00.0", "interface eth0"
+	Kind   string    `json:"kind"`
+	State  string    `json:"state"`
+	Text   string    `json:"text"`
+	Remedy string    `json:"remedy,omitempty"`
+	Since  time.Time `json:"since"`
 }
 
 // Totals are counts since the node's start.
@@ -48,7 +83,8 @@ type Rail struct {
 	Gbps      float64 `json:"gbps,omitempty"`
 	MTU       int     `json:"mtu,omitempty"`
 	Down      bool    `json:"down"`
-	Auto      bool    `json:"auto"` // by a pattern
+	Fault     string  `json:"fault,omitempty"` // why it is out of use although its link is up
+	Auto      bool    `json:"auto"`            // by a pattern
 }
 
 // Layouts is /v1/layouts: the registered layouts, for `kvspray layout`. Ranks of an engine are in

@@ -97,7 +97,7 @@ var confined = []confinement{
 		"parts report counts; composition makes metrics of them"},
 	{"github.com/spf13", "internal/ui lab", "flags end at the command"},
 	{"go.yaml.in/yaml/v3", "internal/config internal/metrics/gen", "one configuration file"},
-	{"github.com/NVIDIA/go-nvml", "internal/sys/topo internal/ui/doctor",
+	{"github.com/NVIDIA/go-nvml", "internal/sys/health internal/sys/topo internal/ui/doctor",
 		"a host without a GPU has no such library"},
 	{"github.com/vishvananda", "internal/sys/topo transport/tcp lab", "interfaces of the kernel"},
 	{"github.com/google/nftables", "lab", "rails that fail, for benchmarks"},

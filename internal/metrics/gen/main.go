@@ -146,7 +146,7 @@ func definitions() ([]metric, error) {
 		Registry: routers})
 	_, serr := metrics.NewStore(r, nil)
 	for _, err := range []error{perr, serr, set.Rails(r, nil), set.Memory(r, nil),
-		set.Links(r, nil, nil), set.Violations(r, nil), set.Refusals(r, nil)} {
+		set.Links(r, nil, nil), set.Faults(r, nil), set.Violations(r, nil), set.Refusals(r, nil)} {
 		if err != nil {
 			return nil, err
 		}

@@ -215,7 +215,11 @@ const maxDepth = 8
 // settle gives a composed interface the places of its parts.
 func (n *NIC) settle(h *Host) {
 	if len(n.Seats) == 0 {
-		n.Seats = h.seats(n, maxDepth)
+		for _, b := range h.Carriers(n) {
+			if b.Kind == Physical {
+				n.Seats = append(n.Seats, b.Seats...)
+			}
+		}
 	}
 	for i, s := range n.Seats {
 		switch {
@@ -225,23 +229,6 @@ func (n *NIC) settle(h *Host) {
 			n.Node = Unknown // of several parts
 		}
 	}
-}
-
-func (h *Host) seats(n *NIC, depth int) (out []Seat) {
-	if depth == 0 {
-		return nil
-	}
-	for _, name := range n.Below {
-		b := h.NIC(name)
-		switch {
-		case b == nil || b == n:
-		case b.Kind == Physical:
-			out = append(out, b.Seats...)
-		default:
-			out = append(out, h.seats(b, depth-1)...)
-		}
-	}
-	return out
 }
 
 // gpus finds NVIDIA's 3D and VGA controllers in sysfs, and identifies them by the management

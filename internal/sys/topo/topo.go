@@ -201,6 +201,22 @@ func (h *Host) NIC(name string) *NIC {
 	return &h.NICs[i]
 }
 
+// Carriers are the devices that carry the bytes of an interface: itself, or the parts of a bond or
+// VLAN.
+func (h *Host) Carriers(n *NIC) []*NIC { return h.carriers(n, maxDepth) }
+
+func (h *Host) carriers(n *NIC, depth int) (out []*NIC) {
+	if len(n.Below) == 0 || n.Kind == Physical || depth == 0 {
+		return []*NIC{n}
+	}
+	for _, name := range n.Below {
+		if b := h.NIC(name); b != nil && b != n {
+			out = append(out, h.carriers(b, depth-1)...)
+		}
+	}
+	return out
+}
+
 // At finds the interface with an address; nil: none. All of 127.0.0.0/8 is on the loopback
 // interface.
 func (h *Host) At(a netip.Addr) *NIC {

@@ -5,10 +5,12 @@ package doctor
 import (
 	"fmt"
 	"strings"
+	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/kvspray/kvspray/internal/sys/cuda"
+	"github.com/kvspray/kvspray/internal/sys/health"
 )
 
 // gpuDevices asks the driver's management library, which needs no context on the GPU and does not
@@ -37,7 +39,30 @@ func gpuDevices() []Result {
 		}
 		out = append(out, named(name, gpuHealth(d, driver)))
 	}
-	return append(append(out, gpuMemory()...), named("gpu peers", gpuPeers()))
+	return append(append(append(out, gpuFaults()...), gpuMemory()...), named("gpu peers", gpuPeers()))
+}
+
+// gpuFaults reports which errors of each GPU its driver reports to the sidecar, and a fault that it
+// has now.
+func gpuFaults() (out []Result) {
+	d, err := health.Open()
+	if err != nil {
+		return []Result{named("gpu faults", skip("", "%v", err))}
+	}
+	text := d.Describe()
+	for i, r := range d.Look() {
+		var g health.GPU
+		g.Look(time.Now(), r)
+		res := good("%s", text[i])
+		if f := g.Fault(); f.Kind != "" {
+			res = warn(f.Remedy.String()+"; docs/health.md", "%s: %s", f.Text, text[i])
+		}
+		out = append(out, named("gpu faults", res))
+	}
+	if err := d.Close(); err != nil {
+		out = append(out, named("gpu faults", skip("", "%v", err)))
+	}
+	return out
 }
 
 // gpuMemory reports how other processes and network adapters can access each GPU's memory.

@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/kvspray/kvspray/internal/sys/health"
 	"github.com/kvspray/kvspray/internal/sys/topo"
 )
 
@@ -77,6 +78,9 @@ func nicLine(h *Host, host *topo.Host, n *topo.NIC, used []string) (Result, bool
 	switch {
 	case len(used) > 0:
 		parts = append(parts, "rail "+strings.Join(used, ", "))
+		if text := countersText(h, host, n); text != "" {
+			parts = append(parts, text)
+		}
 	case entry.Exclude:
 		parts = append(parts, "excluded by the pattern "+entry.Match)
 	default:
@@ -95,6 +99,20 @@ func nicLine(h *Host, host *topo.Host, n *topo.NIC, used []string) (Result, bool
 			"meanwhile", "%s; its link has no carrier", text)), true
 	}
 	return named("rail "+n.Name, good("%s", text)), true
+}
+
+// countersText is what a link's counters have against it since its driver started; empty: nothing.
+func countersText(h *Host, host *topo.Host, n *topo.NIC) string {
+	var ports []health.Port
+	for _, c := range host.Carriers(n) {
+		ports = append(ports, health.Port{NIC: c.Name, RDMA: c.RDMA})
+	}
+	s := health.Counters(h.Root, n.Link, ports)
+	if n.Kind == topo.Loopback || s.Errors == 0 && s.Resent == 0 {
+		return ""
+	}
+	return fmt.Sprintf("since its driver started %d errors in %d packets, %d retransmissions, %d "+
+		"losses of the carrier", s.Errors, s.Packets, s.Resent, s.Losses)
 }
 
 func speedText(n *topo.NIC) string {

@@ -120,6 +120,16 @@ func TestLeaving(t *testing.T) {
 	if s.Phase != "leaving" {
 		t.Errorf("state %q, want leaving", s.Phase)
 	}
+	s.LeavingSeconds = 0
+	s.Problems = []string{"GPU 0000:1b:00.0: Xid 79 (GPU has fallen off the bus): restart the host"}
+	s.judge()
+	for _, want := range []string{"node-1  leaving  10.0.0.1:7650  ",
+		"\nengines    vllm/a/tp0 (their devices have failed: no requests from routers)\n",
+		"\n! GPU 0000:1b:00.0: Xid 79"} {
+		if got := s.Text(nil); !strings.Contains(got, want) {
+			t.Errorf("%q is not in:\n%s", want, got)
+		}
+	}
 }
 
 // Rates of the store are of the interval; of an idle one, and of one without an earlier state,

@@ -53,7 +53,10 @@ func (s *Status) head(b *strings.Builder, prev *Status) {
 	}
 	phase := s.Phase
 	engines := cmp.Or(strings.Join(s.Workers, ", "), "none")
-	if s.Phase == "leaving" {
+	switch {
+	case s.Phase == "leaving" && s.LeavingSeconds == 0:
+		engines += " (their devices have failed: no requests from routers)"
+	case s.Phase == "leaving":
 		phase = fmt.Sprintf("leaving, %d s left", s.LeavingSeconds)
 		engines += fmt.Sprintf(" (leaving: no new requests from routers for %d s)", s.LeavingSeconds)
 	}

@@ -30,6 +30,8 @@ type Leases struct {
 	mu   sync.Mutex // protects all below
 	open map[*engines.Worker]map[uint64]open
 	last map[*engines.Worker]func() // called at the end of a worker's last lease
+	// faults are why leases of workers fail.
+	faults map[*engines.Worker]error
 }
 
 // open is an open lease; its context ends when the lease is canceled.
@@ -41,7 +43,8 @@ type open struct {
 // New makes an empty set. The end of ctx ends all leases.
 func New(ctx context.Context) *Leases {
 	return &Leases{ctx: ctx, open: map[*engines.Worker]map[uint64]open{},
-		last: map[*engines.Worker]func(){}}
+		last:   map[*engines.Worker]func(){},
+		faults: map[*engines.Worker]error{}}
 }
 
 // Run opens a lease and serves it by serve, on a goroutine of its own.
@@ -64,6 +67,9 @@ func (l *Leases) Open(w *engines.Worker, id uint64, deadline time.Duration) (_ c
 		l.open[w] = map[uint64]open{}
 	}
 	l.open[w][id] = open{ctx, cancel}
+	if why := l.faults[w]; why != nil {
+		cancel(why)
+	}
 	l.mu.Unlock()
 	l.wg.Add(1)
 	late := time.AfterFunc(deadline, func() { cancel(ErrLate) })
@@ -90,8 +96,26 @@ func (l *Leases) Cancel(w *engines.Worker, id uint64, reason string) bool {
 func (l *Leases) Gone(w *engines.Worker) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	delete(l.faults, w)
+	l.endLocked(w, ErrGone)
+}
+
+// SetFault sets why open and new leases of a worker fail, until it is gone; nil: they do not.
+func (l *Leases) SetFault(w *engines.Worker, why error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if why == nil {
+		delete(l.faults, w)
+		return
+	}
+	l.faults[w] = why
+	l.endLocked(w, why)
+}
+
+// endLocked soon ends the open leases of a worker.
+func (l *Leases) endLocked(w *engines.Worker, why error) {
 	for _, o := range l.open[w] {
-		o.cancel(ErrGone)
+		o.cancel(why)
 	}
 }
 
@@ -99,10 +123,8 @@ func (l *Leases) Gone(w *engines.Worker) {
 func (l *Leases) Stop(why error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for _, all := range l.open {
-		for _, o := range all {
-			o.cancel(why)
-		}
+	for w := range l.open {
+		l.endLocked(w, why)
 	}
 }
 

@@ -42,7 +42,7 @@ function troubles(s) {
   const out = [];
   if (s.draining) out.push(["warn", "The sidecar drains: it takes no new transfers."]);
   else if (!s.ready) out.push(["warn", "The sidecar starts: it is not ready yet."]);
-  if (s.leaving) out.push(["warn", `The engines leave: routers send them no new requests for ${count(s.leaving_seconds)} s. kvspray drain --undo ends this at once.`]);
+  if (s.leaving_seconds > 0) out.push(["warn", `The engines leave: routers send them no new requests for ${count(s.leaving_seconds)} s. kvspray drain --undo ends this at once.`]);
   if (!s.workers.length) out.push(["warn", "No engine is connected. Check the socket in the engine's configuration; kvspray doctor."]);
   for (const r of s.rails ?? []) if (r.down) out.push(["bad", `Rail ${r.rail} (${r.transport}) has no link. Others carry its bytes.`]);
   for (const p of s.leases.rails.pairs ?? []) {

@@ -17,13 +17,21 @@ func (w *Server) problems() []string {
 	return w.o.Problems()
 }
 
+func (w *Server) health() nodeapi.Health {
+	if w.o.Health == nil {
+		return nodeapi.Health{}
+	}
+	return w.o.Health()
+}
+
 func (w *Server) describe() nodeapi.Node {
-	leaving := w.o.Life.Leaving()
+	leaving, health := w.o.Life.Leaving(), w.health()
 	v := nodeapi.Node{Node: w.o.Node, Boot: w.o.Boot.String(), Version: w.o.Version,
 		Endpoint: w.o.Life.Endpoint(), Transports: w.o.Transports(), Workers: []string{},
 		Ready: w.o.Life.Ready(), Draining: w.o.Life.Draining(),
-		Leaving: leaving > 0, LeavingSeconds: int(math.Ceil(leaving.Seconds())),
-		SourceLeases: w.o.Life.SourceLeases(), Problems: append([]string{}, w.problems()...)}
+		Leaving: leaving > 0 || health.Leaving, Health: health,
+		LeavingSeconds: int(math.Ceil(leaving.Seconds())),
+		SourceLeases:   w.o.Life.SourceLeases(), Problems: append([]string{}, w.problems()...)}
 	for _, x := range w.o.Workers() {
 		v.Workers = append(v.Workers, x.Name)
 	}

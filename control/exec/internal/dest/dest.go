@@ -181,6 +181,8 @@ func (ds *Table) Open(now Instant, w *engines.Worker, x engines.Expect) {
 	switch {
 	case ds.Draining:
 		full = "the sidecar is draining"
+	case ws.Fault != "":
+		full = ws.Fault
 	case len(ds.byID) >= ds.Cfg.MaxDest || ds.byID[x.Lease] != nil:
 		full = fmt.Sprintf("%d destination leases are open: at most %d", len(ds.byID), ds.Cfg.MaxDest)
 	}

@@ -164,6 +164,13 @@ func (ss *Table) Open(now Instant, w *engines.Worker, in engines.Intent) {
 	case ss.Draining:
 		refuse("the sidecar is draining")
 		return
+	case ws.Fault != "":
+		if !ss.Has(in.Key) { // receivers need not wait for it
+			ss.ended.Add(now, in.Key, false)
+			ss.observer.keyGone(now, in.Key, ws.Fault)
+		}
+		refuse(ws.Fault)
+		return
 	case ss.count >= ss.Cfg.MaxSource:
 		refuse(fmt.Sprintf("%d source leases are open: at most %d", ss.count, ss.Cfg.MaxSource))
 		return

@@ -30,6 +30,7 @@ func New(fenced func(w *engines.Worker, done func())) *Table {
 type Worker struct {
 	*engines.Worker
 	Gone      bool
+	Fault     string           // why its memory must not be used; empty: it may be
 	Fenced    func()           // of its WorkerGone
 	Distances lanes.Distances  // of our rails for its memory
 	Leases    map[uint64]Lease // open ones, source and destination
