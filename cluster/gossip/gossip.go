@@ -1,8 +1,10 @@
-// Package gossip finds the other sidecars by memberlist, and publishes what this one serves.
+// Package gossip finds the other sidecars by memberlist, and publishes what this one serves. A
+// router observes them (serving.go): no sidecar counts it as a member.
 //
 // Streams pass a gate (stream.go), because memberlist does not
 // bound them. Goroutines: memberlist's, one for streams, one while members of the configuration do
-// not answer. Leave joins all but memberlist's timers.
+// not answer, one that sends what is served, and those of its messages. Leave joins all but
+// memberlist's timers.
 package gossip
 
 import (
@@ -64,6 +66,7 @@ type Options struct {
 	Missed func(addresses []string)
 
 	reunion time.Duration // 0: reunionEvery
+	observe bool          // no member: it asks for what they serve
 }
 
 // Gossip is this process among the members. It implements cluster.Cluster.
@@ -86,6 +89,7 @@ type self struct {
 	members map[string]cluster.Member // by memberlist's name
 	lost    map[string]lostMember     // likewise
 	changed chan struct{}
+	serving serving
 }
 
 func (d *self) NodeMeta(limit int) []byte {
@@ -96,7 +100,6 @@ func (d *self) NodeMeta(limit int) []byte {
 	}
 	return d.meta
 }
-func (*self) NotifyMsg([]byte)                {}
 func (*self) GetBroadcasts(int, int) [][]byte { return nil }
 func (*self) LocalState(bool) []byte          { return nil }
 func (*self) MergeRemoteState([]byte, bool)   {}
@@ -107,8 +110,11 @@ func (d *self) NotifyUpdate(n *memberlist.Node) { d.set(n) }
 func (d *self) NotifyLeave(n *memberlist.Node) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	if _, member := d.members[n.Name]; member {
+		d.loseLocked(n) // a router asks for itself
+	}
 	delete(d.members, n.Name)
-	d.loseLocked(n)
+	d.serving.loseLocked(n.Name, time.Now())
 	d.notifyLocked()
 }
 
@@ -116,42 +122,51 @@ func (d *self) NotifyLeave(n *memberlist.Node) {
 func (d *self) set(n *memberlist.Node) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if m, ok := decode(n.Meta); ok {
+	if m, revision, ok := decode(n.Meta); ok {
 		m.Address = n.Address()
 		d.members[n.Name] = m
+		d.serving.wantLocked(n.Name, revision)
 		delete(d.lost, n.Name)
 	} else {
 		delete(d.members, n.Name)
+		d.serving.forgetLocked(n.Name)
+		d.serving.routers[n.Name] = n.Address()
 	}
 	d.notifyLocked()
 }
 
-// decode reads the metadata of a member. It is foreign: what exceeds the bounds is left out.
-func decode(b []byte) (cluster.Member, bool) {
+// decode reads the metadata of a member, with the revision of what it serves. It is foreign: what
+// exceeds the bounds is left out.
+func decode(b []byte) (cluster.Member, uint64, bool) {
 	var m peerv1.Member
 	if proto.Unmarshal(b, &m) != nil || len(m.Boot) != len(transfer.Boot{}) {
-		return cluster.Member{}, false
+		return cluster.Member{}, 0, false
 	}
-	long := func(s string) bool { return len(s) > cluster.MaxNameBytes }
 	if long(m.Release) {
 		m.Release = ""
 	}
 	labels, engines := slices.DeleteFunc(m.Labels, long), slices.DeleteFunc(m.Engines, long)
 	return cluster.Member{Node: m.Node, Endpoint: m.Endpoint, Boot: transfer.Boot(m.Boot),
 		Version: m.Release, Labels: labels[:min(len(labels), cluster.MaxLabels)],
-		Engines: engines[:min(len(engines), cluster.MaxEngines)]}, true
+		Engines: engines[:min(len(engines), cluster.MaxEngines)]}, m.Serving, true
 }
+
+func long(s string) bool { return len(s) > cluster.MaxNameBytes }
 
 func (d *self) notifyLocked() {
 	close(d.changed)
 	d.changed = make(chan struct{})
 }
 
-// encode makes the metadata of a member, with as many of its engines and labels as fit.
-func encode(m cluster.Member) ([]byte, error) {
+// encode makes the metadata of a member, with as many of its engines and labels as fit. A router has
+// no boot, and no metadata.
+func encode(m cluster.Member, revision uint64) ([]byte, error) {
+	if m.Boot == (transfer.Boot{}) {
+		return nil, nil
+	}
 	for {
 		b, err := proto.Marshal(&peerv1.Member{Boot: m.Boot[:], Node: m.Node, Endpoint: m.Endpoint,
-			Release: m.Version, Labels: m.Labels, Engines: m.Engines})
+			Release: m.Version, Labels: m.Labels, Engines: m.Engines, Serving: revision})
 		if err != nil {
 			return nil, fmt.Errorf("gossip: metadata: %w", err)
 		}
@@ -203,8 +218,8 @@ func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
 	c.LogOutput, c.Logger = nil, slog.NewLogLogger(o.Log.With("part", "gossip").Handler(),
 		slog.LevelDebug)
 	d := &self{member: m, members: map[string]cluster.Member{}, lost: map[string]lostMember{},
-		changed: make(chan struct{})}
-	if d.meta, err = encode(m); err != nil {
+		changed: make(chan struct{}), serving: newServing(o.observe)}
+	if d.meta, err = encode(m, 0); err != nil {
 		return nil, err
 	}
 	c.Delegate, c.Events = d, d
@@ -234,6 +249,7 @@ func (g *Gossip) begin(o Options) {
 		g.wg.Go(func() { joinAll(ctx, o, g.ask) })
 	}
 	g.wg.Go(func() { g.reunite(ctx, o) })
+	g.wg.Go(func() { g.deliver(ctx) })
 }
 
 func splitAddr(s string) (string, int, error) {
@@ -328,7 +344,7 @@ func (g *Gossip) Publish(engines, labels []string) {
 	m := d.member
 	m.Engines = engines[:min(len(engines), cluster.MaxEngines)]
 	m.Labels = labels[:min(len(labels), cluster.MaxLabels)]
-	b, err := encode(m)
+	b, err := encode(m, d.serving.revision)
 	same := err != nil || string(b) == string(d.meta) // what was short enough before still is
 	if !same {
 		d.member, d.meta = m, b
@@ -344,6 +360,9 @@ func (g *Gossip) Address() string { return g.own }
 
 // Leave implements cluster.Cluster.
 func (g *Gossip) Leave() error {
+	if !g.self.serving.observe {
+		g.Serve(cluster.Serving{}) // otherwise routers take it for dead, and keep its engines
+	}
 	g.stop()
 	g.wg.Wait()
 	_ = g.list.Leave(leaveTime) // members without this message detect it by probes
