@@ -1,0 +1,167 @@
+package sidecar
+
+import (
+	"encoding/hex"
+	"fmt"
+	"maps"
+	"net"
+	"net/netip"
+	"net/url"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvspray/kvspray/cluster"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/origin"
+)
+
+// served describes to routers where the engines of this node answer clients.
+type served struct {
+	cfg     *config.Engine
+	leaving func() bool
+	own     func(netip.Addr) bool // an address is this host's
+	started time.Time
+	http    string // set before the first description
+
+	problems atomic.Pointer[[]string] // of the last description
+}
+
+// of describes the engines that have registered. One that cannot be described is left out, with the
+// reason among the problems.
+func (s *served) of(workers []*engines.Worker) cluster.Serving {
+	slices.SortFunc(workers, func(a, b *engines.Worker) int { return strings.Compare(a.Name, b.Name) })
+	byURL, why := map[string]*cluster.API{}, map[string]string{}
+	counted := map[string]bool{} // engines
+	for _, w := range workers {
+		if w.Internal {
+			continue
+		}
+		name := w.Place.Engine
+		a, err := s.api(w)
+		if err != nil {
+			why[name] = err.Error()
+			continue
+		}
+		x := byURL[a.URL]
+		if x == nil {
+			x = &a
+			byURL[a.URL] = x
+		}
+		if x.Role != a.Role {
+			why[name] = fmt.Sprintf("its role is %s, and engine %s has the same URL %s and the role %s: "+
+				"name each engine's own URL", a.Role, x.Engine, a.URL, x.Role)
+			continue
+		}
+		if x.Fingerprint == "" {
+			x.Fingerprint = a.Fingerprint
+		}
+		if !counted[name] {
+			counted[name] = true
+			x.World += w.Place.World()
+		}
+		x.Ranks = append(x.Ranks, w.Place.Rank())
+	}
+	out := cluster.Serving{HTTP: s.http, Leaving: s.leaving(), Started: s.started}
+	for _, u := range slices.Sorted(maps.Keys(byURL)) {
+		out.APIs = append(out.APIs, *byURL[u])
+	}
+	var problems []string
+	for _, name := range slices.Sorted(maps.Keys(why)) {
+		problems = append(problems, "routers do not find engine "+name+": "+why[name])
+	}
+	s.problems.Store(&problems)
+	return out
+}
+
+// api is what a worker shows of its engine, without ranks.
+func (s *served) api(w *engines.Worker) (cluster.API, error) {
+	a := cluster.API{URL: s.cfg.API, Role: s.cfg.Role, Engine: w.Place.Engine,
+		Version: w.Engine.Version}
+	if w.Layout != nil {
+		a.Fingerprint = hex.EncodeToString(w.Fingerprint[:])
+	}
+	announced := w.Engine.Role
+	switch announced {
+	case "", cluster.RolePrefill, cluster.RoleDecode, cluster.RoleBoth:
+	default:
+		return a, fmt.Errorf("it announces the role %q: one of %s, %s, %s is known", announced,
+			cluster.RolePrefill, cluster.RoleDecode, cluster.RoleBoth)
+	}
+	switch {
+	case a.Role == "":
+		a.Role = announced
+	case announced != "" && announced != cluster.RoleBoth && announced != a.Role:
+		return a, fmt.Errorf("engine.role is %s, and its own (kv_role) is %s: correct one of them",
+			a.Role, announced)
+	}
+	if a.URL == "" {
+		if err := s.announcedURL(w.Engine.API); err != nil {
+			return a, err
+		}
+		a.URL = w.Engine.API
+	}
+	if a.Role == "" {
+		return a, fmt.Errorf("its role is unknown: set engine.role")
+	}
+	return a, nil
+}
+
+// announcedURL checks what a process of this host announces: clients' requests go there.
+func (s *served) announcedURL(raw string) error {
+	if raw == "" {
+		return fmt.Errorf("the URL of its API server is unknown: set engine.api, or api in the " +
+			"engine's settings of kvspray")
+	}
+	u, err := url.Parse(raw)
+	if _, perr := origin.Parse(raw); err != nil || perr != nil || u.User != nil {
+		return fmt.Errorf("what it announces as its API server is no URL of a server")
+	}
+	addr, err := netip.ParseAddr(u.Hostname())
+	if err != nil || !s.own(addr) {
+		return fmt.Errorf("it announces %s, which is no address of this host: set engine.api", raw)
+	}
+	return nil
+}
+
+// ownAddress reports whether an address is one of this host, or the one that it advertises.
+func ownAddress(c *config.Config) func(netip.Addr) bool {
+	advertised, _, _ := net.SplitHostPort(c.Peer.Advertise) // none: another form
+	return func(a netip.Addr) bool {
+		if a.String() == advertised {
+			return true
+		}
+		list, err := net.InterfaceAddrs()
+		if err != nil {
+			return false
+		}
+		return slices.ContainsFunc(list, func(x net.Addr) bool {
+			n, ok := x.(*net.IPNet)
+			if !ok {
+				return false
+			}
+			ip, ok := netip.AddrFromSlice(n.IP)
+			return ok && (ip.Unmap() == a.Unmap() || a.IsLoopback() && n.Contains(a.AsSlice()))
+		})
+	}
+}
+
+// servedHTTP is the URL of the HTTP listener for routers; empty: they cannot reach it.
+func (n *Node) servedHTTP() string {
+	at := n.HTTPAddr()
+	host, port, err := net.SplitHostPort(at)
+	if err != nil {
+		return ""
+	}
+	peer, _, err := net.SplitHostPort(n.conv.mesh.Endpoint())
+	switch ip := net.ParseIP(host); {
+	case err != nil, ip == nil:
+	case ip.IsUnspecified():
+		host = peer
+	case ip.IsLoopback() && !config.IsLoopback(net.JoinHostPort(peer, "0")):
+		return ""
+	}
+	return "http://" + net.JoinHostPort(host, port)
+}
