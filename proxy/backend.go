@@ -26,12 +26,14 @@ const (
 // backend is one engine in one role.
 type backend struct {
 	role    string
-	number  int // in its pool
+	number  int // of the engine, in the policy
 	url     origin.URL
 	sidecar origin.URL // for asking for its state; zero: none
 	twin    *backend   // the same engine in the other role; nil: none
 
 	releases chan release // that wait to be sent; nil: of a decode engine
+	reporter *reporter    // of its KV events; nil: none
+	mute     mute         // while it answers no questions for tokens
 
 	lastByte atomic.Int64 // of any of its answers, in ns since the epoch
 
@@ -39,6 +41,8 @@ type backend struct {
 	health   health
 	identity identity
 	load     int // requests in flight
+	holds    int // requests for which it may have to release a cache
+	models   models
 }
 
 // alive notes bytes of an answer.
@@ -65,10 +69,11 @@ func (b *backend) condition() condition {
 	return b.conditionLocked(time.Now())
 }
 
-// candidate includes the load of the engine's other role.
-func (b *backend) candidate(now time.Time) candidate {
+// candidate is what the choice for a request for a model depends on. It includes the load of the
+// engine's other role.
+func (b *backend) candidate(now time.Time, model string) candidate {
 	b.mu.Lock()
-	c := candidate{b.conditionLocked(now), b.identity.leaving, b.load}
+	c := candidate{b.models.serve(model), b.conditionLocked(now), b.identity.leaving, b.load}
 	if c.condition < failing && b.load > 0 && b.health.trial() {
 		c.condition = failing
 	}
@@ -81,7 +86,7 @@ func (b *backend) candidate(now time.Time) candidate {
 	return c
 }
 
-func (b *backend) takes() bool { return b.candidate(time.Now()).takes() }
+func (b *backend) takes() bool { return b.candidate(time.Now(), "").takes() }
 
 func (b *backend) endpoint() string {
 	b.mu.Lock()
@@ -126,19 +131,28 @@ func (b *backend) done() {
 	b.mu.Unlock()
 }
 
-// pool holds all back ends of one role.
+// pool holds the back ends of one role.
 type pool struct {
-	all []*backend
-
-	mu   sync.Mutex
-	next int // start of the search, so that equal back ends alternate
+	mu   sync.Mutex // guards all below
+	all  []*backend // replaced as a whole
+	next int        // start of the search, so that equal back ends alternate
 }
 
-func newPool(all []*backend) *pool { return &pool{all: all} }
+func (p *pool) set(all []*backend) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.all = all
+}
 
-// take returns the best back end that is not in skip, and raises its load; nil if there is none.
-// The caller releases it with done.
-func (p *pool) take(skip map[*backend]bool, accepts func(candidate) bool) *backend {
+func (p *pool) list() []*backend {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.all
+}
+
+// take returns the best back end for a model that is not in skip, and raises its load; nil if there
+// is none. The caller releases it with done.
+func (p *pool) take(skip map[*backend]bool, model string, accepts func(candidate) bool) *backend {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var best *backend
@@ -149,7 +163,7 @@ func (p *pool) take(skip map[*backend]bool, accepts func(candidate) bool) *backe
 		if skip[b] {
 			continue
 		}
-		if c := b.candidate(now); accepts(c) && (best == nil || c.better(offer)) {
+		if c := b.candidate(now, model); accepts(c) && (best == nil || c.better(offer)) {
 			best, offer = b, c
 		}
 	}
@@ -167,7 +181,7 @@ func (p *pool) take(skip map[*backend]bool, accepts func(candidate) bool) *backe
 func (p *pool) takeThis(b *backend) *backend {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if !b.takes() {
+	if !slices.Contains(p.all, b) || !b.takes() {
 		return nil
 	}
 	b.mu.Lock()
@@ -176,11 +190,20 @@ func (p *pool) takeThis(b *backend) *backend {
 	return b
 }
 
+// numbered returns the back end of an engine of the policy; nil: it was left out.
+func (p *pool) numbered(n int) *backend {
+	all := p.list()
+	if i := slices.IndexFunc(all, func(b *backend) bool { return b.number == n }); i >= 0 {
+		return all[i]
+	}
+	return nil
+}
+
 // none gives the reason why no back end takes requests.
 func (p *pool) none(role string) string {
 	takes, leaving, unfit, now := 0, 0, 0, time.Now()
-	for _, b := range p.all {
-		switch c := b.candidate(now); {
+	for _, b := range p.list() {
+		switch c := b.candidate(now, ""); {
 		case c.takes():
 			takes++
 		case c.condition == down:
@@ -201,16 +224,24 @@ func (p *pool) none(role string) string {
 	return fmt.Sprintf("no %s engine is up", role)
 }
 
-// any reports whether a back end that is not in skip is accepted.
-func (p *pool) any(skip map[*backend]bool, accepts func(candidate) bool) bool {
+// any reports whether a back end for a model that is not in skip is accepted.
+func (p *pool) any(skip map[*backend]bool, model string, accepts func(candidate) bool) bool {
 	now := time.Now()
-	return slices.ContainsFunc(p.all, func(b *backend) bool {
-		return !skip[b] && accepts(b.candidate(now))
+	return slices.ContainsFunc(p.list(), func(b *backend) bool {
+		return !skip[b] && accepts(b.candidate(now, model))
 	})
 }
 
-// backends are those of both roles, in the order of the policy's engines.
-func (p *Proxy) backends() []*backend { return slices.Concat(p.prefill.all, p.decode.all) }
+// numbers is how many numbers of the policy's engines are in use, with gaps.
+func numbers(all []*backend) (n int) {
+	for _, b := range all {
+		n = max(n, b.number+1)
+	}
+	return n
+}
+
+// backends are those of both roles.
+func (p *Proxy) backends() []*backend { return slices.Concat(p.prefill.list(), p.decode.list()) }
 
 // watch checks one back end until ctx ends. The first outcome counts only after the first answer of
 // its sidecar, or its timeout, so that a router that starts sends nothing to an engine that leaves.
@@ -239,6 +270,7 @@ func (p *Proxy) watch(ctx context.Context, b *backend, asked <-chan struct{}) {
 		if err == nil {
 			p.compare(ctx, b)
 			p.learn(ctx, b)
+			p.noteUnusable(b)
 			p.learnModels(ctx, b) // last: a slow answer holds up nothing but the next check
 		}
 	})
@@ -256,18 +288,6 @@ func (p *Proxy) every(ctx context.Context, f func()) {
 		case <-tick.C:
 		}
 	}
-}
-
-// pace counts the router's own time for all back ends until ctx ends.
-func (p *Proxy) pace(ctx context.Context) {
-	p.every(ctx, func() {
-		now := time.Now()
-		for _, b := range p.backends() {
-			b.mu.Lock()
-			b.health.passes(now, p.times.Check)
-			b.mu.Unlock()
-		}
-	})
 }
 
 // check asks for an engine's health. An answer that comes late is a sign of life; without one the

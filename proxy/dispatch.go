@@ -105,6 +105,7 @@ type job struct {
 
 	decision   *place.Decision // of the policy; nil: none
 	prefer     *backend        // D of the decision, for the first try
+	decided    *backend        // P of it; nil: none
 	source     *backend        // P, from which D gets blocks; nil: none
 	firstAfter time.Duration   // until D's first byte
 
@@ -127,7 +128,14 @@ type job struct {
 }
 
 func (j *job) run(ctx context.Context) {
-	if !j.p.decode.any(nil, candidate.possible) {
+	switch model := j.req.model; {
+	case j.p.decode.any(nil, model, candidate.possible):
+	case model != "" && j.p.decode.any(nil, "", candidate.named) &&
+		!j.p.decode.any(nil, model, candidate.named):
+		j.fail(http.StatusNotFound, codeUnknownModel, fmt.Errorf("the model %q does not exist: GET "+
+			"/v1/models lists those that do", model))
+		return
+	default:
 		// A prefill would compute, and hold its blocks, for a decode engine that does not come.
 		j.fail(http.StatusServiceUnavailable, codeNoEngine, errors.New(j.p.decode.none(roleDecode)))
 		return
@@ -148,14 +156,14 @@ func (j *job) run(ctx context.Context) {
 	tried, reason := map[*backend]bool{}, aloneNoPrefill
 	for range prefillTries {
 		if pre == nil {
-			pre = j.p.prefill.take(tried, candidate.takes)
+			pre = j.p.prefill.take(tried, j.req.model, candidate.takes)
 		}
 		if pre == nil {
 			break
 		}
 		tried[pre] = true
 		if pre.twin != nil && !j.p.decode.any(map[*backend]bool{pre.twin: true},
-			candidate.possible) {
+			j.req.model, candidate.possible) {
 			pre.done() // it would send to itself
 			pre = nil
 			continue
@@ -216,7 +224,9 @@ func (j *job) split(ctx context.Context, pre *backend) error {
 	if answered {
 		return nil
 	}
-	j.held = j.held[:len(j.held)-1] // a P that fails keeps nothing
+	last := len(j.held) - 1
+	j.held[last].end()
+	j.held = j.held[:last] // a P that fails keeps nothing
 	return failed
 }
 
@@ -409,7 +419,7 @@ func (j *job) takeDecode(params json.RawMessage) *backend {
 			return b
 		}
 	}
-	return j.p.decode.take(skip, candidate.possible)
+	return j.p.decode.take(skip, j.req.model, candidate.possible)
 }
 
 // askDecode asks one back end and returns its answer, of which the client has got nothing yet.
@@ -418,7 +428,7 @@ func (j *job) askDecode(ctx context.Context, b *backend, params json.RawMessage)
 	hop := j.trace.hop(true)
 	hop.begin(b)
 	g := j.p.guard(ctx, b, j.p.times.FirstByte, func() bool {
-		return j.p.decode.any(j.skips(params), candidate.takes)
+		return j.p.decode.any(j.skips(params), j.req.model, candidate.takes)
 	})
 	a, err := j.beginDecode(g, b, j.req.forDecode(params))
 	switch {

@@ -32,6 +32,7 @@ type engine struct {
 	answer   func(w http.ResponseWriter, r *http.Request, s seen)
 	release  func(*http.Request) // waits before a release is answered; nil: not
 	unwell   bool
+	lists    bool          // answer takes the questions for models
 	gone     chan struct{} // closed once a request's context ended before its answer
 	goneOnce sync.Once
 }
@@ -64,6 +65,10 @@ func (e *engine) serve(w http.ResponseWriter, r *http.Request) {
 		if e.unwell {
 			w.WriteHeader(http.StatusServiceUnavailable)
 		}
+		return
+	}
+	if r.URL.Path == "/v1/models" && !e.lists && r.Header.Get(requestIDHeader) == "" {
+		w.WriteHeader(http.StatusUnauthorized)
 		return
 	}
 	s := seen{path: r.URL.Path, header: r.Header.Clone()}

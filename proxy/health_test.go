@@ -258,9 +258,9 @@ func TestLeavingEngine(t *testing.T) {
 	px, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Sidecar: sidecar.URL}},
 		Decode: []Engine{{URL: d0.URL, Sidecar: sidecar.URL}, {URL: d1.URL, Sidecar: other.URL}},
 		Mode:   Concurrent})
-	leaves := func() bool { return !px.prefill.any(nil, candidate.takes) && !px.decode.all[0].takes() }
+	leaves := func() bool { return !px.prefill.any(nil, "", candidate.takes) && !px.decode.all[0].takes() }
 	until(t, "the sidecars are not asked", func() bool {
-		return px.prefill.all[0].endpoint() != "" && px.decode.any(nil, candidate.takes)
+		return px.prefill.all[0].endpoint() != "" && px.decode.any(nil, "", candidate.takes)
 	})
 	first := make(chan int, 1)
 	go func() {
@@ -308,7 +308,7 @@ func TestLeavingEngine(t *testing.T) {
 	silent.Store(false)
 	leaving.Store(false)
 	until(t, "they do not come back", func() bool {
-		return px.prefill.any(nil, candidate.takes) && px.decode.all[0].takes()
+		return px.prefill.any(nil, "", candidate.takes) && px.decode.all[0].takes()
 	})
 }
 
@@ -439,12 +439,12 @@ func TestHealthAndSidecarDoNotWaitForEachOther(t *testing.T) {
 	}))
 	defer sidecar.Close()
 	px, _ := start(t, Config{Decode: []Engine{{URL: d.URL, Sidecar: sidecar.URL}}})
-	until(t, "the engine is not up", func() bool { return px.decode.any(nil, candidate.takes) })
+	until(t, "the engine is not up", func() bool { return px.decode.any(nil, "", candidate.takes) })
 	slow.Store(true)
 	until(t, "a health check waits for the sidecar", func() bool { return during.Load() > 0 })
 	slow.Store(false)
 	unwell.Store(true)
-	until(t, "the engine is not down", func() bool { return !px.decode.any(nil, candidate.takes) })
+	until(t, "the engine is not down", func() bool { return !px.decode.any(nil, "", candidate.takes) })
 	before := asks.Load()
 	until(t, "the sidecar of an engine that is down is not asked", func() bool {
 		return asks.Load() >= before+2

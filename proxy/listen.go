@@ -12,6 +12,8 @@ const (
 	maxConns       = 32768 // of clients
 	reservedFiles  = 32    // descriptors for listeners, logs, spans, the resolver
 	filesPerEngine = 4     // the same for checks and events of one engine
+	// expectedEngines may come while the router runs
+	expectedEngines = 64
 )
 
 // connLimit is how many connections of clients fit into the process's descriptors. A request needs

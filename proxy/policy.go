@@ -27,12 +27,10 @@ type placing struct {
 	regret  prometheus.Counter
 }
 
-// newPlacing makes the policy of a configuration. The back ends were checked.
-func newPlacing(cfg Config, reports []bool, same []int, reg prometheus.Registerer) (*placing,
-	error) {
-	p, err := place.New(place.Config{Policy: place.Policy(cfg.Policy), Prefill: len(cfg.Prefill),
-		Decode: len(cfg.Decode), TokenBytes: cfg.TokenBytes, Concurrent: cfg.Mode == Concurrent,
-		Calibration: cfg.Calibration, Reports: reports, Same: same, Replicate: cfg.Replicate})
+// newPlacing makes the policy of a configuration.
+func newPlacing(cfg Config, reg prometheus.Registerer) (*placing, error) {
+	p, err := place.New(place.Config{Policy: place.Policy(cfg.Policy), TokenBytes: cfg.TokenBytes,
+		Concurrent: cfg.Mode == Concurrent, Calibration: cfg.Calibration, Replicate: cfg.Replicate})
 	if err != nil {
 		return nil, fmt.Errorf("proxy: policy, token_bytes: %w", err)
 	}
@@ -68,18 +66,19 @@ func (j *job) place(ctx context.Context) (pre *backend, ok bool) {
 	if x == nil {
 		return nil, false
 	}
-	var up []bool
-	for _, b := range j.p.backends() {
-		up = append(up, b.takes())
-	}
 	tokens, about := j.p.tokensOf(ctx, j.req, j.in.Header.Get("Authorization"))
 	d, ok := x.Decide(&place.Request{Text: j.req.prompt(), Scope: j.req.scope(),
-		Alone: j.req.alone != "", Tokens: tokens, About: about}, up, time.Now())
+		Alone: j.req.alone != "", Tokens: tokens, About: about}, j.p.roles(j.req.model),
+		time.Now())
 	if !ok {
 		x.choices.WithLabelValues("none").Inc()
 		return nil, false
 	}
-	j.decision, j.prefer = d, j.p.decode.all[d.Decode]
+	j.decision, j.prefer = d, j.p.decode.numbered(d.Decode)
+	if j.prefer == nil { // it was left out in this moment
+		x.choices.WithLabelValues("none").Inc()
+		return nil, false
+	}
 	x.choices.WithLabelValues(d.Choice.Kind.String()).Inc()
 	if d.Replica {
 		x.copies.Inc()
@@ -88,9 +87,37 @@ func (j *job) place(ctx context.Context) (pre *backend, ok bool) {
 			"predicted", d.Choice.TTFT())
 	}
 	if d.Prefill >= 0 {
-		return j.p.prefill.takeThis(j.p.prefill.all[d.Prefill]), true
+		j.decided = j.p.prefill.numbered(d.Prefill)
+		return j.p.prefill.takeThis(j.decided), true
 	}
 	return nil, true
+}
+
+// roles are what each engine can do for a request for a model, by its number.
+func (p *Proxy) roles(model string) []placement.Role {
+	now := time.Now()
+	all := p.backends()
+	list := make([]placement.Role, numbers(all))
+	best := map[string]serves{} // by role
+	for _, b := range all {
+		if c := b.candidate(now, model); c.takes() {
+			best[b.role] = max(best[b.role], c.serves)
+		}
+	}
+	for _, b := range all {
+		takes := func(b *backend) bool {
+			c := b.candidate(now, model)
+			return c.takes() && c.serves == best[b.role]
+		}
+		switch { // of the two checks of one engine one may have failed
+		case !takes(b) || b.twin != nil && !takes(b.twin):
+		case b.role == roleDecode, b.twin != nil:
+			list[b.number] = placement.Both
+		default:
+			list[b.number] = placement.Prefill
+		}
+	}
+	return list
 }
 
 // placed ends the policy's part of a request, and logs prediction and outcome.
@@ -101,12 +128,12 @@ func (j *job) placed() {
 	}
 	j.p.placing.Ended(d, time.Now())
 	source := ""
-	if d.Prefill >= 0 {
-		source = j.p.prefill.all[d.Prefill].url.String()
+	if j.decided != nil {
+		source = j.decided.url.String()
 	}
 	c := &d.Choice
 	args := []any{"request", j.id, "policy", j.p.placing.policy, "choice", c.Kind.String(),
-		"decode", j.p.decode.all[d.Decode].url, "prefill", source, "tokens", d.Tokens,
+		"decode", j.prefer.url, "prefill", source, "tokens", d.Tokens,
 		"reused", c.Reused, "wait", c.Wait, "compute", c.Prefill, "transfer", c.Transfer,
 		"hidden", c.Hidden, "reported", d.Reported, "cached", d.Cached, "replica", d.Replica,
 		"predicted", c.TTFT(), "other", d.Other}
@@ -159,9 +186,9 @@ func (p *Proxy) learn(ctx context.Context, b *backend) {
 	if err != nil {
 		return
 	}
-	for i, d := range p.decode.all {
-		if peer := d.endpoint(); peer != "" {
-			p.placing.Learned(b.number, i, links.Path(peer))
+	for _, d := range p.decode.list() {
+		if peer := d.endpoint(); peer != "" && d != b.twin {
+			p.placing.Learned(b.number, d.number, links.Path(peer))
 		}
 	}
 }
@@ -176,16 +203,10 @@ func (p *Proxy) links(ctx context.Context, b *backend) (*placement.Links, error)
 
 // lost takes a back end that went down: its process may have ended with its cache.
 func (p *Proxy) lost(b *backend) {
+	b.forgetModels()
 	if p.placing == nil {
 		return
 	}
-	if p.tokens != nil {
-		p.reporters.forgetModels(b)
-		p.tokens.forget()
-	}
-	n := b.number
-	if b.role == roleDecode {
-		n += len(p.prefill.all)
-	}
-	p.placing.Lost(n)
+	p.tokens.forget()
+	p.placing.Lost(b.number)
 }

@@ -11,9 +11,9 @@
 // an answer that breaks never looks complete. When the client disconnects, the router cancels the
 // requests of both engines. What P keeps for a D that fails is released.
 //
-// Goroutines: Watch owns one clock, one health checker per back end, one asker of each sidecar, one
-// feed of KV events per engine that has them, and the senders of releases to each prefill engine,
-// and joins them; Serve owns the HTTP server and joins its requests. Each request owns at most one
+// Goroutines: Watch owns one health checker per back end, one asker of each sidecar, one feed of KV
+// events per engine that has them, and the senders of releases to each prefill engine, and joins
+// them; Serve owns the HTTP server and joins its requests. Each request owns at most one
 // goroutine for P and one guard for each of its engines, and joins them before its handler returns.
 package proxy
 
@@ -26,8 +26,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"slices"
-	"strconv"
 	"sync"
 	"time"
 
@@ -36,9 +34,7 @@ import (
 
 	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/internal/origin"
 	"github.com/kvspray/kvspray/internal/page"
-	"github.com/kvspray/kvspray/internal/redact"
 	"github.com/kvspray/kvspray/internal/spans"
 	"github.com/kvspray/kvspray/placement"
 )
@@ -133,8 +129,8 @@ type Proxy struct {
 	times   Times
 	log     *slog.Logger
 	unsent  admit.Log // releases: there can be one for each request
-	prefill *pool
-	decode  *pool
+	prefill pool
+	decode  pool
 	client  *http.Client
 	met     *metrics
 	reg     *prometheus.Registry
@@ -143,9 +139,13 @@ type Proxy struct {
 	spans   *spans.Recorder // nil: off
 	share   float64         // TraceShare
 
-	reporters reporters // nil: no engine has KV events
-	tokens    *tokenizer
-	routed    routed
+	tokens *tokenizer // nil: no policy
+	routed routed
+
+	changed chan struct{} // has a value after a change of members
+
+	mu      sync.Mutex // guards all below
+	members []*member
 }
 
 // New checks the configuration. It starts nothing.
@@ -153,14 +153,11 @@ func New(cfg Config) (*Proxy, error) {
 	if cfg.Mode = cmp.Or(cfg.Mode, Concurrent); cfg.Mode != Concurrent && cfg.Mode != PrefillFirst {
 		return nil, fmt.Errorf("proxy: mode %q is not one of %s, %s", cfg.Mode, Concurrent, PrefillFirst)
 	}
-	if len(cfg.Decode) == 0 {
-		return nil, errors.New("proxy: no decode engine; name at least one")
-	}
 	defaults := config.DefaultRouter()
 	p := &Proxy{mode: cfg.Mode, limit: cmp.Or(max(cfg.BodyBytes, 0), int64(defaults.MaxBody)),
 		log: cmp.Or(cfg.Log, slog.New(slog.DiscardHandler)),
 		reg: cmp.Or(cfg.Registry, prometheus.NewRegistry()), times: cfg.Times.orDefaults(),
-		slots: make(chan struct{}, maxInFlight)}
+		slots: make(chan struct{}, maxInFlight), changed: make(chan struct{}, 1)}
 	p.unsent.Logger = p.log
 	p.bodies.give(cmp.Or(cfg.BodiesBytes, int64(defaults.MaxBodies)))
 	p.met = newMetrics(p.reg)
@@ -173,118 +170,22 @@ func New(cfg Config) (*Proxy, error) {
 		},
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
-	var pre, dec []*backend
-	for i, e := range cfg.Prefill {
-		b, err := p.newBackend(rolePrefill, i, e)
-		if err != nil {
-			return nil, err
-		}
-		b.releases = make(chan release, releaseQueue)
-		b.identity.configured, b.identity.endpoint = e.Peer != "", e.Peer
-		if cfg.Mode == Concurrent && e.Peer == "" && e.Sidecar == "" {
-			return nil, fmt.Errorf("proxy: prefill engine %s: concurrent dispatch needs the endpoint of "+
-				"its sidecar; set peer to host:port or sidecar to a URL, or mode to %s", b.url, PrefillFirst)
-		}
-		pre = append(pre, b)
-	}
-	for i, e := range cfg.Decode {
-		b, err := p.newBackend(roleDecode, i, e)
-		if err != nil {
-			return nil, err
-		}
-		dec = append(dec, b)
-	}
-	twins := same(pre, dec)
-	rep, err := reports(&cfg)
-	if err != nil {
-		return nil, err
-	}
-	if p.placing, err = newPlacing(cfg, rep, twins, p.reg); err != nil {
+	var err error
+	if p.placing, err = newPlacing(cfg, p.reg); err != nil {
 		return nil, err
 	}
 	if err := p.trace(&cfg); err != nil {
 		return nil, err
 	}
-	p.prefill, p.decode = newPool(pre), newPool(dec)
-	if p.reporters = p.newReporters(&cfg); p.reporters != nil {
-		p.tokens = newTokenizer(len(dec), p.reg)
+	if p.placing != nil {
+		p.tokens = newTokenizer(p.reg)
 		p.reg.MustRegister(collector{p})
 	}
-	return p, nil
-}
-
-// same finds the engines that are in both lists, and makes them twins; nil: none.
-func same(pre, dec []*backend) []int {
-	var list []int
-	for i, d := range dec {
-		for j, p := range pre {
-			if p.url.String() == d.url.String() && !slices.Contains(list, j) {
-				if list == nil {
-					list = slices.Repeat([]int{-1}, len(dec))
-				}
-				list[i] = j
-				p.twin, d.twin = d, p
-				break
-			}
-		}
-	}
-	return list
-}
-
-// hostPort checks an address for dialing.
-func hostPort(addr string) error {
-	host, port, err := net.SplitHostPort(addr)
-	if err != nil { // it has the address, perhaps with a password
-		return errors.New("no host:port")
-	}
-	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
-		return errors.New("the port is not a number of 1 to 65535")
-	}
-	if host == "" {
-		return errors.New("the host is missing")
-	}
-	return nil
-}
-
-// newBackend reads the addresses of an engine.
-func (p *Proxy) newBackend(role string, number int, e Engine) (*backend, error) {
-	b := &backend{role: role, number: number,
-		health:   health{slowAfter: p.times.Slow, silentAfter: p.times.Silent, firstRest: p.times.Check},
-		identity: identity{role: role}}
-	var err error
-	if b.url, err = origin.Parse(e.URL); err != nil {
-		return nil, fmt.Errorf("proxy: %s engine: url %q: %w", role, redact.URL(e.URL), err)
-	}
-	for _, x := range []struct {
-		key, value, form string
-		check            func(string) error
-	}{
-		{"sidecar", e.Sidecar, "its http.listen as http://host:port", func(s string) (err error) {
-			b.sidecar, err = origin.Parse(s)
-			b.identity.sidecar = b.sidecar.String()
-			return err
-		}},
-		{"peer", e.Peer, "host:port, the sidecar's peer.listen", hostPort},
-		{"events", e.Events, "for instance tcp://engine:5557", endpoint},
-		{"replay", e.Replay, "for instance tcp://engine:5558", endpoint},
-	} {
-		if x.value == "" {
-			continue
-		}
-		if err := x.check(x.value); err != nil {
-			return nil, fmt.Errorf("proxy: %s engine %s: %s %q: %w; write %s", role, b.url, x.key,
-				redact.URL(x.value), err, x.form)
-		}
-	}
-	if e.Replay != "" && e.Events == "" {
-		return nil, fmt.Errorf("proxy: %s engine %s: replay %q without events; set both", role, b.url,
-			redact.URL(e.Replay))
-	}
-	return b, nil
+	return p, p.SetEngines(cfg.Prefill, cfg.Decode)
 }
 
 // Routes that a decode engine serves unchanged.
-var passed = []string{"GET /v1/models", "GET /version", "POST /tokenize", "POST /detokenize",
+var passed = []string{"GET /version", "POST /tokenize", "POST /detokenize",
 	"POST /v1/messages/count_tokens"}
 
 // The other routes.
@@ -296,11 +197,12 @@ const (
 	routeHealth      = "GET /health"
 	routeMetrics     = "GET /metrics"
 	routeRequests    = "GET /v1/requests"
+	routeModels      = "GET /v1/models"
 )
 
 // served lists the routes for the error about an unknown one.
 var served = append([]string{routeCompletions, routeChat, routeResponses, routeMessages,
-	routeHealth, routeMetrics, routeRequests}, passed...)
+	routeModels, routeHealth, routeMetrics, routeRequests}, passed...)
 
 //go:embed page.html
 var pageHTML string
@@ -321,39 +223,12 @@ func (p *Proxy) Handler() http.Handler {
 	for _, route := range passed {
 		serve(route, kindPassed)
 	}
+	mux.HandleFunc(routeModels, p.models)
 	mux.HandleFunc(routeHealth, p.health)
 	mux.Handle(routeMetrics, promhttp.HandlerFor(p.reg, promhttp.HandlerOpts{}))
 	mux.HandleFunc(routeRequests, p.requests)
 	page.Handle(mux, pageHTML, pageScript)
 	return p.orRefuse(mux)
-}
-
-// Watch checks the health of all back ends, follows their KV events, and sends releases, until ctx
-// ends.
-func (p *Proxy) Watch(ctx context.Context) {
-	p.spans.Start()
-	defer func() { _ = p.spans.Close() }() // it returns no error
-	var wg sync.WaitGroup
-	wg.Go(func() { p.pace(ctx) })
-	for _, b := range p.backends() {
-		asked := make(chan struct{})
-		if b.sidecar.IsZero() {
-			close(asked)
-		} else {
-			wg.Go(func() { p.watchSidecar(ctx, b, asked) })
-		}
-		wg.Go(func() { p.watch(ctx, b, asked) })
-	}
-	for _, b := range p.prefill.all {
-		wg.Go(func() { p.sendReleases(ctx, b) })
-	}
-	for _, r := range p.reporters {
-		if r != nil {
-			wg.Go(func() { r.feed.Run(ctx) })
-		}
-	}
-	wg.Wait()
-	p.client.CloseIdleConnections()
 }
 
 // Serve runs the proxy on a listener until ctx ends, then lets requests in flight finish for a
@@ -368,7 +243,7 @@ func (p *Proxy) Serve(ctx context.Context, l net.Listener) error {
 	serving, cut := context.WithCancel(context.WithoutCancel(ctx))
 	defer cut()
 
-	limited := newLimitedListener(l, connLimit(len(p.prefill.all)+len(p.decode.all)))
+	limited := newLimitedListener(l, connLimit(max(len(p.backends()), expectedEngines)))
 	srv := &http.Server{
 		Handler:           p.Handler(),
 		BaseContext:       func(net.Listener) context.Context { return serving },

@@ -205,23 +205,23 @@ func TestDecodeUnreachable(t *testing.T) {
 
 func TestTakeAlternatesAndSkips(t *testing.T) {
 	a, b := &backend{health: testHealth()}, &backend{health: testHealth()}
-	p := newPool([]*backend{a, b})
+	p := &pool{all: []*backend{a, b}}
 	counts := map[*backend]int{}
 	for range 10 {
-		counts[p.take(nil, candidate.takes)]++
+		counts[p.take(nil, "", candidate.takes)]++
 	}
 	if counts[a] != 5 || counts[b] != 5 {
 		t.Errorf("%v", counts)
 	}
 	a.done()
-	if got := p.take(nil, candidate.takes); got != a {
+	if got := p.take(nil, "", candidate.takes); got != a {
 		t.Error("the less loaded one was not taken")
 	}
-	if got := p.take(map[*backend]bool{a: true, b: true}, candidate.possible); got != nil {
+	if got := p.take(map[*backend]bool{a: true, b: true}, "", candidate.possible); got != nil {
 		t.Error("took one that was to be skipped")
 	}
 	a.outcome(errors.New("x"), signRefused, 0)
-	if got := p.take(nil, candidate.possible); got != b {
+	if got := p.take(nil, "", candidate.possible); got != b {
 		t.Error("took one that is down")
 	}
 }
@@ -299,7 +299,7 @@ func TestReasonWithoutAnEngine(t *testing.T) {
 			engine(down, true)},
 		"no decode engine is up": {engine(silent, false), engine(down, false)},
 	} {
-		if got := newPool(engines).none(roleDecode); got != want {
+		if got := (&pool{all: engines}).none(roleDecode); got != want {
 			t.Errorf("%q, want %q", got, want)
 		}
 	}

@@ -20,6 +20,7 @@ const (
 	codeNoEngine      = "no_decode_engine"
 	codeEngineFailed  = "decode_engine_failed"
 	codeInvalidTarget = "invalid_url"
+	codeUnknownModel  = "model_not_found"
 )
 
 // refuse answers in the form of the OpenAI API, whose clients read all four fields. An engine's
@@ -28,14 +29,18 @@ func (p *Proxy) refuse(w http.ResponseWriter, status int, code, message string) 
 	type failure struct {
 		Message string  `json:"message"`
 		Type    string  `json:"type"`
-		Param   *string `json:"param"` // never set here: engines check the fields
+		Param   *string `json:"param"` // engines check the other fields
 		Code    string  `json:"code"`
 	}
 	kind := "invalid_request_error"
 	if status >= http.StatusInternalServerError {
 		kind = "server_error"
 	}
-	body := marshal(map[string]failure{"error": {Message: message, Type: kind, Code: code}})
+	f := failure{Message: message, Type: kind, Code: code}
+	if code == codeUnknownModel {
+		f.Param = new("model")
+	}
+	body := marshal(map[string]failure{"error": f})
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Content-Length", strconv.Itoa(len(body)))
 	w.WriteHeader(status)

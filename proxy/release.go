@@ -31,7 +31,16 @@ type hold struct {
 func (j *job) hold(pre *backend, params json.RawMessage) {
 	if own := ownParams(params); own.Xfer != "" && own.Peer != "" {
 		j.held = append(j.held, hold{pre, own})
+		pre.mu.Lock()
+		pre.holds++
+		pre.mu.Unlock()
 	}
+}
+
+func (h hold) end() {
+	h.pre.mu.Lock()
+	h.pre.holds--
+	h.pre.mu.Unlock()
 }
 
 // release is a request that ends what a prefill engine keeps.
@@ -49,6 +58,7 @@ func (j *job) release() {
 		used = ownParams(j.used).Xfer
 	}
 	for _, h := range j.held {
+		defer h.end()
 		if h.own.Xfer == used {
 			continue
 		}

@@ -36,6 +36,7 @@ type request struct {
 	kind    kind
 	raw     []byte // of kindPassed, which has no fields
 	fields  map[string]json.RawMessage
+	model   string // empty: none is named
 	prompts int    // entries of the prompt list; 1 without a list
 	n       int    // answers per prompt
 	alone   string // why D must serve it alone; empty: it can be split
@@ -50,6 +51,11 @@ func parseRequest(k kind, body []byte) (*request, error) {
 	r := &request{kind: k, prompts: 1, n: 1}
 	if k == kindPassed {
 		r.raw = body
+		var x struct {
+			Model string `json:"model"`
+		}
+		_ = json.Unmarshal(body, &x) // another form names none: the engine refuses it
+		r.model = x.Model
 		return r, nil
 	}
 	if err := json.Unmarshal(body, &r.fields); err != nil {
@@ -62,6 +68,7 @@ func parseRequest(k kind, body []byte) (*request, error) {
 		delete(r.fields, key)
 	}
 	withoutParams(r.fields)
+	_ = json.Unmarshal(r.fields["model"], &r.model) // another form: the engine refuses it
 	if raw, ok := r.fields["n"]; ok && !isNull(raw) {
 		if err := json.Unmarshal(raw, &r.n); err != nil || r.n < 1 {
 			r.alone, r.n = "invalid n", 1

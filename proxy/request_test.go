@@ -141,10 +141,10 @@ func TestPass(t *testing.T) {
 
 func TestNewRefuses(t *testing.T) {
 	for name, c := range map[string]Config{
-		"no decode": {},
-		"mode":      {Decode: decoders("http://a:1"), Mode: "x"},
-		"url":       {Decode: decoders("a:1")},
-		"no peer":   {Decode: decoders("http://a:1"), Prefill: []Engine{{URL: "http://p:1"}}},
+		"twice":   {Decode: decoders("http://a:1", "http://a:1/")},
+		"mode":    {Decode: decoders("http://a:1"), Mode: "x"},
+		"url":     {Decode: decoders("a:1")},
+		"no peer": {Decode: decoders("http://a:1"), Prefill: []Engine{{URL: "http://p:1"}}},
 		"bad port": {Decode: decoders("http://a:1"), Prefill: []Engine{{URL: "http://p:1",
 			Peer: "x:y"}}},
 		"port 0": {Decode: decoders("http://a:1"), Prefill: []Engine{{URL: "http://p:1",

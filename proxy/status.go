@@ -33,12 +33,12 @@ func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
 	w.Header().Set("Content-Type", "application/json")
 	status := "ok"
 	switch {
-	case !p.decode.any(nil, candidate.possible):
+	case !p.decode.any(nil, "", candidate.possible):
 		status = p.decode.none(roleDecode)
 		w.WriteHeader(http.StatusServiceUnavailable)
-	case !p.decode.any(nil, candidate.takes):
+	case !p.decode.any(nil, "", candidate.takes):
 		status = "degraded: no decode engine is fit"
-	case len(p.prefill.all) > 0 && !p.prefill.any(nil, candidate.takes):
+	case len(p.prefill.list()) > 0 && !p.prefill.any(nil, "", candidate.takes):
 		status = "degraded: " + p.prefill.none(rolePrefill)
 	}
 	// the client may be gone

@@ -44,7 +44,6 @@ type tokenizer struct {
 	results *prometheus.CounterVec
 	slots   chan struct{}
 	turn    atomic.Uint32
-	engines []mute // decode engines by their number
 
 	mu     sync.Mutex // guards all below
 	kept   map[[sha256.Size]byte]*list.Element
@@ -74,8 +73,8 @@ type answer struct {
 	tokens []uint32
 }
 
-func newTokenizer(engines int, reg prometheus.Registerer) *tokenizer {
-	t := &tokenizer{slots: make(chan struct{}, tokenizeAtOnce), engines: make([]mute, engines),
+func newTokenizer(reg prometheus.Registerer) *tokenizer {
+	t := &tokenizer{slots: make(chan struct{}, tokenizeAtOnce),
 		kept: map[[sha256.Size]byte]*list.Element{},
 		results: counterVec("tokenizations_total", "Prompts, by the source of their tokens.",
 			"result")}
@@ -122,10 +121,7 @@ func (t *tokenizer) forget() {
 // it. authorization is the client's header. nil: the policy takes the prompt's text.
 func (p *Proxy) tokensOf(ctx context.Context, r *request, authorization string) (tokens []uint32,
 	about []bool) {
-	if p.reporters == nil {
-		return nil, nil
-	}
-	if about = p.reporters.about(r.modelOf()); about == nil {
+	if about = p.about(r.model); about == nil {
 		return nil, nil
 	}
 	tokens, result := p.tokenize(ctx, r, authorization)
@@ -147,7 +143,7 @@ func (p *Proxy) tokenize(ctx context.Context, r *request, authorization string) 
 	if tokens, ok := t.get(key); ok {
 		return tokens, tokensKept
 	}
-	b := p.tokenizing()
+	b := p.tokenizing(r.model)
 	if b == nil {
 		return nil, tokensFailed
 	}
@@ -163,19 +159,20 @@ func (p *Proxy) tokenize(ctx context.Context, r *request, authorization string) 
 		t.put(key, tokens)
 		return tokens, tokensAsked
 	case errors.Is(err, errTokens): // of this question only: others may be answered
-	case ctx.Err() == nil && t.engines[b.number].fail(time.Now()):
+	case ctx.Err() == nil && b.mute.fail(time.Now()):
 		p.log.Warn("an engine does not answer POST /tokenize in time: hits of such prompts are guesses",
 			"url", b.url, "err", err)
 	}
 	return nil, tokensFailed
 }
 
-// tokenizing is an engine that is up and not paused, by turns; nil: there is none.
-func (p *Proxy) tokenizing() *backend {
-	all, now := p.decode.all, time.Now()
-	first := int(p.tokens.turn.Add(1) % uint32(len(all)))
+// tokenizing is an engine for a model that is up and not paused, by turns; nil: there is none.
+func (p *Proxy) tokenizing(model string) *backend {
+	all, now := p.decode.list(), time.Now()
+	first := int(p.tokens.turn.Add(1) % uint32(max(len(all), 1)))
 	for i := range all {
-		if b := all[(first+i)%len(all)]; b.takes() && !p.tokens.engines[b.number].paused(now) {
+		b := all[(first+i)%len(all)]
+		if c := b.candidate(now, model); c.takes() && c.serves == servesIt && !b.mute.paused(now) {
 			return b
 		}
 	}

@@ -50,6 +50,14 @@ func NewTable(blocks, holders int) *Table {
 		holders: min(holders, MaxHolders)}
 }
 
+// Grow raises the number of holders.
+func (t *Table) Grow(holders int) {
+	t.holders = max(t.holders, min(holders, MaxHolders))
+	for i, b := range t.bitmaps {
+		t.bitmaps[i] = append(b, make([]uint64, (t.holders+63)/64-len(b))...)
+	}
+}
+
 // Blocks is the number of blocks in the table.
 func (t *Table) Blocks() int { return t.blocks }
 

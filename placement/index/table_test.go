@@ -85,6 +85,24 @@ func TestLookupCountsWithoutGaps(t *testing.T) {
 	}
 }
 
+// A table that grows keeps its blocks, also those with many holders.
+func TestGrow(t *testing.T) {
+	tab := NewTable(4, 60)
+	for h := range 60 {
+		tab.Add(7, h)
+	}
+	tab.Grow(130)
+	tab.Grow(10) // less than it has
+	if !tab.Add(7, 129) || tab.Add(7, 130) {
+		t.Error("a holder that came with the growth, or one that does not exist")
+	}
+	hits := make([]int, 130)
+	tab.Lookup([]uint64{7}, hits)
+	if hits[59] != 1 || hits[60] != 0 || hits[129] != 1 {
+		t.Errorf("%v", hits)
+	}
+}
+
 // An eighth of ten million blocks takes an eighth of 300 MiB: the table has slots by powers of two.
 // Blocks above the bound are counted.
 func TestMemoryOfBlocks(t *testing.T) {

@@ -44,24 +44,51 @@ func LeftReasons() []string { return leftReasons[:] }
 // cache is what engines report about their caches: blocks of tokens. Each engine has two holders in
 // the table: one for its GPU, and one for any tier.
 type cache struct {
-	prefix  index.Prefix
-	holders []*Holder // nil: an engine that reports nothing
+	prefix index.Prefix
 
-	mu    sync.RWMutex // guards table; no call holds it for longer than blocksAtOne blocks take
-	table *index.Table
+	// guards all below; no call holds it for longer than blocksAtOne blocks take
+	mu      sync.RWMutex
+	holders []*Holder // nil: an engine that reports nothing
+	table   *index.Table
 }
 
-func newCache(reports []bool) *cache {
-	c := &cache{prefix: index.NewPrefix(), table: index.NewTable(maxCached, 2*len(reports)),
-		holders: make([]*Holder, len(reports))}
-	for i, does := range reports {
-		if does {
-			h := &Holder{c: c, engine: i, held: index.NewHeld(maxHeld)}
-			h.usable.Store(unusable)
-			c.holders[i] = h
-		}
+func newCache() *cache {
+	return &cache{prefix: index.NewPrefix(), table: index.NewTable(maxCached, 0)}
+}
+
+// holder makes the holder of an engine.
+func (c *cache) holder(engine int) *Holder {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if more := engine + 1 - len(c.holders); more > 0 {
+		c.holders = append(c.holders, make([]*Holder, more)...)
+		c.table.Grow(2 * len(c.holders))
 	}
-	return c
+	if c.holders[engine] == nil {
+		h := &Holder{c: c, engine: engine, held: index.NewHeld(maxHeld)}
+		h.usable.Store(unusable)
+		c.holders[engine] = h
+	}
+	return c.holders[engine]
+}
+
+// remove drops the holder of an engine, if it has one.
+func (c *cache) remove(engine int) {
+	list := c.all()
+	if engine >= len(list) || list[engine] == nil {
+		return
+	}
+	list[engine].Live(false)
+	list[engine].Void()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.holders[engine] = nil
+}
+
+func (c *cache) all() []*Holder {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	return slices.Clone(c.holders)
 }
 
 // Holder takes the reports of one engine. It is a feed's sink: Live, Void and Apply are for the
@@ -256,6 +283,14 @@ type hit struct {
 	gpu, any int  // any: in any tier
 }
 
+// hitOf is that of an engine, which may be newer than the list.
+func hitOf(list []hit, engine int) hit {
+	if engine < len(list) {
+		return list[engine]
+	}
+	return hit{}
+}
+
 // blockKeys are the hashes of a prompt's blocks of one size, for the engines that have that size.
 type blockKeys struct {
 	size    int // 0: these engines reported nothing yet, and have nothing
@@ -266,8 +301,8 @@ type blockKeys struct {
 // keys hashes a prompt for all engines that report. about has those that serve its model.
 func (c *cache) keys(tokens []uint32, about []bool) []blockKeys {
 	list := []blockKeys{}
-	for i, h := range c.holders {
-		if h == nil || !about[i] {
+	for i, h := range c.all() {
+		if h == nil || i >= len(about) || !about[i] {
 			continue
 		}
 		size := int(h.usable.Load())
@@ -292,12 +327,13 @@ func (c *cache) keys(tokens []uint32, about []bool) []blockKeys {
 
 // find returns what engines have of a prompt.
 func (c *cache) find(list []blockKeys) []hit {
-	hits := make([]hit, len(c.holders))
+	n := len(c.all())
+	hits := make([]hit, n)
 	var blocks []int
 	for _, b := range list {
 		if b.size > 0 {
 			if blocks == nil {
-				blocks = make([]int, 2*len(c.holders))
+				blocks = make([]int, 2*n)
 			}
 			c.mu.RLock()
 			c.table.Lookup(b.keys, blocks)
@@ -334,7 +370,7 @@ func (c *cache) bytes() int {
 	c.mu.RLock()
 	n := c.table.Bytes()
 	c.mu.RUnlock()
-	for _, h := range c.holders {
+	for _, h := range c.all() {
 		if h != nil {
 			n += int(h.bytes.Load())
 		}

@@ -58,9 +58,9 @@ func apply(h *Holder, events ...kvevents.Event) {
 }
 
 func newTestCache(engines int) *cache {
-	c := newCache(slices.Repeat([]bool{true}, engines))
-	for _, h := range c.holders {
-		h.Live(true)
+	c := newCache()
+	for i := range engines {
+		c.holder(i).Live(true)
 	}
 	return c
 }
@@ -185,7 +185,7 @@ func TestMeasureDecisionsBesideReports(t *testing.T) {
 
 // besideReports returns the longest time of a decision.
 func besideReports(t *testing.T, decisions int) (worst time.Duration) {
-	p := newPlacer(t, Config{Policy: Cache, Decode: 1, Reports: []bool{true}})
+	p := newPlacer(t, Config{Policy: Cache}, 0, 1)
 	h := p.Holder(0)
 	h.held = index.NewHeld(1 << 12) // full soon
 	h.Live(true)
@@ -277,7 +277,7 @@ func TestRandomReports(t *testing.T) {
 
 // Reports replace what the router remembers, but for requests in flight.
 func TestReportsDecide(t *testing.T) {
-	p := newPlacer(t, Config{Policy: Cache, Decode: 2, Reports: []bool{true, true}})
+	p := newPlacer(t, Config{Policy: Cache}, 0, 2)
 	for i := range 2 {
 		p.Holder(i).Live(true)
 	}
@@ -311,6 +311,10 @@ func TestReportsDecide(t *testing.T) {
 		t.Errorf("%+v", d)
 	}
 	p.Ended(d, began)
+	p.Remove(other)
+	if n := p.cache.table.Blocks(); n != 0 {
+		t.Errorf("%d blocks of an engine that has ended", n)
+	}
 	if n := len(p.flying[0]) + len(p.flying[1]); n != 0 {
 		t.Errorf("%d requests in flight", n)
 	}

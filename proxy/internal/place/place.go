@@ -71,19 +71,17 @@ const (
 
 // Config configures a Placer.
 type Config struct {
-	Policy          Policy
-	Prefill, Decode int     // engines
-	TokenBytes      float64 // of KV cache; 0: 131072
-	Concurrent      bool    // prefill and decode are dispatched at once
-	Calibration     *placement.Calibration
-	Reports         []bool // engines that report their caches, first those that prefill; nil: none
-	// Same has for each decode engine the prefill engine that it is, or -1; nil: all are different.
-	Same      []int
-	Replicate int // 0: DefaultReplicate; negative: never
+	Policy      Policy
+	TokenBytes  float64 // of KV cache; 0: 131072
+	Concurrent  bool    // prefill and decode are dispatched at once
+	Calibration *placement.Calibration
+	Replicate   int // 0: DefaultReplicate; negative: never
 }
 
 // account is the work of one engine that has no first token yet.
 type account struct {
+	used     bool        // an engine has it
+	prefills bool        // its engine sends caches to others
 	queue    []*Decision // the oldest one is computed
 	work     float64     // predicted seconds of queue
 	running  int         // requests from the first token on
@@ -101,12 +99,9 @@ func (a *account) wait(now time.Time) float64 {
 	return max(0, a.work-min(a.queue[0].work, now.Sub(a.progress).Seconds()))
 }
 
-// Placer decides for requests. In its methods prefill engines have the numbers from 0, and decode
-// engines follow. One that does both has two numbers there, and one account.
+// Placer decides for requests. Add numbers the engines.
 type Placer struct {
 	cfg  Config
-	at   []int // the account of each number
-	role []int // the decode engine of each account; -1: it only prefills
 	kind placement.Kind
 	fit  placement.Fabric // of a prefill
 	link placement.Path   // without a learned rate
@@ -127,7 +122,7 @@ type Placer struct {
 	state      placement.State // of one decision
 	hits, more []int
 
-	cache *cache // what engines report; nil: none does
+	cache *cache // what engines report
 }
 
 // New checks the configuration; ByLoad has no Placer.
@@ -148,11 +143,6 @@ func New(cfg Config) (*Placer, error) {
 	default:
 		return nil, fmt.Errorf("policy %q is not one of %v", cfg.Policy, Policies())
 	}
-	if n := cfg.Prefill + cfg.Decode; n > maxEngines {
-		return nil, fmt.Errorf("%d engines: a policy takes at most %d", n, maxEngines)
-	}
-	p.number()
-	n := len(p.role)
 	if p.cfg.Replicate == 0 {
 		p.cfg.Replicate = DefaultReplicate
 	}
@@ -170,48 +160,80 @@ func New(cfg Config) (*Placer, error) {
 			p.link = placement.Path{Fixed: f.Fixed, Rate: f.Rate}
 		}
 	}
-	p.accounts = make([]account, n)
-	p.paths = placement.NewMatrix(n)
-	for from := range cfg.Prefill {
-		for _, to := range p.at[cfg.Prefill:] {
-			p.paths.Set(from, to, p.link)
-		}
-	}
-	p.young, p.old = index.NewTable(p.chunks, n), index.NewTable(p.chunks, n)
-	p.state = placement.State{Engines: make([]placement.Engine, n), Network: p.paths}
+	p.young, p.old = index.NewTable(p.chunks, 0), index.NewTable(p.chunks, 0)
 	if cfg.Concurrent {
 		p.state.Overlap = overlap
 	}
-	p.hits, p.more = make([]int, n), make([]int, n)
-	p.flying = make([][]*Decision, n)
-	if cfg.Reports != nil {
-		p.cache = newCache(p.byAccount(cfg.Reports))
-	}
+	p.growLocked(0)
+	p.cache = newCache()
 	return p, nil
 }
 
-// number gives engines their accounts: those that prefill first.
-func (p *Placer) number() {
-	for i := range p.cfg.Prefill {
-		p.at, p.role = append(p.at, i), append(p.role, -1)
-	}
-	for i := range p.cfg.Decode {
-		if len(p.cfg.Same) > i && p.cfg.Same[i] >= 0 {
-			p.at = append(p.at, p.cfg.Same[i])
-			p.role[p.cfg.Same[i]] = i
-			continue
+// Add takes new engines, and returns their numbers. prefills has for each whether it sends caches
+// to other engines.
+func (p *Placer) Add(prefills ...bool) ([]int, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var list []int
+	for i := range p.accounts {
+		a := &p.accounts[i]
+		// A request may still be in flight at the engine that had this number before.
+		if !a.used && len(a.queue)+a.running+len(p.flying[i]) == 0 && len(list) < len(prefills) {
+			list = append(list, i)
+			p.forgetLocked(i)
 		}
-		p.at, p.role = append(p.at, len(p.role)), append(p.role, i)
 	}
+	n := len(p.accounts) + len(prefills) - len(list)
+	if n > maxEngines {
+		return nil, fmt.Errorf("%d engines: a policy takes at most %d", n, maxEngines)
+	}
+	for i := len(p.accounts); i < n; i++ {
+		list = append(list, i)
+	}
+	p.growLocked(n)
+	for i, e := range list {
+		p.accounts[e] = account{used: true, prefills: prefills[i]}
+	}
+	for _, e := range list {
+		for i := range p.accounts {
+			p.setPathLocked(e, i, p.link)
+			p.setPathLocked(i, e, p.link)
+		}
+	}
+	return list, nil
 }
 
-// byAccount has what is true of any number of an account.
-func (p *Placer) byAccount(list []bool) []bool {
-	out := make([]bool, len(p.role))
-	for i, yes := range list {
-		out[p.at[i]] = out[p.at[i]] || yes
+// Remove takes the end of an engine. Requests in flight there still end as those of others. The
+// holder's feed has ended.
+func (p *Placer) Remove(engine int) {
+	p.cache.remove(engine)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.accounts[engine].used = false
+}
+
+// growLocked makes places for n engines.
+func (p *Placer) growLocked(n int) {
+	old, paths := len(p.accounts), placement.NewMatrix(n)
+	for from := range old {
+		for to := range old {
+			paths.Set(from, to, p.paths.Path(from, to))
+		}
 	}
-	return out
+	p.paths, p.state.Network = paths, paths
+	p.accounts = append(p.accounts, make([]account, n-old)...)
+	p.flying = append(p.flying, make([][]*Decision, n-old)...)
+	p.state.Engines, p.hits, p.more = make([]placement.Engine, n), make([]int, n), make([]int, n)
+	p.young.Grow(n)
+	p.old.Grow(n)
+}
+
+// setPathLocked sets a path between two engines; that from one that sends nothing has no rate.
+func (p *Placer) setPathLocked(from, to int, path placement.Path) {
+	if !p.accounts[from].prefills {
+		path = placement.Path{}
+	}
+	p.paths.Set(from, to, path)
 }
 
 // Request is what a decision needs of a request.
@@ -225,18 +247,13 @@ type Request struct {
 	About  []bool
 }
 
-// Holder takes the reports of an engine; nil: it makes none.
-func (p *Placer) Holder(engine int) *Holder {
-	if p.cache == nil {
-		return nil
-	}
-	return p.cache.holders[p.at[engine]]
-}
+// Holder takes the reports of an engine.
+func (p *Placer) Holder(engine int) *Holder { return p.cache.holder(engine) }
 
 // Decision is a choice for one request, until Answered and Ended.
 type Decision struct {
-	Decode  int // number among the decode engines
-	Prefill int // among the prefill engines; -1: the decode engine computes alone
+	Decode  int
+	Prefill int // -1: the decode engine computes alone
 	Tokens  int // estimated, unless the request has them
 	Choice  placement.Choice
 	// Other is the prediction of the best choice whose answer another engine gives; 0: none.
@@ -280,11 +297,11 @@ func (p *Placer) keys(r *Request) []uint64 {
 	return keys
 }
 
-// Decide chooses engines and takes the request into their accounts. up has a value for each prefill
-// engine, then for each decode engine. false: the policy has no choice, for instance because no
-// prefill engine is up.
-func (p *Placer) Decide(r *Request, up []bool, now time.Time) (*Decision, bool) {
-	return p.decide(r, p.hash(r), up, now)
+// Decide chooses engines and takes the request into their accounts. roles has what each engine can
+// do for it: an engine that decodes can always prefill for itself. false: the policy has no choice,
+// for instance because no prefill engine is up.
+func (p *Placer) Decide(r *Request, roles []placement.Role, now time.Time) (*Decision, bool) {
+	return p.decide(r, p.hash(r), roles, now)
 }
 
 // hashes are those of a prompt's chunks, and of its blocks for each block size.
@@ -295,13 +312,14 @@ type hashes struct {
 
 func (p *Placer) hash(r *Request) hashes {
 	h := hashes{chunks: p.keys(r)}
-	if len(r.Tokens) > 0 && p.cache != nil && len(r.About) == len(p.at) {
-		h.blocks = p.cache.keys(r.Tokens, p.byAccount(r.About))
+	if len(r.Tokens) > 0 && r.About != nil {
+		h.blocks = p.cache.keys(r.Tokens, r.About)
 	}
 	return h
 }
 
-func (p *Placer) decide(r *Request, h hashes, up []bool, now time.Time) (*Decision, bool) {
+func (p *Placer) decide(r *Request, h hashes, roles []placement.Role, now time.Time) (*Decision,
+	bool) {
 	d := &Decision{keys: h.chunks, at: now, Tokens: max(1, len(r.Text)/tokenText)}
 	chunk := float64(chunkBytes) / tokenText // tokens
 	var reported []hit
@@ -314,7 +332,7 @@ func (p *Placer) decide(r *Request, h hashes, up []bool, now time.Time) (*Decisi
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.see(up, now)
+	p.see(roles, now)
 	p.lookup(d.keys, chunk, reported)
 	p.turn++
 	a := placement.Ask{Tokens: d.Tokens, TokenBytes: p.cfg.TokenBytes, Hits: p.hits, Kinds: p.kind,
@@ -326,10 +344,10 @@ func (p *Placer) decide(r *Request, h hashes, up []bool, now time.Time) (*Decisi
 	if !ok {
 		return nil, false
 	}
-	if copied, ok := p.replicate(d, &a, c, chunk); ok {
+	if copied, ok := p.replicate(d, &a, c, chunk, roles); ok {
 		c = copied
 	}
-	d.Choice, d.Decode, d.Prefill, d.compute = c, p.role[c.Engine], -1, c.Engine
+	d.Choice, d.Decode, d.Prefill, d.compute = c, c.Engine, -1, c.Engine
 	if c.Kind == placement.Pair {
 		d.Prefill, d.compute = c.Source, c.Source
 	}
@@ -341,7 +359,8 @@ func (p *Placer) decide(r *Request, h hashes, up []bool, now time.Time) (*Decisi
 	p.state.Engines[c.Engine].Role = e
 
 	if reported != nil {
-		d.Reported, d.Cached = reported[d.compute].known, reported[d.compute].gpu
+		x := hitOf(reported, d.compute)
+		d.Reported, d.Cached = x.known, x.gpu
 	}
 	acc := &p.accounts[d.compute]
 	d.work, d.factor = c.Prefill, acc.learned.Factor()
@@ -373,28 +392,17 @@ func (p *Placer) choose(a *placement.Ask) (placement.Choice, bool) {
 }
 
 // see writes the state of all engines.
-func (p *Placer) see(up []bool, now time.Time) {
-	for i := range p.state.Engines {
-		p.state.Engines[i] = placement.Engine{}
-	}
-	for number, i := range p.at {
-		acc, e := &p.accounts[i], &p.state.Engines[i]
-		if !up[number] {
-			if number >= p.cfg.Prefill {
-				*e = placement.Engine{} // of the two checks of one engine one has failed
-			}
-			continue
-		}
-		if number >= p.cfg.Prefill && i < p.cfg.Prefill && e.Role == 0 {
+func (p *Placer) see(roles []placement.Role, now time.Time) {
+	clear(p.state.Engines)
+	for i, role := range roles[:min(len(roles), len(p.accounts))] {
+		acc := &p.accounts[i]
+		if role == 0 || !acc.used {
 			continue
 		}
 		f := acc.learned.Factor()
-		*e = placement.Engine{Role: placement.Prefill, Wait: acc.wait(now),
+		p.state.Engines[i] = placement.Engine{Role: role, Wait: acc.wait(now),
 			PrefillFixed: f * p.fit.Fixed, PrefillRate: p.fit.Rate / f, Running: acc.running,
 			Arrivals: acc.arrived.At(now.Sub(p.start).Seconds())}
-		if number >= p.cfg.Prefill {
-			e.Role = placement.Both
-		}
 	}
 }
 
@@ -404,13 +412,11 @@ func (p *Placer) lookup(keys []uint64, chunk float64, reported []hit) {
 	p.old.Lookup(keys, p.more)
 	for i := range p.hits {
 		n := max(p.hits[i], p.more[i])
-		if reported != nil && reported[i].known {
+		x := hitOf(reported, i)
+		if x.known {
 			n = p.inFlight(keys, i)
 		}
-		p.hits[i] = int(float64(n) * chunk)
-		if reported != nil && reported[i].known {
-			p.hits[i] = max(p.hits[i], reported[i].any)
-		}
+		p.hits[i] = max(int(float64(n)*chunk), x.any)
 	}
 }
 
@@ -464,7 +470,7 @@ func (p *Placer) hot(keys []uint64, engine, shortest int) int {
 // A copy ends when its engine evicts it. The request waits at most as long as an idle engine
 // computes.
 func (p *Placer) replicate(d *Decision, a *placement.Ask, c placement.Choice,
-	chunk float64) (placement.Choice, bool) {
+	chunk float64, roles []placement.Role) (placement.Choice, bool) {
 	if p.cfg.Replicate < 0 {
 		return c, false
 	}
@@ -502,8 +508,8 @@ func (p *Placer) replicate(d *Decision, a *placement.Ask, c placement.Choice,
 	}
 	x, ok := placement.Decide(&p.state, a)
 	for i := range engines {
-		if is[i] != want && p.role[i] >= 0 && engines[i].Role != 0 {
-			engines[i].Role = placement.Both
+		if engines[i].Role != 0 {
+			engines[i].Role = roles[i]
 		}
 	}
 	if !ok {
@@ -619,18 +625,22 @@ func (p *Placer) Ended(d *Decision, now time.Time) {
 func (p *Placer) Lost(engine int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.young.RemoveAll(p.at[engine])
-	p.old.RemoveAll(p.at[engine])
+	p.forgetLocked(engine)
 }
 
-// Learned takes the path from a prefill engine to a decode engine, by their numbers.
-func (p *Placer) Learned(prefill, decode int, path placement.Path) {
+func (p *Placer) forgetLocked(engine int) {
+	p.young.RemoveAll(engine)
+	p.old.RemoveAll(engine)
+}
+
+// Learned takes the path from an engine that prefills to another one.
+func (p *Placer) Learned(from, to int, path placement.Path) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if path.Rate <= 0 {
 		path = p.link
 	}
-	p.paths.Set(p.at[prefill], p.at[p.cfg.Prefill+decode], path)
+	p.setPathLocked(from, to, path)
 }
 
 // Stats are for metrics.
@@ -645,8 +655,6 @@ func (p *Placer) Stats() Stats {
 	p.mu.Lock()
 	s := Stats{Blocks: p.young.Blocks() + p.old.Blocks(), Forgot: p.forgot}
 	p.mu.Unlock()
-	if p.cache != nil {
-		s.Bytes = p.cache.bytes()
-	}
+	s.Bytes = p.cache.bytes()
 	return s
 }

@@ -15,24 +15,43 @@ import (
 
 var began = time.Unix(1_000_000, 0)
 
-func newPlacer(t *testing.T, cfg Config) *Placer {
+// fleet is a placer of engines that are all up.
+type fleet struct {
+	*Placer
+	roles []placement.Role
+}
+
+// newPlacer has engines that only prefill, and then others that only decode.
+func newPlacer(t testing.TB, cfg Config, prefill, decode int) *fleet {
 	t.Helper()
 	p, err := New(cfg)
 	if err != nil || p == nil {
 		t.Fatal(err)
 	}
-	return p
+	f := &fleet{p, slices.Concat(slices.Repeat([]placement.Role{placement.Prefill}, prefill),
+		slices.Repeat([]placement.Role{placement.Both}, decode))}
+	prefills := make([]bool, prefill+decode)
+	for i := range prefill {
+		prefills[i] = true
+	}
+	f.add(t, prefills...)
+	return f
+}
+
+func (f *fleet) add(t testing.TB, prefills ...bool) []int {
+	t.Helper()
+	list, err := f.Add(prefills...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return list
 }
 
 func text(n int, fill byte) []byte { return bytes.Repeat([]byte{fill}, n) }
 
-func decide(t *testing.T, p *Placer, r *Request, at time.Duration) *Decision {
+func decide(t *testing.T, p *fleet, r *Request, at time.Duration) *Decision {
 	t.Helper()
-	up := make([]bool, p.cfg.Prefill+p.cfg.Decode)
-	for i := range up {
-		up[i] = true
-	}
-	d, ok := p.Decide(r, up, began.Add(at))
+	d, ok := p.Decide(r, p.roles, began.Add(at))
 	if !ok {
 		t.Fatal("no choice")
 	}
@@ -41,7 +60,7 @@ func decide(t *testing.T, p *Placer, r *Request, at time.Duration) *Decision {
 
 // A second turn runs where the first one did, until that engine's queue costs more than the hit.
 func TestAutoWeighsHitsAgainstQueues(t *testing.T) {
-	p := newPlacer(t, Config{Policy: Auto, Decode: 4})
+	p := newPlacer(t, Config{Policy: Auto}, 0, 4)
 	first := decide(t, p, &Request{Text: text(40_000, 'a')}, 0)
 	p.Answered(first, true, true, began.Add(2*time.Second))
 	p.Ended(first, began.Add(3*time.Second))
@@ -69,7 +88,7 @@ func TestAutoWeighsHitsAgainstQueues(t *testing.T) {
 
 // Those who wait behind a request that takes longer than predicted still wait for each other.
 func TestWaitBehindALongRequest(t *testing.T) {
-	p := newPlacer(t, Config{Policy: Auto, Decode: 1})
+	p := newPlacer(t, Config{Policy: Auto}, 0, 1)
 	wait := func(at time.Duration) float64 { return p.accounts[0].wait(began.Add(at)) }
 	first := decide(t, p, &Request{Text: text(16_000, 'a')}, 0) // a second
 	second := decide(t, p, &Request{Text: text(8000, 'b')}, 0)
@@ -96,7 +115,7 @@ func TestWaitBehindALongRequest(t *testing.T) {
 
 func TestPolicies(t *testing.T) {
 	for policy, want := range map[Policy]placement.Kind{Fetch: placement.Pair, Local: placement.Run} {
-		p := newPlacer(t, Config{Policy: policy, Prefill: 2, Decode: 2, Concurrent: true})
+		p := newPlacer(t, Config{Policy: policy, Concurrent: true}, 2, 2)
 		d := decide(t, p, &Request{Text: text(9000, 'a')}, 0)
 		if d.Choice.Kind != want || (d.Prefill >= 0) != (want == placement.Pair) {
 			t.Errorf("%s: %+v", policy, d)
@@ -105,7 +124,7 @@ func TestPolicies(t *testing.T) {
 			t.Errorf("%s: a request that cannot be split is: %+v", policy, d)
 		}
 	}
-	p := newPlacer(t, Config{Policy: Cache, Decode: 2})
+	p := newPlacer(t, Config{Policy: Cache}, 0, 2)
 	first := decide(t, p, &Request{Text: text(9000, 'a')}, 0)
 	for i := range 5 { // however long the queue is
 		if d := decide(t, p, &Request{Text: text(9000, 'a')}, 0); d.Decode != first.Decode {
@@ -115,21 +134,60 @@ func TestPolicies(t *testing.T) {
 	if p, err := New(Config{Policy: ByLoad}); p != nil || err != nil {
 		t.Errorf("%v, %v", p, err)
 	}
-	for _, bad := range []Config{{Policy: "best"}, {Policy: Auto, TokenBytes: -1},
-		{Policy: Auto, Decode: maxEngines + 1}} {
+	for _, bad := range []Config{{Policy: "best"}, {Policy: Auto, TokenBytes: -1}} {
 		if p, err := New(bad); err == nil {
 			t.Errorf("%+v: %v", bad, p)
 		}
 	}
-	if _, ok := newPlacer(t, Config{Policy: Auto, Decode: 1}).Decide(&Request{}, []bool{false},
-		began); ok {
+	x := newPlacer(t, Config{Policy: Auto}, 0, 1)
+	if list, err := x.Add(make([]bool, maxEngines)...); err == nil {
+		t.Errorf("%d more engines", len(list))
+	}
+	if _, ok := x.Decide(&Request{}, []placement.Role{0}, began); ok {
 		t.Error("a choice of an engine that is down")
+	}
+}
+
+// An engine that comes has no hit of the one that had its number. That number is not free while a
+// request is in flight there, and other engines keep what they have.
+func TestEnginesComeAndGo(t *testing.T) {
+	p := newPlacer(t, Config{Policy: Cache}, 1, 1)
+	first := decide(t, p, &Request{Text: text(9000, 'a'), Alone: true}, 0)
+	p.Answered(first, true, true, began)
+	p.Remove(1)
+	p.roles[1] = 0
+	if d, ok := p.Decide(&Request{Text: text(9000, 'b')}, p.roles, began); ok {
+		t.Errorf("%+v", d)
+	}
+	if list := p.add(t, false); list[0] != 2 {
+		t.Errorf("a number in use: %v", list)
+	}
+	p.roles = append(p.roles, placement.Both)
+	second := decide(t, p, &Request{Text: text(9000, 'c'), Alone: true}, 0)
+	if second.Decode != 2 {
+		t.Errorf("%+v", second)
+	}
+	p.Ended(second, began)
+	p.Ended(first, began)
+	if list := p.add(t, false); list[0] != 1 {
+		t.Errorf("a number that is free: %v", list)
+	}
+	p.roles[1] = placement.Both
+	if d := decide(t, p, &Request{Text: text(9000, 'a'), Alone: true}, 0); d.Choice.Reused != 0 {
+		t.Errorf("a hit of another engine: %+v", d)
+	}
+	if d := decide(t, p, &Request{Text: text(9000, 'c'), Alone: true}, 0); d.Decode != 2 ||
+		d.Choice.Reused == 0 {
+		t.Errorf("no hit: %+v", d)
+	}
+	if p.paths.Path(0, 1) != p.link || p.paths.Path(0, 2) != p.link || p.paths.Path(1, 2).Rate != 0 {
+		t.Error("only the engine that prefills sends, and to all others")
 	}
 }
 
 // Accounts return to zero whatever becomes of requests, and outcomes correct predictions.
 func TestAccountsAndOutcomes(t *testing.T) {
-	p := newPlacer(t, Config{Policy: Auto, Prefill: 1, Decode: 1})
+	p := newPlacer(t, Config{Policy: Auto}, 1, 1)
 	for i := range 60 {
 		d := decide(t, p, &Request{Text: text(40_000, byte(i)), Alone: i%3 == 0}, 0)
 		took := time.Duration(2 * (d.Choice.Wait + d.Choice.Prefill) / d.factor * 1e9)
@@ -155,9 +213,10 @@ func TestAccountsAndOutcomes(t *testing.T) {
 
 // A slow link makes a pair dear, and the calibration file sets what is not learned.
 func TestLearnedPathsDecide(t *testing.T) {
-	p := newPlacer(t, Config{Policy: Auto, Prefill: 1, Decode: 1, Concurrent: true,
+	p := newPlacer(t, Config{Policy: Auto, Concurrent: true,
 		Calibration: &placement.Calibration{Fabrics: []placement.Fabric{
-			{Name: PrefillLine, Fixed: 0.01, Rate: 2000}, {Name: LinkLine, Fixed: 0.001, Rate: 1e10}}}})
+			{Name: PrefillLine, Fixed: 0.01, Rate: 2000}, {Name: LinkLine, Fixed: 0.001, Rate: 1e10}}}},
+		1, 1)
 	if p.fit.Rate != 2000 || p.link.Rate != 1e10 {
 		t.Errorf("%+v %+v", p.fit, p.link)
 	}
@@ -176,11 +235,11 @@ func TestLearnedPathsDecide(t *testing.T) {
 	if !pairs() {
 		t.Error("a faster prefill engine with a fast link is not used")
 	}
-	p.Learned(0, 0, placement.Path{Rate: 1e6})
+	p.Learned(0, 1, placement.Path{Rate: 1e6})
 	if pairs() {
 		t.Error("a slow link is used")
 	}
-	p.Learned(0, 0, placement.Path{})
+	p.Learned(0, 1, placement.Path{})
 	if !pairs() {
 		t.Error("a link without a rate keeps the former one")
 	}
@@ -188,7 +247,7 @@ func TestLearnedPathsDecide(t *testing.T) {
 
 // The index is bounded, and forgets what was not used.
 func TestIndexForgets(t *testing.T) {
-	p := newPlacer(t, Config{Policy: Auto, Decode: 1})
+	p := newPlacer(t, Config{Policy: Auto}, 0, 1)
 	const chunks = 100
 	p.chunks = 8 * chunks
 	r := &Request{Text: make([]byte, chunks*chunkBytes)}
@@ -223,23 +282,15 @@ func threadTime(b *testing.B) float64 {
 func BenchmarkDecide64(b *testing.B) {
 	for _, reports := range []bool{false, true} {
 		b.Run(fmt.Sprintf("reports=%v", reports), func(b *testing.B) {
-			cfg := Config{Policy: Auto, Prefill: 32, Decode: 32, Concurrent: true}
 			r := &Request{Text: text(32<<10*tokenText, 'a')}
 			if reports {
-				cfg.Reports = slices.Repeat([]bool{true}, 64)
-				r.Tokens, r.About = tokens(32<<10, 1), cfg.Reports
+				r.Tokens, r.About = tokens(32<<10, 1), slices.Repeat([]bool{true}, 64)
 			}
-			p, err := New(cfg)
-			if err != nil {
-				b.Fatal(err)
+			p := newPlacer(b, Config{Policy: Auto, Concurrent: true}, 32, 32)
+			for i := range r.About {
+				p.Holder(i).Live(true)
+				apply(p.Holder(i), stored(r.Tokens[:512*(i+1)], 0))
 			}
-			for i := range 64 {
-				if h := p.Holder(i); h != nil {
-					h.Live(true)
-					apply(h, stored(r.Tokens[:512*(i+1)], 0))
-				}
-			}
-			up := slices.Repeat([]bool{true}, 64)
 			// Time of the processor: other work on the machine does not count.
 			runtime.LockOSThread()
 			defer runtime.UnlockOSThread()
@@ -249,7 +300,7 @@ func BenchmarkDecide64(b *testing.B) {
 				start := threadTime(b)
 				h := p.hash(r)
 				at := threadTime(b)
-				d, _ := p.decide(r, h, up, began)
+				d, _ := p.decide(r, h, p.roles, began)
 				took = append(took, threadTime(b)-at)
 				hashed = append(hashed, at-start)
 				p.Ended(d, began)

@@ -8,15 +8,16 @@ import (
 	"github.com/kvspray/kvspray/placement"
 )
 
-// both is a configuration of engines that prefill and decode.
-func both(policy Policy, engines, after int) Config {
-	cfg := Config{Policy: policy, Prefill: engines, Decode: engines, Replicate: after,
+// both has engines that prefill and decode.
+func both(t *testing.T, policy Policy, engines, after int) *fleet {
+	t.Helper()
+	p := newPlacer(t, Config{Policy: policy, Replicate: after,
 		Calibration: &placement.Calibration{Fabrics: []placement.Fabric{
-			{Name: PrefillLine, Fixed: 0.01, Rate: 4000}, {Name: LinkLine, Fixed: 0.001, Rate: 1e9}}}}
-	for i := range engines {
-		cfg.Same = append(cfg.Same, i)
+			{Name: PrefillLine, Fixed: 0.01, Rate: 4000}, {Name: LinkLine, Fixed: 0.001, Rate: 1e9}}}}, engines, 0)
+	for i := range p.roles {
+		p.roles[i] = placement.Both
 	}
-	return cfg
+	return p
 }
 
 // question is a prompt of a document and something of its own.
@@ -25,7 +26,7 @@ func question(doc byte, i int) *Request {
 }
 
 // begin takes a request to its first token: it then runs until it is ended.
-func begin(p *Placer, d *Decision, at time.Duration) {
+func begin(p *fleet, d *Decision, at time.Duration) {
 	p.Prefilled(d, true, began.Add(at))
 	p.Answered(d, true, true, began.Add(at))
 }
@@ -35,7 +36,7 @@ func begin(p *Placer, d *Decision, at time.Duration) {
 func TestHotPrefixIsCopiedOnce(t *testing.T) {
 	for _, policy := range []Policy{Auto, Cache, Local} {
 		const after = 4
-		p := newPlacer(t, both(policy, 3, after))
+		p := both(t, policy, 3, after)
 		now := time.Duration(0)
 		var copies []int
 		var kinds []placement.Kind
@@ -77,7 +78,7 @@ func TestHotPrefixIsCopiedOnce(t *testing.T) {
 // A copy that did not arrive is none: the next asker tries again.
 func TestCopyThatFailed(t *testing.T) {
 	const after = 4
-	p := newPlacer(t, both(Cache, 2, after))
+	p := both(t, Cache, 2, after)
 	for i := range after {
 		begin(p, decide(t, p, question('a', i), 0), 0)
 	}
@@ -101,7 +102,7 @@ func TestCopyThatFailed(t *testing.T) {
 // All ask at once: while the copy is on its way, no second one is made.
 func TestHotPrefixIsCopiedOnceByAskersAtOnce(t *testing.T) {
 	const after = 8
-	p := newPlacer(t, both(Cache, 4, after))
+	p := both(t, Cache, 4, after)
 	first := decide(t, p, question('a', 0), 0)
 	begin(p, first, time.Second)
 	copies := 0
@@ -119,7 +120,7 @@ func TestHotPrefixIsCopiedOnceByAskersAtOnce(t *testing.T) {
 // is short, or that few ask for at one time, or where it takes longer than to compute.
 func TestWhatIsNotCopied(t *testing.T) {
 	const after = 4
-	ask := func(p *Placer, make func(i int) *Request, n int, end bool) (copies int) {
+	ask := func(p *fleet, make func(i int) *Request, n int, end bool) (copies int) {
 		now := time.Duration(0)
 		for i := range n {
 			d := decide(t, p, make(i), now)
@@ -135,7 +136,7 @@ func TestWhatIsNotCopied(t *testing.T) {
 		return copies
 	}
 	doc := func(i int) *Request { return question('a', i) }
-	p := newPlacer(t, both(Cache, 2, after))
+	p := both(t, Cache, 2, after)
 	if n := ask(p, doc, 30, true); n != 0 {
 		t.Errorf("%d copies for one asker at a time", n)
 	}
@@ -157,16 +158,14 @@ func TestWhatIsNotCopied(t *testing.T) {
 	short := func(i int) *Request {
 		return &Request{Text: append(text(1800, 'a'), text(4000, byte(i))...)}
 	}
-	if n := ask(newPlacer(t, both(Cache, 2, after)), short, 20, false); n != 0 {
+	if n := ask(both(t, Cache, 2, after), short, 20, false); n != 0 {
 		t.Errorf("%d copies of 450 tokens", n)
 	}
-	cfg := both(Cache, 2, after)
-	cfg.Replicate = -1
-	if n := ask(newPlacer(t, cfg), doc, 40, false); n != 0 {
+	if n := ask(both(t, Cache, 2, -1), doc, 40, false); n != 0 {
 		t.Errorf("%d copies although there should be none", n)
 	}
 	// The other engine is busy.
-	p = newPlacer(t, both(Cache, 2, after))
+	p = both(t, Cache, 2, after)
 	ask(p, doc, after, false)
 	for e := range p.flying {
 		if len(p.flying[e]) == 0 {
@@ -182,7 +181,7 @@ func TestWhatIsNotCopied(t *testing.T) {
 // An own part that only one asks for is not copied with what all share.
 func TestOnlyWhatIsSharedIsHot(t *testing.T) {
 	const after = 4
-	p := newPlacer(t, both(Cache, 2, after))
+	p := both(t, Cache, 2, after)
 	now := time.Duration(0)
 	for i := range after {
 		begin(p, decide(t, p, question('a', i), now), now)
@@ -197,7 +196,7 @@ func TestOnlyWhatIsSharedIsHot(t *testing.T) {
 // An engine that prefills and decodes is one engine: it has one queue and one cache, and never
 // sends to itself.
 func TestEngineInBothListsIsOne(t *testing.T) {
-	p := newPlacer(t, both(Auto, 2, 0))
+	p := both(t, Auto, 2, 0)
 	first := decide(t, p, question('a', 0), 0)
 	if first.Choice.Kind != placement.Run || len(p.accounts) != 2 {
 		t.Errorf("%+v", first)
@@ -207,19 +206,14 @@ func TestEngineInBothListsIsOne(t *testing.T) {
 	if d := decide(t, p, question('a', 1), 3*time.Second); d.Choice.Reused < 9000 {
 		t.Errorf("%+v", d.Choice)
 	}
-	q := newPlacer(t, both(Fetch, 2, 0))
+	q := both(t, Fetch, 2, 0)
 	for i := range 20 {
 		d := decide(t, q, question(byte(i), 0), 0)
 		if d.Prefill < 0 || d.Prefill == d.Decode {
 			t.Errorf("%+v", d.Choice)
 		}
 	}
-	// One of its two health checks failed.
-	if d, ok := p.Decide(question('b', 0), []bool{true, false, true, true}, began); !ok ||
-		d.Decode != 0 {
-		t.Errorf("%+v, %v", d, ok)
-	}
-	p.Lost(2 + first.Decode)
+	p.Lost(first.Decode)
 	if d := decide(t, p, question('a', 2), 9*time.Second); d.Choice.Reused != 0 {
 		t.Errorf("a hit after its loss: %+v", d.Choice)
 	}
@@ -228,7 +222,7 @@ func TestEngineInBothListsIsOne(t *testing.T) {
 // With a token for each byte, two chunks are a hot prefix. An engine without any of it lacks it.
 func TestShortPrefixOfDenseText(t *testing.T) {
 	const after = 4
-	p := newPlacer(t, both(Cache, 2, after))
+	p := both(t, Cache, 2, after)
 	for i := range after + 1 {
 		r := &Request{Text: append(text(2*chunkBytes, 'a'), fmt.Sprintf("%500d", i)...)}
 		r.Tokens = make([]uint32, len(r.Text))
