@@ -30,6 +30,7 @@ type backend struct {
 	url     origin.URL
 	sidecar origin.URL // for asking for its state; zero: none
 	twin    *backend   // the same engine in the other role; nil: none
+	found   bool       // by discovery
 
 	releases chan release // that wait to be sent; nil: of a decode engine
 	reporter *reporter    // of its KV events; nil: none
@@ -43,6 +44,7 @@ type backend struct {
 	load     int // requests in flight
 	holds    int // requests for which it may have to release a cache
 	models   models
+	waits    bool // until discovery lets it have requests
 }
 
 // alive notes bytes of an answer.
@@ -76,6 +78,9 @@ func (b *backend) candidate(now time.Time, model string) candidate {
 	c := candidate{b.models.serve(model), b.conditionLocked(now), b.identity.leaving, b.load}
 	if c.condition < failing && b.load > 0 && b.health.trial() {
 		c.condition = failing
+	}
+	if b.waits {
+		c.condition = down
 	}
 	b.mu.Unlock()
 	if t := b.twin; t != nil {
@@ -267,6 +272,9 @@ func (p *Proxy) watch(ctx context.Context, b *backend, asked <-chan struct{}) {
 			p.lost(b) // also if a failed request took it out before
 		}
 		before, first = now, false
+		if err == nil && b.found {
+			p.learnModels(ctx, b) // first: it waits for them
+		}
 		if err == nil {
 			p.compare(ctx, b)
 			p.learn(ctx, b)

@@ -57,6 +57,9 @@ func (p *Proxy) SetEngines(prefill, decode []Engine) error {
 	if err := p.number(fresh); err != nil {
 		return err
 	}
+	for _, m := range fresh {
+		p.inherit(m)
+	}
 	var pre, dec []*backend
 	for _, m := range all {
 		if m.pre != nil {
@@ -74,6 +77,23 @@ func (p *Proxy) SetEngines(prefill, decode []Engine) error {
 	default: // Watch has not taken the one before
 	}
 	return nil
+}
+
+// inherit gives an engine that has changed, for instance its role, what is known of it.
+func (p *Proxy) inherit(m *member) {
+	for _, old := range p.members {
+		for _, x := range old.roles()[:1] {
+			for _, b := range m.roles() {
+				if b.url.String() != x.url.String() || b.found != x.found {
+					continue
+				}
+				x.mu.Lock()
+				b.health, b.models, b.waits = x.health, x.models, x.waits
+				x.mu.Unlock()
+				b.lastByte.Store(x.lastByte.Load())
+			}
+		}
+	}
 }
 
 // join makes members of two lists of engines.
@@ -145,7 +165,7 @@ func (p *Proxy) number(fresh []*member) error {
 
 // newBackend reads the addresses of an engine.
 func (p *Proxy) newBackend(role string, e Engine) (*backend, error) {
-	b := &backend{role: role,
+	b := &backend{role: role, found: e.found, waits: e.found,
 		health:   health{slowAfter: p.times.Slow, silentAfter: p.times.Silent, firstRest: p.times.Check},
 		identity: identity{role: role}}
 	var err error
@@ -214,6 +234,9 @@ func (p *Proxy) Watch(ctx context.Context) {
 	defer p.client.CloseIdleConnections()
 	var wg sync.WaitGroup
 	defer wg.Wait()
+	if p.discovery != nil {
+		wg.Go(func() { p.discovery.run(ctx) })
+	}
 	running := map[*member]context.CancelFunc{}
 	tick := time.NewTicker(p.times.Check)
 	defer tick.Stop()
@@ -264,8 +287,8 @@ func (p *Proxy) run(ctx context.Context, m *member) {
 	defer wg.Wait()
 	for _, b := range m.roles() {
 		asked := make(chan struct{})
-		if b.sidecar.IsZero() {
-			close(asked)
+		if b.sidecar.IsZero() || b.found {
+			close(asked) // discovery shows what its sidecar would answer
 		} else {
 			wg.Go(func() { p.watchSidecar(ctx, b, asked) })
 		}
