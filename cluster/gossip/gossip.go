@@ -204,13 +204,13 @@ func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
 	c := memberlist.DefaultLANConfig()
 	host, port, err := splitAddr(o.Listen)
 	if err != nil {
-		return nil, fmt.Errorf("peer.gossip.listen: %w", err)
+		return nil, fmt.Errorf("%s: %w", o.key("listen"), err)
 	}
 	c.Name = fmt.Sprintf("%s/%s", m.Node, m.Boot)
 	c.BindAddr, c.BindPort, c.AdvertisePort = host, port, port
 	if o.Advertise != "" {
 		if c.AdvertiseAddr, c.AdvertisePort, err = splitAddr(o.Advertise); err != nil {
-			return nil, fmt.Errorf("peer.gossip.advertise: %w", err)
+			return nil, fmt.Errorf("%s: %w", o.key("advertise"), err)
 		}
 	}
 	c.GossipInterval, c.ProbeInterval, c.ProbeTimeout = gossipInterval, probeInterval, probeTimeout
@@ -239,7 +239,18 @@ func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
 		}
 		_ = t.Shutdown()
 	}
-	return nil, fmt.Errorf("peer.gossip.listen: %w: %w", cluster.ErrListen, err)
+	return nil, fmt.Errorf("%s: %w: %w", o.key("listen"), cluster.ErrListen, err)
+}
+
+// key is the name of a setting of gossip, as a sidecar or a router has it.
+func (o *Options) key(name string) string {
+	switch {
+	case !o.observe:
+		return "peer.gossip." + name
+	case name == "join":
+		return name
+	}
+	return "gossip_" + name
 }
 
 func (g *Gossip) begin(o Options) {
@@ -302,7 +313,7 @@ func joinAll(ctx context.Context, o Options, ask func(context.Context, string) e
 			case err != nil && ctx.Err() == nil && !missed[a] && time.Since(start) >= joinPatience:
 				missed[a] = true
 				o.Log.Warn("gossip: cannot join a member; retrying", "join", a, "err", err,
-					"remedy", "start it, or correct peer.gossip.join: it names the peer.gossip.listen of "+
+					"remedy", "start it, or correct "+o.key("join")+": it names the peer.gossip.listen of "+
 						"others, which hold the same key")
 			}
 			return err == nil
