@@ -40,6 +40,9 @@ func (s *served) of(workers []*engines.Worker) cluster.Serving {
 			continue
 		}
 		name := w.Place.Engine
+		if s.cfg.API == "" && w.Engine.API == "" {
+			continue // it is for routers with a list, or the leader of its engine is elsewhere
+		}
 		a, err := s.api(w)
 		if err != nil {
 			why[name] = err.Error()
@@ -111,10 +114,6 @@ func (s *served) api(w *engines.Worker) (cluster.API, error) {
 
 // announcedURL checks what a process of this host announces: clients' requests go there.
 func (s *served) announcedURL(raw string) error {
-	if raw == "" {
-		return fmt.Errorf("the URL of its API server is unknown: set engine.api, or api in the " +
-			"engine's settings of kvspray")
-	}
 	u, err := url.Parse(raw)
 	if _, perr := origin.Parse(raw); err != nil || perr != nil || u.User != nil {
 		return fmt.Errorf("what it announces as its API server is no URL of a server")

@@ -43,8 +43,7 @@ func TestServedEngines(t *testing.T) {
 			want: "http://10.1.1.1:8000 decode vllm/a/dp0 2/2"},
 		"old engine": {api: "http://10.1.1.1:8000", role: "decode", workers: []*engines.Worker{
 			worker("vllm/a", "tp0", "", "", 1)}, want: "http://10.1.1.1:8000 decode vllm/a 1/1"},
-		"no URL": {workers: []*engines.Worker{worker("vllm/a", "tp0", "", "both", 1)},
-			problem: "vllm/a: the URL of its API server is unknown: set engine.api"},
+		"no URL": {workers: []*engines.Worker{worker("vllm/a", "tp0", "", "both", 1)}},
 		"no role": {api: "http://10.1.1.1:8000", workers: []*engines.Worker{
 			worker("vllm/a", "tp0", "", "", 1)}, problem: "its role is unknown: set engine.role"},
 		"another host": {workers: []*engines.Worker{
