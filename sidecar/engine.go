@@ -139,6 +139,12 @@ func (n *Node) publishWorkers(ctx context.Context) {
 	}
 }
 
+// setRole sets the role of an engine for routers.
+func (n *Node) setRole(engine, role string) error {
+	defer n.wakePublisher()
+	return n.served.setRole(n.workers(), engine, role)
+}
+
 // hooks counts what the connector reports.
 func hooks(m *metrics.Set, l *life) connector.Hooks {
 	side := func(source bool) metrics.Side {

@@ -27,7 +27,7 @@ type life struct {
 	// unreachable is why engines cannot connect; empty: they can. It is set before serving is.
 	unreachable func() string
 
-	leaves chan struct{} // wakes the publisher: the mark has changed
+	leaves chan struct{} // wakes the publisher: the mark, or a role, has changed
 
 	mu   sync.Mutex // protects what is below
 	left time.Time  // of the last Leave; zero: none, or it was taken back
@@ -80,6 +80,11 @@ func (l *life) Leave(on bool) {
 	if on {
 		l.left = l.now()
 	}
+	l.wakePublisher()
+}
+
+// wakePublisher makes members and routers get what has changed at once.
+func (l *life) wakePublisher() {
 	select {
 	case l.leaves <- struct{}{}:
 	default:

@@ -126,7 +126,7 @@ func New(opt Options) (*Node, error) {
 	}
 	n.join(self)
 	n.served = &served{cfg: &n.cfg.Engine, leaving: func() bool { return n.Leaving() > 0 || n.Draining() },
-		own: ownAddress(n.cfg), started: time.Now()}
+		own: ownAddress(n.cfg), started: time.Now(), roles: map[string]string{}}
 	n.web = web.New(web.Options{Node: n.cfg.Node, Version: n.version, Boot: n.boot, Gather: n.registry,
 		Hosts: hosts(n.cfg), AdminUIDs: uids(n.cfg.Engine.AdminUIDs), Log: n.log,
 		Driver: n.driver, Life: n.life,
@@ -135,6 +135,7 @@ func New(opt Options) (*Node, error) {
 		Executors: n.gpus.executorStates, Workers: n.workers,
 		Transports: func() []string { return namesOf(n.live.Registry) }, Store: n.pages.state,
 		Problems:   n.problems,
+		SetRole:    n.setRole,
 		StoreCalls: n.pages.calls,
 		Recent:     n.observer.transfers.Recent, Find: n.observer.transfers.Find,
 		Order: n.cfg.Transports.Order})

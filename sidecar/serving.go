@@ -2,6 +2,7 @@ package sidecar
 
 import (
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"maps"
 	"net"
@@ -9,6 +10,7 @@ import (
 	"net/url"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -27,6 +29,9 @@ type served struct {
 	http    string // set before the first description
 
 	problems atomic.Pointer[[]string] // of the last description
+
+	mu    sync.Mutex
+	roles map[string]string // that were set, by URL; guarded by mu
 }
 
 // of describes the engines that have registered. One that cannot be described is left out, with the
@@ -86,37 +91,81 @@ func (s *served) api(w *engines.Worker) (cluster.API, error) {
 	if w.Layout != nil {
 		a.Fingerprint = hex.EncodeToString(w.Fingerprint[:])
 	}
-	announced := w.Engine.Role
-	switch announced {
-	case "", cluster.RolePrefill, cluster.RoleDecode, cluster.RoleBoth:
-	default:
-		return a, fmt.Errorf("it announces the role %q: one of %s, %s, %s is known", announced,
-			cluster.RolePrefill, cluster.RoleDecode, cluster.RoleBoth)
-	}
-	switch {
-	case a.Role == "":
-		a.Role = announced
-	case announced != "" && announced != cluster.RoleBoth && announced != a.Role:
-		return a, fmt.Errorf("engine.role is %s, and its own (kv_role) is %s: correct one of them",
-			a.Role, announced)
-	}
 	if a.URL == "" {
 		if err := s.announcedURL(w.Engine.API); err != nil {
 			return a, err
 		}
 		a.URL = w.Engine.API
 	}
-	if a.Role == "" {
-		return a, fmt.Errorf("its role is unknown: set engine.role")
+	s.mu.Lock()
+	if set, ok := s.roles[a.URL]; ok {
+		a.Role = set
 	}
-	return a, nil
+	s.mu.Unlock()
+	if a.Role == "" {
+		a.Role = w.Engine.Role
+	}
+	return a, checkRole(a.Role, w.Engine.Role)
+}
+
+// checkRole compares a role with what an engine announces, which is empty if it announces none.
+func checkRole(role, announced string) error {
+	known := []string{cluster.RolePrefill, cluster.RoleDecode, cluster.RoleBoth}
+	switch {
+	case role == "":
+		return errors.New("its role is unknown: set engine.role")
+	case !slices.Contains(known, role):
+		return fmt.Errorf("its role %q is not one of %s", role, strings.Join(known, ", "))
+	case announced != "" && announced != cluster.RoleBoth && announced != role:
+		return fmt.Errorf("its role is to be %s, and its own (kv_role) is %s: correct engine.role or the "+
+			"engine's setting", role, announced)
+	}
+	return nil
+}
+
+// setRole sets the role of the engines that have a name, an id or a URL, until the sidecar ends.
+func (s *served) setRole(workers []*engines.Worker, engine, role string) error {
+	var urls, all []string
+	for _, w := range workers {
+		a, err := s.api(w)
+		if w.Internal || a.URL == "" {
+			continue
+		}
+		all = append(all, w.Place.Engine)
+		_, id, _ := strings.Cut(w.Place.Engine, "/")
+		if engine != w.Place.Engine && engine != id && engine != a.URL {
+			continue
+		}
+		if err = checkRole(role, w.Engine.Role); err != nil {
+			return fmt.Errorf("engine %s: %w", w.Place.Engine, err)
+		}
+		urls = append(urls, a.URL)
+	}
+	slices.Sort(all)
+	all = slices.Compact(all)
+	switch {
+	case len(all) == 0:
+		return errors.New("this sidecar has no engine with a URL: set engine.api")
+	case len(urls) == 0:
+		return fmt.Errorf("this sidecar has no engine %q: it has %s", engine, strings.Join(all, ", "))
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, u := range urls {
+		if _, ok := s.roles[u]; !ok && len(s.roles) >= cluster.MaxAPIs {
+			return fmt.Errorf("%d roles are set, and that is the bound: restart the sidecar",
+				cluster.MaxAPIs)
+		}
+		s.roles[u] = role
+	}
+	return nil
 }
 
 // announcedURL checks what a process of this host announces: clients' requests go there.
 func (s *served) announcedURL(raw string) error {
 	u, err := url.Parse(raw)
 	if _, perr := origin.Parse(raw); err != nil || perr != nil || u.User != nil {
-		return fmt.Errorf("what it announces as its API server is no URL of a server")
+		return errors.New("what it announces as its API server is no URL of a server")
 	}
 	addr, err := netip.ParseAddr(u.Hostname())
 	if err != nil || !s.own(addr) {

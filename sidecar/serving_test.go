@@ -1,6 +1,7 @@
 package sidecar
 
 import (
+	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
@@ -57,9 +58,9 @@ func TestServedEngines(t *testing.T) {
 			problem: "no URL of a server"},
 		"contradiction": {role: "prefill", workers: []*engines.Worker{
 			worker("vllm/a", "tp0", "http://127.0.0.1:1", "decode", 1)},
-			problem: "engine.role is prefill, and its own (kv_role) is decode"},
+			problem: "its role is to be prefill, and its own (kv_role) is decode"},
 		"unknown role": {workers: []*engines.Worker{
-			worker("vllm/a", "tp0", "http://127.0.0.1:1", "chef", 1)}, problem: `the role "chef"`},
+			worker("vllm/a", "tp0", "http://127.0.0.1:1", "chef", 1)}, problem: `its role "chef"`},
 		"one URL, two roles": {workers: []*engines.Worker{
 			worker("vllm/a", "tp0", "http://127.0.0.1:1", "decode", 1),
 			worker("vllm/b", "tp0", "http://127.0.0.1:1", "prefill", 1)},
@@ -79,6 +80,51 @@ func TestServedEngines(t *testing.T) {
 		if !strings.Contains(problems, c.problem) || (problems == "") != (c.problem == "") ||
 			strings.Contains(problems, "hunter2") {
 			t.Errorf("%s: problems %q, want %q", name, problems, c.problem)
+		}
+	}
+}
+
+// A role that is set lasts for the engine's URL, and cannot exceed what the engine announces.
+func TestSetRole(t *testing.T) {
+	s := &served{cfg: &config.Engine{}, leaving: func() bool { return false },
+		own: func(netip.Addr) bool { return true }, roles: map[string]string{}}
+	var workers []*engines.Worker
+	if err := s.setRole(workers, "a", "decode"); err == nil ||
+		!strings.Contains(err.Error(), "no engine with a URL: set engine.api") {
+		t.Error(err)
+	}
+	for i, role := range []string{"both", "prefill", "both"} {
+		id := string(rune('a' + i))
+		workers = append(workers, &engines.Worker{Name: id, Place: engines.Place{Engine: "vllm/" + id},
+			Engine: engines.About{API: "http://127.0.0.1:" + string(rune('1'+i)), Role: role}})
+	}
+	for _, c := range []struct{ engine, role, want, wrong string }{
+		{"vllm/a", "decode", "decode prefill both", ""},
+		{"a", "prefill", "prefill prefill both", ""},
+		{"http://127.0.0.1:3", "decode", "prefill prefill decode", ""},
+		{"b", "prefill", "prefill prefill decode", ""},
+		{"b", "decode", "prefill prefill decode", "its own (kv_role) is prefill"},
+		{"a", "chef", "prefill prefill decode", "not one of prefill, decode, both"},
+		{"z", "both", "prefill prefill decode", `no engine "z": it has vllm/a, vllm/b, vllm/c`},
+	} {
+		err := s.setRole(workers, c.engine, c.role)
+		if (err == nil) != (c.wrong == "") || err != nil && !strings.Contains(err.Error(), c.wrong) {
+			t.Errorf("%s %s: %v", c.engine, c.role, err)
+		}
+		var got []string
+		for _, a := range s.of(workers).APIs {
+			got = append(got, a.Role)
+		}
+		if strings.Join(got, " ") != c.want {
+			t.Errorf("%s %s: %v", c.engine, c.role, got)
+		}
+	}
+	for i := range cluster.MaxAPIs + 1 {
+		w := &engines.Worker{Place: engines.Place{Engine: "vllm/x"},
+			Engine: engines.About{API: fmt.Sprintf("http://127.0.0.1:%d", 100+i)}}
+		if err := s.setRole([]*engines.Worker{w}, "x", "both"); i == cluster.MaxAPIs &&
+			(err == nil || !strings.Contains(err.Error(), "that is the bound")) {
+			t.Error(err)
 		}
 	}
 }

@@ -1,10 +1,9 @@
 // Package gossip finds the other sidecars by memberlist, and publishes what this one serves. A
 // router observes them (serving.go): no sidecar counts it as a member.
 //
-// Streams pass a gate (stream.go), because memberlist does not
-// bound them. Goroutines: memberlist's, one for streams, one while members of the configuration do
-// not answer, one that sends what is served, and those of its messages. Leave joins all but
-// memberlist's timers.
+// Streams pass a gate (stream.go), because memberlist does not bound them. Goroutines: memberlist's,
+// one for streams, one while members of the configuration do not answer, one that announces changes,
+// one that sends what is served, and those of its messages. Leave joins all but memberlist's timers.
 package gossip
 
 import (
@@ -83,6 +82,8 @@ type Gossip struct {
 // whose calls come under memberlist's locks. It has the members itself, because memberlist changes
 // the nodes that it returns.
 type self struct {
+	news chan struct{} // the metadata has changed
+
 	mu      sync.Mutex // protects all below
 	member  cluster.Member
 	meta    []byte
@@ -217,7 +218,7 @@ func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
 	c.SuspicionMult, c.SuspicionMaxTimeoutMult = suspicionMult, suspicionMax
 	c.LogOutput, c.Logger = nil, slog.NewLogLogger(o.Log.With("part", "gossip").Handler(),
 		slog.LevelDebug)
-	d := &self{member: m, members: map[string]cluster.Member{}, lost: map[string]lostMember{},
+	d := &self{news: make(chan struct{}, 1), member: m, members: map[string]cluster.Member{}, lost: map[string]lostMember{},
 		changed: make(chan struct{}), serving: newServing(o.observe)}
 	if d.meta, err = encode(m, 0); err != nil {
 		return nil, err
@@ -261,6 +262,7 @@ func (g *Gossip) begin(o Options) {
 	}
 	g.wg.Go(func() { g.reunite(ctx, o) })
 	g.wg.Go(func() { g.deliver(ctx) })
+	g.wg.Go(func() { g.announcer(ctx) })
 }
 
 func splitAddr(s string) (string, int, error) {
@@ -362,7 +364,27 @@ func (g *Gossip) Publish(engines, labels []string) {
 	}
 	d.mu.Unlock()
 	if !same {
-		_ = g.list.UpdateNode(publishTime) // the exchange of states carries it in any case
+		g.announce()
+	}
+}
+
+// announce makes gossip carry the metadata. It does not wait: a further change must not.
+func (g *Gossip) announce() {
+	select {
+	case g.self.news <- struct{}{}:
+	default: // the one before is not under way yet
+	}
+}
+
+// announcer carries changed metadata until ctx ends.
+func (g *Gossip) announcer(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-g.self.news:
+			_ = g.list.UpdateNode(publishTime) // the exchange of states carries it in any case
+		}
 	}
 }
 

@@ -343,7 +343,7 @@ func (g *Gossip) Serve(s cluster.Serving) {
 	}
 	d.serving.post.add(d.serving.asked...)
 	d.mu.Unlock()
-	_ = g.list.UpdateNode(publishTime) // the exchange of states carries it in any case
+	g.announce()
 }
 
 // Served implements cluster.Fleet.

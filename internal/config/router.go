@@ -139,7 +139,7 @@ func (v *checker) join(r *Router) {
 			"name a sidecar in join, or remove it")
 	}
 	if r.GossipListen != "" {
-		v.bind("gossip_listen", r.GossipListen, false)
+		v.dialPort("gossip_listen", r.GossipListen, true) // sidecars dial it, too
 	}
 	if r.GossipAdvertise != "" {
 		v.dial("gossip_advertise", r.GossipAdvertise)

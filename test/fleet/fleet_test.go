@@ -117,6 +117,7 @@ type node struct {
 type engine struct {
 	*process
 	config engineConfig
+	role   string // now
 	up     bool
 }
 
@@ -125,6 +126,7 @@ func (e *engine) url() string { return "http://" + e.config.Listen }
 // begin starts an engine that needs some time before it answers.
 func (e *engine) begin() {
 	e.up = true
+	e.role = e.config.Role
 	b, err := json.Marshal(e.config)
 	if err != nil {
 		e.t.Fatal(err)
@@ -272,7 +274,7 @@ func (f *fleet) agree(what string) {
 			continue
 		}
 		for _, role := range []string{"prefill", "decode"} {
-			if e.config.Role == role || e.config.Role == "both" {
+			if e.role == role || e.role == "both" {
 				want = append(want, e.url()+" "+role)
 			}
 		}
@@ -331,6 +333,18 @@ func (f *fleet) request(r *router) {
 	case bytes.Contains(body, []byte("choices")):
 		f.served.Add(1)
 	}
+}
+
+// set sets the role of an engine by the command.
+func (f *fleet) set(n *node, e *engine, role string) {
+	f.t.Helper()
+	p := newProcess(f.t, f.dir, "role", asKvspray+"=1", "role", "set", e.url(), role, "--socket",
+		n.socket)
+	p.start()
+	if err := p.cmd.Wait(); err != nil {
+		f.t.Error("kvspray role set: ", err)
+	}
+	p.cmd = nil
 }
 
 // leave sets the mark of a drain at a node's sidecar.
@@ -472,15 +486,17 @@ func TestFleet(t *testing.T) {
 			n.sidecar.start()
 			f.agree("the sidecar that ended is back")
 		},
-		func(_ *node, e *engine, _ *router) { // an engine returns with another role
-			if e.config.Role == "prefill" {
-				return // the only one
+		func(n *node, _ *engine, _ *router) { // roles change while it runs
+			i := slices.IndexFunc(n.engines, func(e *engine) bool { return e.config.Role == "both" })
+			e := n.engines[i]
+			for _, role := range []string{"decode", "prefill", "both"} {
+				set := time.Now()
+				f.set(n, e, role)
+				e.role = role
+				f.agree(role)
+				within("a role is "+role, time.Since(set), time.Second)
+				progress(role)
 			}
-			role := map[string]string{"both": "decode", "decode": "both"}[e.config.Role]
-			e.up = false
-			e.end(syscall.SIGKILL)
-			e.config.Role = role
-			back(e, "another role")
 		},
 		func(_ *node, _ *engine, r *router) { // a router is killed
 			r.url.Store(nil)

@@ -11,6 +11,7 @@ import (
 	"github.com/kvspray/kvspray/cluster/gossip"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 	"github.com/kvspray/kvspray/proxy"
 )
 
@@ -42,9 +43,9 @@ func openFleet(ctx context.Context, c *config.Router, log *slog.Logger) (*fleet,
 	g, err := gossip.Observe(o)
 	switch {
 	case errors.Is(err, gossip.ErrUnsafe):
-		return nil, fmt.Errorf("proxy: join: the router's own address %s is not loopback, and gossip off "+
-			"loopback needs the cluster's key: set cluster_key_file to peer.cluster_key_file of the sidecars",
-			o.Listen)
+		return nil, usage.Errorf("proxy: join: the router's own address %s is not loopback, and gossip "+
+			"off loopback needs the cluster's key: set cluster_key_file to peer.cluster_key_file of the "+
+			"sidecars", o.Listen)
 	case err != nil:
 		return nil, fmt.Errorf("proxy: join: %w; set gossip_listen to a free address of this host", err)
 	}

@@ -58,6 +58,7 @@ type Options struct {
 	Store         func() *nodeapi.Store // nil: the node has none
 	StoreCalls    func() StoreCalls     // likewise
 	Problems      func() []string       // for Node.Problems
+	SetRole       func(engine, role string) error
 	Recent        func() []nodeapi.Record
 	Order         []string // transports.order
 	// Find lists the records that fit, newest first, and the time since which all are kept.
