@@ -9,6 +9,7 @@ import (
 	"net/url"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/kvspray/kvspray/internal/origin"
@@ -43,15 +44,29 @@ type Fleet interface {
 
 // discovery makes engines of what members publish. Run owns it.
 type discovery struct {
-	p               *Proxy
-	fleet           Fleet
-	allow           []hosts
-	prefill, decode []Engine      // of the configuration
-	wake            chan struct{} // an engine has listed its models, or went down
+	p     *Proxy
+	fleet Fleet
+	allow []hosts
+	wake  chan struct{} // an engine has listed its models, or went down
 
 	taken  []Found             // at the last look
 	models map[string][]string // names of an engine's models, by its URL and fingerprint
 	noted  map[string]bool     // problems that were logged
+
+	mu              sync.Mutex // guards all below
+	prefill, decode []Engine   // of the configuration
+}
+
+// list replaces the engines of the configuration.
+func (d *discovery) list(prefill, decode []Engine) error {
+	if _, err := d.p.join(prefill, decode); err != nil {
+		return err
+	}
+	d.mu.Lock()
+	d.prefill, d.decode = prefill, decode
+	d.mu.Unlock()
+	d.p.found()
+	return nil
 }
 
 // hosts are those of a URL that a member may publish besides its own.
@@ -237,7 +252,9 @@ func (d *discovery) look() {
 		problems = append(problems, fmt.Sprintf("engine %s of %s: it serves another model as %q than "+
 			"other engines: give it another name", shown(list[i].URL), list[i].Member, out[i]))
 	}
+	d.mu.Lock()
 	prefill, decode := slices.Clone(d.prefill), slices.Clone(d.decode)
+	d.mu.Unlock()
 	taken := map[string]bool{}
 	for _, e := range slices.Concat(prefill, decode) {
 		u, _ := origin.Parse(e.URL) // it was checked
@@ -264,7 +281,7 @@ func (d *discovery) look() {
 		}
 	}
 	d.note(problems)
-	if err := d.p.SetEngines(prefill, decode); err != nil {
+	if err := d.p.setEngines(prefill, decode); err != nil {
 		d.note([]string{err.Error()})
 		return
 	}

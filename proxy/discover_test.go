@@ -318,4 +318,13 @@ func TestFoundBesideListedEngines(t *testing.T) {
 	if gets(px, rolePrefill, a.URL) {
 		t.Error("a member has changed the role of an engine of the file")
 	}
+	if err := px.SetEngines(nil, nil); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "what a member publishes counts without the file", func() bool {
+		return gets(px, rolePrefill, a.URL) && !gets(px, roleDecode, a.URL)
+	})
+	if err := px.SetEngines(nil, decoders("gopher")); err == nil {
+		t.Error("a list with a wrong URL was taken")
+	}
 }

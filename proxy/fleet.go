@@ -37,7 +37,15 @@ func (m *member) idle() bool {
 // SetEngines replaces the engines of the router. One in both lists is one engine. An engine that is
 // as it was goes on. One that is left out gets no new requests; those in flight there go on. After
 // an error the engines are those from before. Goroutines may call it at the same time.
+// With Config.Fleet they are those besides the found ones.
 func (p *Proxy) SetEngines(prefill, decode []Engine) error {
+	if p.discovery != nil {
+		return p.discovery.list(prefill, decode)
+	}
+	return p.setEngines(prefill, decode)
+}
+
+func (p *Proxy) setEngines(prefill, decode []Engine) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	all, err := p.join(prefill, decode)

@@ -189,8 +189,7 @@ func New(cfg Config) (*Proxy, error) {
 		p.reg.MustRegister(collector{p})
 	}
 	if cfg.Fleet != nil {
-		p.discovery = &discovery{p: p, fleet: cfg.Fleet, prefill: cfg.Prefill, decode: cfg.Decode,
-			wake: make(chan struct{}, 1)}
+		p.discovery = &discovery{p: p, fleet: cfg.Fleet, wake: make(chan struct{}, 1)}
 		if p.discovery.allow, err = parseHosts(cfg.Allow); err != nil {
 			return nil, err
 		}
