@@ -178,8 +178,8 @@ func shown(raw string) string {
 	return fmt.Sprintf("%q", raw)
 }
 
-// unlike lists the engines, by their number, that have a name for another model than most engines
-// with that name. names has the models of each; of an unknown one it has none.
+// unlike lists the engines, by their number, that have a name for another model than the majority
+// of the engines with that name. names has the models of each; none: they are unknown.
 func unlike(list []Found, names [][]string) map[int]string {
 	votes := map[string]map[string]int{} // by the name, by the fingerprint
 	for i, f := range list {
@@ -195,13 +195,13 @@ func unlike(list []Found, names [][]string) map[int]string {
 	out := map[int]string{}
 	for i, f := range list {
 		for _, name := range names[i] {
-			most := f.Model
+			top := f.Model
 			for model, n := range votes[name] {
-				if v := votes[name][most]; n > v || n == v && model < most {
-					most = model
+				if v := votes[name][top]; n > v || n == v && model < top {
+					top = model
 				}
 			}
-			if f.Model != "" && most != f.Model {
+			if f.Model != "" && top != f.Model {
 				out[i] = name
 			}
 		}

@@ -117,8 +117,8 @@ func checkRole(role, announced string) error {
 	case !slices.Contains(known, role):
 		return fmt.Errorf("its role %q is not one of %s", role, strings.Join(known, ", "))
 	case announced != "" && announced != cluster.RoleBoth && announced != role:
-		return fmt.Errorf("its role is to be %s, and its own (kv_role) is %s: correct engine.role or the "+
-			"engine's setting", role, announced)
+		return fmt.Errorf("its role is to be %s, and its own (kv_role) is %s: correct engine.role, or "+
+			"the engine's setting", role, announced)
 	}
 	return nil
 }
@@ -127,7 +127,7 @@ func checkRole(role, announced string) error {
 func (s *served) setRole(workers []*engines.Worker, engine, role string) error {
 	var urls, all []string
 	for _, w := range workers {
-		a, err := s.api(w)
+		a, _ := s.api(w) // without a role it can get one
 		if w.Internal || a.URL == "" {
 			continue
 		}
@@ -136,7 +136,7 @@ func (s *served) setRole(workers []*engines.Worker, engine, role string) error {
 		if engine != w.Place.Engine && engine != id && engine != a.URL {
 			continue
 		}
-		if err = checkRole(role, w.Engine.Role); err != nil {
+		if err := checkRole(role, w.Engine.Role); err != nil {
 			return fmt.Errorf("engine %s: %w", w.Place.Engine, err)
 		}
 		urls = append(urls, a.URL)

@@ -1,9 +1,10 @@
 // Package gossip finds the other sidecars by memberlist, and publishes what this one serves. A
 // router observes them (serving.go): no sidecar counts it as a member.
 //
-// Streams pass a gate (stream.go), because memberlist does not bound them. Goroutines: memberlist's,
-// one for streams, one while members of the configuration do not answer, one that announces changes,
-// one that sends what is served, and those of its messages. Leave joins all but memberlist's timers.
+// Streams pass a gate (stream.go), because memberlist does not bound them. Goroutines:
+// memberlist's, one for streams, one while members of the configuration do not answer, one that
+// announces changes, one that sends what is served, and those of its messages. Leave joins all but
+// memberlist's timers.
 package gossip
 
 import (
@@ -159,8 +160,8 @@ func (d *self) notifyLocked() {
 	d.changed = make(chan struct{})
 }
 
-// encode makes the metadata of a member, with as many of its engines and labels as fit. A router has
-// no boot, and no metadata.
+// encode makes the metadata of a member, with as many of its engines and labels as fit. A router
+// has no boot, and no metadata.
 func encode(m cluster.Member, revision uint64) ([]byte, error) {
 	if m.Boot == (transfer.Boot{}) {
 		return nil, nil
@@ -218,8 +219,8 @@ func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
 	c.SuspicionMult, c.SuspicionMaxTimeoutMult = suspicionMult, suspicionMax
 	c.LogOutput, c.Logger = nil, slog.NewLogLogger(o.Log.With("part", "gossip").Handler(),
 		slog.LevelDebug)
-	d := &self{news: make(chan struct{}, 1), member: m, members: map[string]cluster.Member{}, lost: map[string]lostMember{},
-		changed: make(chan struct{}), serving: newServing(o.observe)}
+	d := &self{news: make(chan struct{}, 1), member: m, members: map[string]cluster.Member{},
+		lost: map[string]lostMember{}, changed: make(chan struct{}), serving: newServing(o.observe)}
 	if d.meta, err = encode(m, 0); err != nil {
 		return nil, err
 	}

@@ -106,7 +106,8 @@ func TestForeignMetadata(t *testing.T) {
 
 func TestNameTooLong(t *testing.T) {
 	_, err := Start(Options{Listen: "127.0.0.1:0", Log: slog.New(slog.DiscardHandler)},
-		cluster.Member{Boot: transfer.Boot{1}, Node: strings.Repeat("n", memberlist.MetaMaxSize)}, admit.NewMembers())
+		cluster.Member{Boot: transfer.Boot{1}, Node: strings.Repeat("n", memberlist.MetaMaxSize)},
+		admit.NewMembers())
 	if err == nil || !strings.Contains(err.Error(), "shorten node") {
 		t.Error(err)
 	}

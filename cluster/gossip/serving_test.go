@@ -188,7 +188,7 @@ func TestServingIsBounded(t *testing.T) {
 	}
 }
 
-// A router with another key learns nothing, and nobody learns of it.
+// A router with another key gets nothing, and no member counts it.
 func TestServingOfAnotherCluster(t *testing.T) {
 	key := func(b byte) []byte { return slices.Repeat([]byte{b}, 32) }
 	a := begun(t, key(1))

@@ -301,9 +301,11 @@ func (f *fleet) load(ctx context.Context) {
 	var wg sync.WaitGroup
 	for c := range clients {
 		wg.Go(func() {
+			tick := time.NewTicker(2 * time.Millisecond) // the processes share few cores
+			defer tick.Stop()
 			for n := c; ctx.Err() == nil; n++ {
 				f.request(f.routers[n%routers])
-				time.Sleep(2 * time.Millisecond) // the processes share few cores
+				<-tick.C
 			}
 		})
 	}
@@ -368,8 +370,8 @@ func (n *node) leave(method string) error {
 	return nil
 }
 
-// soakFor is how long processes come, go and die after each has done so once; KVSPRAY_FLEET_SOAK=20m
-// makes it longer, and bounds the times in which routers notice.
+// soakFor is how long processes come, go and die after each has done so once.
+// KVSPRAY_FLEET_SOAK=20m makes it longer, and bounds the times in which routers notice.
 func soakFor(t *testing.T) time.Duration {
 	text := os.Getenv("KVSPRAY_FLEET_SOAK")
 	if text == "" {
@@ -382,8 +384,8 @@ func soakFor(t *testing.T) time.Duration {
 	return d
 }
 
-// Engines, sidecars and routers start, end and are killed under load. No client sees an error, unless
-// its answer had begun, and all routers send to the same engines.
+// Engines, sidecars and routers start, end and are killed under load. No client sees an error,
+// unless its answer had begun, and all routers send to the same engines.
 func TestFleet(t *testing.T) {
 	f := newFleet(t)
 	soak := soakFor(t)

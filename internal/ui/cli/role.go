@@ -13,8 +13,9 @@ import (
 )
 
 func roleCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "role", Short: "What an engine computes for routers that find it by gossip",
-		Args: cobra.NoArgs, RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() }}
+	cmd := &cobra.Command{Use: "role",
+		Short: "What an engine computes for routers that find it by gossip",
+		Args:  cobra.NoArgs, RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() }}
 	cmd.AddCommand(roleSetCommand())
 	return cmd
 }
