@@ -18,7 +18,7 @@ func (c candidate) possible() bool {
 	return c.serves != servesNot && c.condition < down && !c.leaving
 }
 
-// named reports whether it serves the model as far as the router knows, in whatever condition.
+// named reports whether it may serve the model, in whatever condition.
 func (c candidate) named() bool { return c.serves != servesNot }
 
 // better reports whether a is a better choice than b. An engine that fails at once has the fewest
