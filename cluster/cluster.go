@@ -72,7 +72,7 @@ type Serving struct {
 type Served struct {
 	Member
 	Serving
-	// Lost: the member has not left, and does not answer to the others. Its engines may still do.
+	// Lost: the member has ended, or does not answer to the others. Its engines may still do.
 	Lost bool
 }
 

@@ -41,10 +41,10 @@ type backend struct {
 	mu       sync.Mutex // guards all below
 	health   health
 	identity identity
-	load     int // requests in flight
-	holds    int // requests for which it may have to release a cache
-	models   models
 	waits    bool // until discovery lets it have requests
+	load     int  // requests in flight
+	holds    int  // requests for which it may have to release a cache
+	models   models
 }
 
 // alive notes bytes of an answer.

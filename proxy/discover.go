@@ -32,7 +32,7 @@ type Found struct {
 	Started time.Time
 	ID      string // of the member's process: an order between equal ones
 	Leaving bool   // it takes no new requests
-	Lost    bool   // the member does not answer to the others
+	Lost    bool   // the member has ended, or does not answer to the others
 }
 
 // Fleet is what the members publish. Routers that see the same members choose among the same

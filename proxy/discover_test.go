@@ -234,6 +234,9 @@ func TestFoundEngineWithoutModels(t *testing.T) {
 		return len(all) == 2 && all[0].condition() == fit && all[1].condition() == fit
 	})
 	answered(t, url, "from a")
+	if text := get(t, url+"/health"); !strings.Contains(text, "it has not listed its models") {
+		t.Errorf("/health gives no reason: %s", text)
+	}
 	b.mu.Lock()
 	n := len(b.seen)
 	b.mu.Unlock()

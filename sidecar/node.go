@@ -126,8 +126,8 @@ func New(opt Options) (*Node, error) {
 	}
 	n.join(self)
 	n.served = &served{cfg: &n.cfg.Engine,
-		leaving: func() bool { return n.Leaving() > 0 || n.Draining() }, own: ownAddress(n.cfg),
-		started: time.Now(), roles: map[string]string{}}
+		leaving: func() bool { return n.Leaving() > 0 }, own: ownAddress(n.cfg), started: time.Now(),
+		roles: map[string]string{}}
 	n.web = web.New(web.Options{Node: n.cfg.Node, Version: n.version, Boot: n.boot, Gather: n.registry,
 		Hosts: hosts(n.cfg), AdminUIDs: uids(n.cfg.Engine.AdminUIDs), Log: n.log,
 		Driver: n.driver, Life: n.life,

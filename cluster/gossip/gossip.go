@@ -394,9 +394,6 @@ func (g *Gossip) Address() string { return g.own }
 
 // Leave implements cluster.Cluster.
 func (g *Gossip) Leave() error {
-	if !g.self.serving.observe {
-		g.Serve(cluster.Serving{}) // otherwise routers take it for dead, and keep its engines
-	}
 	g.stop()
 	g.wg.Wait()
 	_ = g.list.Leave(leaveTime) // members without this message detect it by probes

@@ -30,7 +30,7 @@ const (
 	maxPost     = 1024                   // messages that wait
 	postAtOnce  = 16                     // messages on their way
 	maxServed   = 1024                   // members of which a router keeps what they serve
-	keepLost    = 10 * time.Minute       // what one serves that has not left, and does not answer
+	keepLost    = 10 * time.Minute       // what one serves that has ended, or does not answer
 	maxRevision = 1<<63 - 1
 )
 
@@ -57,7 +57,7 @@ type have struct {
 	revision uint64
 	member   cluster.Member
 	serving  cluster.Serving
-	lost     time.Time // of its probes; zero: it is a member
+	lost     time.Time // since when it is no member; zero: it is one
 }
 
 func newServing(observe bool) serving {
@@ -80,11 +80,12 @@ func (s *serving) wantLocked(name string, revision uint64) {
 	}
 }
 
-// loseLocked takes the death of a member. Its engines may live: the router's own checks show that.
+// loseLocked takes the end of a member. Its engines may live, as during the restart of a sidecar:
+// the router's own checks show that.
 func (s *serving) loseLocked(name string, now time.Time) {
 	h, ok := s.have[name]
 	s.forgetLocked(name)
-	if ok && len(h.serving.APIs) > 0 { // otherwise it has left
+	if ok && len(h.serving.APIs) > 0 {
 		h.lost = now
 		s.have[name] = h
 		s.wanted[name] = wanted{revision: h.revision}
@@ -271,9 +272,6 @@ func (g *Gossip) deliver(ctx context.Context) {
 	for {
 		select {
 		case <-ctx.Done():
-			for _, name := range g.self.serving.post.take() { // that this member leaves
-				sent.Go(func() { g.send(name, g.self.message) })
-			}
 			return
 		case <-g.self.serving.post.wake:
 			for _, name := range g.self.serving.post.take() {

@@ -91,8 +91,7 @@ func TestServingIsAskedAgain(t *testing.T) {
 	})
 }
 
-// What a member serves that left is gone; that of one that does not answer is marked, until the
-// member is back.
+// What a member served that has ended is marked, until the member is back, or for a while.
 func TestServingOfLostMember(t *testing.T) {
 	d := &self{members: map[string]cluster.Member{}, lost: map[string]lostMember{},
 		changed: make(chan struct{}), serving: newServing(true)}
@@ -135,7 +134,7 @@ func TestServingOfLostMember(t *testing.T) {
 	take(8)
 	lose()
 	if len(d.serving.have) > 0 {
-		t.Error("what a member served that left is kept")
+		t.Error("a member that served nothing at its end is kept")
 	}
 }
 
