@@ -296,6 +296,16 @@ func (f *fleet) agree(what string) {
 	})
 }
 
+// prefills reports whether a router sends prompts to engines of a node: not once gossip has lost
+// their sidecar.
+func (f *fleet) prefills(n *node) bool {
+	return slices.ContainsFunc(f.routers, func(r *router) bool {
+		return slices.ContainsFunc(r.takes(), func(x string) bool {
+			return slices.ContainsFunc(n.engines, func(e *engine) bool { return x == e.url()+" prefill" })
+		})
+	})
+}
+
 // load sends requests to all routers until ctx ends.
 func (f *fleet) load(ctx context.Context) {
 	var wg sync.WaitGroup
@@ -477,8 +487,13 @@ func TestFleet(t *testing.T) {
 			}
 		},
 		func(n *node, _ *engine, _ *router) { // a sidecar restarts, its engines live
+			killed := time.Now()
 			n.sidecar.end(syscall.SIGKILL)
 			progress("a killed sidecar")
+			if soak > 0 {
+				until(t, "gossip notices a killed sidecar", func() bool { return !f.prefills(n) })
+				within("gossip notices a killed sidecar", time.Since(killed), 10*time.Second)
+			}
 			n.sidecar.start()
 			f.agree("the sidecar is back")
 		},
