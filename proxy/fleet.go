@@ -295,10 +295,13 @@ func (p *Proxy) run(ctx context.Context, m *member) {
 	defer wg.Wait()
 	for _, b := range m.roles() {
 		asked := make(chan struct{})
+		shown := asked
 		if b.sidecar.IsZero() || b.found {
-			close(asked) // discovery shows what its sidecar would answer
-		} else {
-			wg.Go(func() { p.watchSidecar(ctx, b, asked) })
+			close(asked) // discovery shows already whether it leaves
+			shown = make(chan struct{})
+		}
+		if !b.sidecar.IsZero() {
+			wg.Go(func() { p.watchSidecar(ctx, b, shown) })
 		}
 		wg.Go(func() { p.watch(ctx, b, asked) })
 		if b.releases != nil {

@@ -111,6 +111,7 @@ func newProcess(t *testing.T, dir, name, env string, argv ...string) *process {
 type node struct {
 	sidecar *process
 	socket  string
+	http    string
 	engines []*engine
 }
 
@@ -234,7 +235,7 @@ func newFleet(t *testing.T) *fleet {
 	for i := range nodes {
 		at := addresses(t, host, 3+perNode)
 		gossip = append(gossip, at[2])
-		n := &node{socket: filepath.Join(f.dir, fmt.Sprintf("s%d", i))}
+		n := &node{socket: filepath.Join(f.dir, fmt.Sprintf("s%d", i)), http: at[1]}
 		n.sidecar = newProcess(t, f.dir, fmt.Sprintf("sidecar%d", i), asKvspray+"=1", "serve",
 			"--socket", n.socket, "--listen", at[0], "--http", at[1], "--set", fmt.Sprintf("node=n%d", i),
 			"--set", "peer.gossip.listen="+at[2], "--set", "peer.gossip.join="+gossip[max(0, i-1)]+","+
@@ -293,6 +294,22 @@ func (f *fleet) agree(what string) {
 			}
 		}
 		return true
+	})
+}
+
+// resume starts a sidecar again, and waits until its engines have returned to it.
+func (f *fleet) resume(n *node) {
+	f.t.Helper()
+	n.sidecar.start()
+	up := 0
+	for _, e := range n.engines {
+		if e.up {
+			up++
+		}
+	}
+	until(f.t, "the engines return to their sidecar", func() bool {
+		var at struct{ Workers []string }
+		return getJSON("http://"+n.http+"/v1/node", &at) == nil && len(at.Workers) == up
 	})
 }
 
@@ -494,13 +511,13 @@ func TestFleet(t *testing.T) {
 				until(t, "gossip notices a killed sidecar", func() bool { return !f.prefills(n) })
 				within("gossip notices a killed sidecar", time.Since(killed), 10*time.Second)
 			}
-			n.sidecar.start()
+			f.resume(n)
 			f.agree("the sidecar is back")
 		},
 		func(n *node, _ *engine, _ *router) { // the same in order
 			n.sidecar.end(syscall.SIGTERM)
 			progress("a sidecar that ended")
-			n.sidecar.start()
+			f.resume(n)
 			f.agree("the sidecar that ended is back")
 		},
 		func(n *node, _ *engine, _ *router) { // roles change while it runs
