@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -304,6 +305,30 @@ func TestFoundEngineChangesItsRole(t *testing.T) {
 	}
 	close(stop)
 	wg.Wait()
+}
+
+// An engine whose role changes is in the worse condition of its old roles: a prefill that has not
+// been asked since its process died shows nothing.
+func TestFoundEngineInheritsTheWorseCondition(t *testing.T) {
+	a := serving(t, "from a", "x")
+	f := &fleetOf{}
+	px, url := start(t, Config{Fleet: f, Times: Times{Check: time.Hour}})
+	f.set(at(a.URL, "both"))
+	answered(t, url, "from a")
+	px.decode.list()[0].outcome(syscall.ECONNREFUSED, signRefused, 0)
+	if c := px.prefill.list()[0].condition(); c != fit {
+		t.Fatal(c)
+	}
+	m := &member{decode: Engine{URL: a.URL, found: true}}
+	b, err := px.newBackend(roleDecode, m.decode)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.dec = b
+	px.inherit(m)
+	if c := b.condition(); c != down || b.waits {
+		t.Errorf("%s, waits %v", c, b.waits)
+	}
 }
 
 // A member that others have lost keeps its engine as one that decodes, while that answers.

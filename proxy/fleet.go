@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -87,19 +88,21 @@ func (p *Proxy) setEngines(prefill, decode []Engine) error {
 	return nil
 }
 
-// inherit gives an engine that has changed, for instance its role, what is known of it.
+// inherit gives an engine that has changed, for instance its role, what is known of it: of two
+// roles the worse condition.
 func (p *Proxy) inherit(m *member) {
 	for _, old := range p.members {
-		for _, x := range old.roles()[:1] {
-			for _, b := range m.roles() {
-				if b.url.String() != x.url.String() || b.found != x.found {
-					continue
-				}
-				x.mu.Lock()
-				b.health, b.models, b.waits = x.health, x.models, x.waits
-				x.mu.Unlock()
-				b.lastByte.Store(x.lastByte.Load())
+		x := slices.MaxFunc(old.roles(), func(a, b *backend) int {
+			return cmp.Compare(a.condition(), b.condition())
+		})
+		for _, b := range m.roles() {
+			if b.url.String() != x.url.String() || b.found != x.found {
+				continue
 			}
+			x.mu.Lock()
+			b.health, b.models, b.waits = x.health, x.models, x.waits
+			x.mu.Unlock()
+			b.lastByte.Store(x.lastByte.Load())
 		}
 	}
 }

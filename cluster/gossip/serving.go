@@ -143,7 +143,7 @@ func (d *self) tookLocked(m *peerv1.Serving) bool {
 
 // servingOf reads what a member serves. It is foreign: what exceeds the bounds is left out.
 func servingOf(m *peerv1.Serving) cluster.Serving {
-	out := cluster.Serving{Leaving: m.Leaving, Started: time.Unix(m.Started, 0)}
+	out := cluster.Serving{Leaving: m.Leaving, Started: time.UnixMilli(m.Started)}
 	if len(m.Http) <= cluster.MaxURLBytes {
 		out.HTTP = m.Http
 	}
@@ -173,7 +173,7 @@ const fingerprintBytes = 32
 // messageOf encodes what this member serves, with as many of its APIs as fit.
 func messageOf(boot transfer.Boot, revision uint64, s *cluster.Serving) ([]byte, error) {
 	m := &peerv1.Serving{Boot: boot[:], Revision: revision, Http: s.HTTP, Leaving: s.Leaving,
-		Started: s.Started.Unix()}
+		Started: s.Started.UnixMilli()}
 	for _, a := range s.APIs[:min(len(s.APIs), cluster.MaxAPIs)] {
 		print, _ := hex.DecodeString(a.Fingerprint) // another form: unknown
 		m.Apis = append(m.Apis, &peerv1.Api{Url: a.URL, Role: a.Role, Engine: a.Engine,

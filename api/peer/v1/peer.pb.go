@@ -3175,7 +3175,7 @@ type Serving struct {
 	Revision      uint64                 `protobuf:"varint,2,opt,name=revision,proto3" json:"revision,omitempty"`
 	Http          string                 `protobuf:"bytes,3,opt,name=http,proto3" json:"http,omitempty"`        // URL of the sidecar's HTTP listener; empty: none
 	Leaving       bool                   `protobuf:"varint,4,opt,name=leaving,proto3" json:"leaving,omitempty"` // its engines end soon, and take no new requests
-	Started       int64                  `protobuf:"varint,5,opt,name=started,proto3" json:"started,omitempty"` // start of the sidecar, seconds since 1970
+	Started       int64                  `protobuf:"varint,5,opt,name=started,proto3" json:"started,omitempty"` // start of the sidecar, milliseconds since 1970
 	Apis          []*Api                 `protobuf:"bytes,6,rep,name=apis,proto3" json:"apis,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
