@@ -340,13 +340,16 @@ func TestRefusedCheck(t *testing.T) {
 	now := time.Now()
 	for s, want := range map[sign][2]condition{signRefused: {down, down}, signFailed: {fit, down}} {
 		h := health{slowAfter: time.Second, silentAfter: time.Minute}
+		h.asks(now)
 		h.answers(now, signAlive, nil)
 		for i, c := range want {
+			h.asks(now)
 			h.answers(now, s, errEmpty)
 			if got := h.condition(now, now); got != c {
 				t.Errorf("%s, check %d: %s, want %s", s, i, got, c)
 			}
 		}
+		h.asks(now)
 		h.answers(now, signAlive, nil)
 		if got := h.condition(now, now); got != fit {
 			t.Errorf("%s, then a good check: %s", s, got)
