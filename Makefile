@@ -154,7 +154,7 @@ test-all: ## All other tests that need no special hardware or privilege: more ca
 .PHONY: test-nightly
 test-nightly: ## Hours of tests: measurements, attacks, laws, truth, schedules, mutants, fuzzing, soaks; .build/test/report.html
 	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-laws test-truth test-drafts test-pods-group test-mesh test-routers \
-	  soak-sglang soak-store test-fuzz bench || rc=1; $(MAKE) test-pods PODS_STEPS=all || rc=1; $(MAKE) soak SOAK=2h || rc=1; \
+	  soak-sglang soak-store soak-fleet test-fuzz bench || rc=1; $(MAKE) test-pods PODS_STEPS=all || rc=1; $(MAKE) soak SOAK=2h || rc=1; \
 	$(MAKE) test-report || rc=1; exit $$rc
 
 .PHONY: watch
@@ -239,6 +239,11 @@ SOAK_STORE ?= 1h
 soak-store: #: A store for SOAK_STORE (1h) while its process is killed and disk and bucket fail: every page compared
 	KVSPRAY_STORE_SOAK=$(SOAK_STORE) go test -timeout 24h -count=1 -v ./store -run '^TestSoak$$' | grep -v '^=== '
 
+SOAK_FLEET ?= 20m
+.PHONY: soak-fleet
+soak-fleet: #: Sidecars, routers and fake engines come, go and are killed under load for SOAK_FLEET (20m): no errors, and how soon do routers notice?
+	KVSPRAY_FLEET_SOAK=$(SOAK_FLEET) go test -timeout 24h -count=1 -v ./test/fleet | grep -v '^=== '
+
 SOAK_SGLANG ?= 60
 .PHONY: soak-sglang
 soak-sglang: build #: SGLang's servers with HiCache and prefill/decode for SOAK_SGLANG minutes (60), a quarter of the requests cancelled: is anything left?
@@ -267,7 +272,7 @@ test-placement: build env #: The holder's sidecar is killed 100 times while requ
 # FUZZTIME_FOREIGN.
 FUZZTIME ?= 5m
 FUZZTIME_FOREIGN ?= 1h
-FUZZ_FOREIGN := internal/wire connector/msg control/peer/frame transport/shm transport/gdr store/directory/embedded control/exec parseblock sidecar/internal/exchange sidecar/internal/removals proxy/internal/kvevents proxy/internal/zmtp
+FUZZ_FOREIGN := internal/wire cluster/gossip connector/msg control/peer/frame transport/shm transport/gdr store/directory/embedded control/exec parseblock sidecar/internal/exchange sidecar/internal/removals proxy/internal/kvevents proxy/internal/zmtp
 .PHONY: test-fuzz
 test-fuzz: #: Every fuzz target for FUZZTIME (5m each), parsers of lanes and sockets for FUZZTIME_FOREIGN (1h)
 	@rc=0; for dir in $$(git ls-files '*_test.go' | xargs grep -l '^func Fuzz' | xargs -n1 dirname | sort -u); do \

@@ -8,6 +8,7 @@ package cluster
 import (
 	"errors"
 	"slices"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/transfer"
@@ -18,6 +19,10 @@ const (
 	MaxEngines   = 64
 	MaxNameBytes = 128 // of an engine, a label, a node and an endpoint
 	MaxLabels    = 8
+	MaxAPIs      = 64
+	MaxURLBytes  = 256
+	MaxRanks     = 64       // of one API
+	MaxServing   = 64 << 10 // bytes of a Serving
 )
 
 // ErrListen is returned by a Join whose address is not of this host, or taken.
@@ -37,6 +42,52 @@ type Member struct {
 // Has reports whether a member has a label.
 func (m *Member) Has(label string) bool { return slices.Contains(m.Labels, label) }
 
+// The roles of an engine.
+const (
+	RolePrefill = "prefill"
+	RoleDecode  = "decode"
+	RoleBoth    = "both"
+)
+
+// API is an API server and the engine behind it.
+type API struct {
+	URL         string
+	Role        string   // of the above
+	Engine      string   // kind and id
+	Version     string   // of the engine
+	Fingerprint string   // of its model, 64 hexadecimal digits; empty: unknown
+	World       int      // ranks of the engine
+	Ranks       []string // of these, those of the member
+}
+
+// Serving is where the engines of a member answer clients.
+type Serving struct {
+	HTTP    string // URL of the sidecar's HTTP listener; empty: none
+	Leaving bool   // its engines take no new requests
+	Started time.Time
+	APIs    []API
+}
+
+// Served is a member with what it serves.
+type Served struct {
+	Member
+	Serving
+	// Lost: the member has ended, or does not answer to the others. Its engines may still do.
+	Lost bool
+}
+
+// Fleet is what all members serve, as a process sees it that is none of them. Its methods can be
+// called from any goroutine.
+type Fleet interface {
+	// Served returns the members that serve something. They differ from those of another process for
+	// a moment only.
+	Served() []Served
+	// Changed is closed at the next change.
+	Changed() <-chan struct{}
+	// Leave ends the observation.
+	Leave() error
+}
+
 // Cluster is the members, as one of them sees them. Its methods can be called from any goroutine.
 type Cluster interface {
 	// Members returns all, this one included.
@@ -45,6 +96,8 @@ type Cluster interface {
 	Changed() <-chan struct{}
 	// Publish replaces the engines and labels of this member. Those that do not fit are left out.
 	Publish(engines, labels []string)
+	// Serve replaces what this member serves. What exceeds the bounds is left out.
+	Serve(Serving)
 	// Leave ends the membership. Others learn of it at once, or by their probes.
 	Leave() error
 }

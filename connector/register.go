@@ -181,7 +181,9 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 	if err != nil {
 		return nil, err
 	}
-	pub := &engines.Worker{Boot: c.hello.Boot, Name: workerName(c.hello), Place: placeOf(c.hello)}
+	pub := &engines.Worker{Boot: c.hello.Boot, Name: workerName(c.hello), Place: placeOf(c.hello),
+		Engine: engines.About{Version: c.hello.Engine.Version, API: c.hello.Engine.Api,
+			Role: c.hello.Engine.Role}}
 	if err = in.Open(m.Regions, m.First); err != nil {
 		return nil, err
 	}

@@ -31,6 +31,7 @@ type backend struct {
 	url     origin.URL
 	sidecar origin.URL // for asking for its state; zero: none
 	twin    *backend   // the same engine in the other role; nil: none
+	found   bool       // by discovery
 
 	releases chan release // that wait to be sent; nil: of a decode engine
 	reporter *reporter    // of its KV events; nil: none
@@ -41,8 +42,9 @@ type backend struct {
 	mu       sync.Mutex // guards all below
 	health   health
 	identity identity
-	load     int // requests in flight
-	holds    int // requests for which it may have to release a cache
+	waits    bool // until discovery lets it have requests
+	load     int  // requests in flight
+	holds    int  // requests for which it may have to release a cache
 	models   models
 	guards   map[*guard]struct{} // of its requests in flight
 }
@@ -78,6 +80,9 @@ func (b *backend) candidate(now time.Time, model string) candidate {
 	c := candidate{b.models.serve(model), b.conditionLocked(now), b.identity.leaving, b.load}
 	if c.condition < failing && b.load > 0 && b.health.trial() {
 		c.condition = failing
+	}
+	if b.waits {
+		c.condition = down
 	}
 	b.mu.Unlock()
 	if t := b.twin; t != nil {
@@ -269,6 +274,9 @@ func (p *Proxy) watch(ctx context.Context, b *backend, asked <-chan struct{}) {
 			p.lost(b) // also if a failed request took it out before
 		}
 		before, first = now, false
+		if err == nil && b.found {
+			p.learnModels(ctx, b) // first: it waits for them
+		}
 		if err == nil {
 			p.compare(ctx, b)
 			p.learn(ctx, b)

@@ -194,7 +194,7 @@ func TestSignOfError(t *testing.T) {
 	}{
 		{"refused", dial(call(syscall.ECONNREFUSED)), signRefused, false},
 		{"no route", dial(call(syscall.EHOSTUNREACH)), signRefused, false},
-		{"dial timed out", dial(os.ErrDeadlineExceeded), signLate, false},
+		{"dial timed out", dial(os.ErrDeadlineExceeded), signRefused, false},
 		{"reset", read(call(syscall.ECONNRESET)), signLost, true},
 		{"closed before an answer", fmt.Errorf("x: %w", io.ErrUnexpectedEOF), signLost, true},
 		{"deadline", context.DeadlineExceeded, signLate, true},
@@ -330,6 +330,29 @@ func TestPromptThatFailsEverywhere(t *testing.T) {
 	for _, b := range px.decode.all {
 		if c := b.condition(); c > failing {
 			t.Errorf("%s is %s", b.url, c)
+		}
+	}
+}
+
+// A check without a listener shows at once that no process is there; one with an error only the
+// second time.
+func TestRefusedCheck(t *testing.T) {
+	now := time.Now()
+	for s, want := range map[sign][2]condition{signRefused: {down, down}, signFailed: {fit, down}} {
+		h := health{slowAfter: time.Second, silentAfter: time.Minute}
+		h.asks(now)
+		h.answers(now, signAlive, nil)
+		for i, c := range want {
+			h.asks(now)
+			h.answers(now, s, errEmpty)
+			if got := h.condition(now, now); got != c {
+				t.Errorf("%s, check %d: %s, want %s", s, i, got, c)
+			}
+		}
+		h.asks(now)
+		h.answers(now, signAlive, nil)
+		if got := h.condition(now, now); got != fit {
+			t.Errorf("%s, then a good check: %s", s, got)
 		}
 	}
 }

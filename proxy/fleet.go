@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -37,7 +38,15 @@ func (m *member) idle() bool {
 // SetEngines replaces the engines of the router. One in both lists is one engine. An engine that is
 // as it was goes on. One that is left out gets no new requests; those in flight there go on. After
 // an error the engines are those from before. Goroutines may call it at the same time.
+// With Config.Fleet they are those besides the found ones.
 func (p *Proxy) SetEngines(prefill, decode []Engine) error {
+	if p.discovery != nil {
+		return p.discovery.list(prefill, decode)
+	}
+	return p.setEngines(prefill, decode)
+}
+
+func (p *Proxy) setEngines(prefill, decode []Engine) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	all, err := p.join(prefill, decode)
@@ -57,6 +66,9 @@ func (p *Proxy) SetEngines(prefill, decode []Engine) error {
 	if err := p.number(fresh); err != nil {
 		return err
 	}
+	for _, m := range fresh {
+		p.inherit(m)
+	}
 	var pre, dec []*backend
 	for _, m := range all {
 		if m.pre != nil {
@@ -74,6 +86,25 @@ func (p *Proxy) SetEngines(prefill, decode []Engine) error {
 	default: // Watch has not taken the one before
 	}
 	return nil
+}
+
+// inherit gives an engine that has changed, for instance its role, what is known of it: of two
+// roles the worse condition.
+func (p *Proxy) inherit(m *member) {
+	for _, old := range p.members {
+		x := slices.MaxFunc(old.roles(), func(a, b *backend) int {
+			return cmp.Compare(a.condition(), b.condition())
+		})
+		for _, b := range m.roles() {
+			if b.url.String() != x.url.String() || b.found != x.found {
+				continue
+			}
+			x.mu.Lock()
+			b.health, b.models, b.waits = x.health, x.models, x.waits
+			x.mu.Unlock()
+			b.lastByte.Store(x.lastByte.Load())
+		}
+	}
 }
 
 // join makes members of two lists of engines.
@@ -145,7 +176,7 @@ func (p *Proxy) number(fresh []*member) error {
 
 // newBackend reads the addresses of an engine.
 func (p *Proxy) newBackend(role string, e Engine) (*backend, error) {
-	b := &backend{role: role,
+	b := &backend{role: role, found: e.found, waits: e.found,
 		health:   health{slowAfter: p.times.Slow, silentAfter: p.times.Silent, firstRest: p.times.Check},
 		identity: identity{role: role}}
 	var err error
@@ -214,6 +245,9 @@ func (p *Proxy) Watch(ctx context.Context) {
 	defer p.client.CloseIdleConnections()
 	var wg sync.WaitGroup
 	defer wg.Wait()
+	if p.discovery != nil {
+		wg.Go(func() { p.discovery.run(ctx) })
+	}
 	running := map[*member]context.CancelFunc{}
 	tick := time.NewTicker(p.times.Check)
 	defer tick.Stop()
@@ -265,10 +299,13 @@ func (p *Proxy) run(ctx context.Context, m *member) {
 	defer wg.Wait()
 	for _, b := range m.roles() {
 		asked := make(chan struct{})
-		if b.sidecar.IsZero() {
-			close(asked)
-		} else {
-			wg.Go(func() { p.watchSidecar(ctx, b, asked) })
+		shown := asked
+		if b.sidecar.IsZero() || b.found {
+			close(asked) // discovery shows already whether it leaves
+			shown = make(chan struct{})
+		}
+		if !b.sidecar.IsZero() {
+			wg.Go(func() { p.watchSidecar(ctx, b, shown) })
 		}
 		wg.Go(func() { p.watch(ctx, b, asked) })
 		if b.releases != nil {

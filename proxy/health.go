@@ -86,8 +86,8 @@ func (h *health) answers(now time.Time, s sign, err error) {
 		return // asked stays: the silence goes on
 	default:
 		h.bad = min(h.bad+1, downAfter)
-		if !h.checked {
-			h.bad = downAfter // no good check is known
+		if !h.checked || s == signRefused {
+			h.bad = downAfter // no good check is known, or no process is there
 		}
 		h.lateCheck, h.reason = false, err.Error()
 	}

@@ -58,6 +58,9 @@ func (p *Proxy) learnModels(ctx context.Context, b *backend) {
 	due := !now.Before(b.models.due)
 	if due {
 		b.models.due = now.Add(modelsAgain)
+		if b.waits {
+			b.models.due = now // at the next check
+		}
 	}
 	b.mu.Unlock()
 	if !due {
@@ -89,10 +92,16 @@ func (p *Proxy) learnModels(ctx context.Context, b *backend) {
 	case err == nil:
 		m.due = now.Add(modelsEvery)
 		b.models = m
+		p.found()
 	case ctx.Err() == nil:
 		b.models.unlisted = true
 	}
 	b.mu.Unlock()
+	if b.found && err != nil && first && ctx.Err() == nil {
+		p.log.Warn("an engine does not list its models, and gets no requests until it does", "url", b.url,
+			"err", err)
+		return
+	}
 	if err != nil && first && ctx.Err() == nil {
 		p.log.Warn("an engine does not list its models: until it does, it gets requests for any model "+
 			"that no other engine lists, and its hits are guesses", "url", b.url, "err", err)
@@ -104,6 +113,7 @@ func (b *backend) forgetModels() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.models = models{unlisted: b.models.unlisted}
+	b.waits = b.found
 }
 
 // models answers the models of all engines that can get a request. Without a list of any engine,

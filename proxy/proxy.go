@@ -59,7 +59,7 @@ const (
 	maxInFlight      = 4096 // requests
 	checkEvery       = time.Second
 	sidecarTimeout   = 2 * time.Second
-	dialTimeout      = 3 * time.Second
+	dialTimeout      = time.Second      // to an engine: another one takes the request then
 	headerTimeout    = 10 * time.Second // to read a client's header
 	maxHeader        = 64 << 10         // bytes
 	writeTimeout     = 2 * time.Minute  // for a part of an answer, to a client that does not read
@@ -94,12 +94,17 @@ type Engine struct {
 	Peer    string // of a prefill engine: host:port of its sidecar for peers; empty: ask Sidecar
 	Events  string // endpoint of its KV events, tcp://host:port; empty: none
 	Replay  string // of its replay of KV events; empty: none
+	found   bool   // by discovery: it gets no request before its models are known
 }
 
 // Config configures a Proxy.
 type Config struct {
-	Prefill   []Engine
-	Decode    []Engine // an engine in both lists is one engine to a policy
+	Prefill []Engine
+	Decode  []Engine // an engine in both lists is one engine to a policy
+	Fleet   Fleet    // engines besides these; nil: none
+	// Allow has the hosts that members of Fleet may name besides their own: networks, addresses, and
+	// names, of which "*.x" stands for all below x.
+	Allow     []string
 	Mode      Mode
 	BodyBytes int64 // largest body of a client; 0: the default of config.Router, as below
 	// BodiesBytes bounds the bodies of all requests in flight together, with their copies.
@@ -144,6 +149,8 @@ type Proxy struct {
 
 	changed chan struct{} // has a value after a change of members
 
+	discovery *discovery // nil: none
+
 	mu      sync.Mutex // guards all below
 	members []*member
 }
@@ -180,6 +187,12 @@ func New(cfg Config) (*Proxy, error) {
 	if p.placing != nil {
 		p.tokens = newTokenizer(p.reg)
 		p.reg.MustRegister(collector{p})
+	}
+	if cfg.Fleet != nil {
+		p.discovery = &discovery{p: p, fleet: cfg.Fleet, wake: make(chan struct{}, 1)}
+		if p.discovery.allow, err = parseHosts(cfg.Allow); err != nil {
+			return nil, err
+		}
 	}
 	return p, p.SetEngines(cfg.Prefill, cfg.Decode)
 }

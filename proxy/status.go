@@ -25,9 +25,12 @@ func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
 	for _, b := range p.backends() {
 		b.mu.Lock()
 		now := time.Now()
-		c := b.conditionLocked(now)
+		c, why := b.conditionLocked(now), b.health.why(now, b.last())
+		if b.waits && c < down {
+			c, why = down, "it has not listed its models (/v1/models)"
+		}
 		list = append(list, state{b.role, b.url, c < silent, c.String(), b.identity.leaving, b.load,
-			b.identity.endpoint, b.health.why(now, b.last()), b.identity.warnings()})
+			b.identity.endpoint, why, b.identity.warnings()})
 		b.mu.Unlock()
 	}
 	w.Header().Set("Content-Type", "application/json")

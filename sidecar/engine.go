@@ -119,20 +119,35 @@ func (e *completions) Complete(a *exec.Action) {
 // Forget implements driver.Engines.
 func (e *completions) Forget(w *engines.Worker) { e.plans.Forget(w) }
 
-// publishEvery is the interval at which members are given the engines of this node.
-const publishEvery = time.Second
+// publishEvery is the interval at which members are given the engines of this node. A request to an
+// engine that has ended fails until then.
+const publishEvery = 200 * time.Millisecond
 
-func (p *pageStore) publishWorkers(ctx context.Context, workers func() []*engines.Worker) {
+// publishWorkers publishes engines, and where they answer clients, until ctx ends.
+func (n *Node) publishWorkers(ctx context.Context) {
 	t := time.NewTicker(publishEvery)
 	defer t.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return
+		case <-n.leaves:
 		case <-t.C:
 		}
-		p.publish(workers())
+		c := n.conv.mesh.Cluster()
+		if c == nil {
+			return
+		}
+		workers := n.workers()
+		c.Serve(n.served.of(workers))
+		n.pages.publish(workers)
 	}
+}
+
+// setRole sets the role of an engine for routers.
+func (n *Node) setRole(engine, role string) error {
+	defer n.wakePublisher()
+	return n.served.setRole(n.workers(), engine, role)
 }
 
 // hooks counts what the connector reports.

@@ -27,6 +27,8 @@ type life struct {
 	// unreachable is why engines cannot connect; empty: they can. It is set before serving is.
 	unreachable func() string
 
+	leaves chan struct{} // wakes the publisher: the mark, or a role, has changed
+
 	mu   sync.Mutex // protects what is below
 	left time.Time  // of the last Leave; zero: none, or it was taken back
 	// addresses, which are known once Run has started
@@ -36,6 +38,7 @@ type life struct {
 
 func newLife() *life {
 	return &life{drain: make(chan struct{}), started: make(chan struct{}), now: time.Now,
+		leaves:      make(chan struct{}, 1),
 		unreachable: func() string { return "" }}
 }
 
@@ -76,6 +79,15 @@ func (l *life) Leave(on bool) {
 	l.left = time.Time{}
 	if on {
 		l.left = l.now()
+	}
+	l.wakePublisher()
+}
+
+// wakePublisher makes members and routers get what has changed at once.
+func (l *life) wakePublisher() {
+	select {
+	case l.leaves <- struct{}{}:
+	default:
 	}
 }
 

@@ -86,6 +86,7 @@ type Node struct {
 	results  *completions
 	events   *engineEvents
 	web      *web.Server
+	served   *served
 }
 
 // New checks the options and makes a node. It touches neither disk nor network before Run.
@@ -125,6 +126,9 @@ func New(opt Options) (*Node, error) {
 		return nil, err
 	}
 	n.join(self)
+	n.served = &served{cfg: &n.cfg.Engine,
+		leaving: func() bool { return n.Leaving() > 0 }, own: ownAddress(n.cfg), started: time.Now(),
+		roles: map[string]string{}}
 	n.web = web.New(web.Options{Node: n.cfg.Node, Version: n.version, Boot: n.boot, Gather: n.registry,
 		Hosts: hosts(n.cfg), AdminUIDs: uids(n.cfg.Engine.AdminUIDs), Log: n.log,
 		Driver: n.driver, Life: n.life,
@@ -134,6 +138,7 @@ func New(opt Options) (*Node, error) {
 		Transports: func() []string { return namesOf(n.live.Registry) }, Store: n.pages.state,
 		Problems:   n.problems,
 		Health:     n.health,
+		SetRole:    n.setRole,
 		StoreCalls: n.pages.calls,
 		Recent:     n.observer.transfers.Recent, Find: n.observer.transfers.Find,
 		Order: n.cfg.Transports.Order})
@@ -176,7 +181,7 @@ func (n *Node) join(self transport.Peer) {
 		transfers: n.observer.transfers, complete: n.complete,
 		loaded: func(w *engines.Worker, id transfer.LeaseID, parts int) { n.engine.Loaded(w, id, parts) },
 		slots:  make(chan struct{}, maxCopiesRunning), turns: turns{of: map[*engines.Worker]*turn{}}}
-	n.pages = &pageStore{cfg: &n.cfg.Store, gossip: n.cfg.Peer.Gossip.On(), boot: n.boot,
+	n.pages = &pageStore{cfg: &n.cfg.Store, gossip: n.cfg.GossipOn(), boot: n.boot,
 		grace:  n.grace,
 		leases: n.local, registry: n.registry, log: n.log, conv: n.conv, driver: n.driver, gpus: n.gpus,
 		transfers: n.observer.transfers, complete: n.complete}

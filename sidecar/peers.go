@@ -31,7 +31,7 @@ func (c *conversation) open() error {
 		Listen: cfg.Listen, Advertise: cfg.Advertise,
 		Credentials: creds, Rails: c.rails.list, Handler: handler{c}, Log: c.log,
 		Refused: c.metrics.HelloRefused}
-	if cfg.Gossip.On() {
+	if c.cfg.GossipOn() {
 		join := gossip.Joiner(gossip.Options{Listen: cfg.Gossip.Listen,
 			Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join, Keys: keysOfGossip, Log: c.log,
 			Missed: func(addresses []string) { c.missed.Store(&addresses) }})

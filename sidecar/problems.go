@@ -32,6 +32,9 @@ func (n *Node) problems() (out []string) {
 	for _, p := range n.pages.problems() {
 		out = append(out, p.part+": "+p.why)
 	}
+	if p := n.served.problems.Load(); p != nil {
+		out = append(out, *p...)
+	}
 	if missed := n.conv.missed.Load(); missed != nil && len(*missed) > 0 {
 		out = append(out, "peer.gossip.join: no answer from "+strings.Join(*missed, ", "))
 	}

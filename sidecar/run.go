@@ -222,7 +222,8 @@ func (n *Node) serve(listener, admin net.Listener, failed chan<- error, open *cl
 		answer("http", listener, n.web.Port())
 	}
 	answer("admin socket", admin, n.web.Admin())
-	n.proc.Run(func(ctx context.Context) { n.pages.publishWorkers(ctx, n.workers) })
+	n.served.http = n.servedHTTP()
+	n.proc.Run(n.publishWorkers)
 	n.proc.Run(n.rails.watch)
 	n.proc.Run(func(ctx context.Context) { n.rails.watchLinks(ctx, n.busy) })
 	n.proc.Run(n.devices.watch)

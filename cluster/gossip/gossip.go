@@ -1,8 +1,10 @@
-// Package gossip finds the other sidecars by memberlist, and publishes what this one serves.
+// Package gossip finds the other sidecars by memberlist, and publishes what this one serves. A
+// router observes them (serving.go): no sidecar counts it as a member.
 //
-// Streams pass a gate (stream.go), because memberlist does not
-// bound them. Goroutines: memberlist's, one for streams, one while members of the configuration do
-// not answer. Leave joins all but memberlist's timers.
+// Streams pass a gate (stream.go), because memberlist does not bound them. Goroutines:
+// memberlist's, one for streams, one while members of the configuration do not answer, one that
+// announces changes, one that sends what is served, and those of its messages. Leave joins all but
+// memberlist's timers.
 package gossip
 
 import (
@@ -64,6 +66,7 @@ type Options struct {
 	Missed func(addresses []string)
 
 	reunion time.Duration // 0: reunionEvery
+	observe bool          // no member: it asks for what they serve
 }
 
 // Gossip is this process among the members. It implements cluster.Cluster.
@@ -80,12 +83,15 @@ type Gossip struct {
 // whose calls come under memberlist's locks. It has the members itself, because memberlist changes
 // the nodes that it returns.
 type self struct {
+	news chan struct{} // the metadata has changed
+
 	mu      sync.Mutex // protects all below
 	member  cluster.Member
 	meta    []byte
 	members map[string]cluster.Member // by memberlist's name
 	lost    map[string]lostMember     // likewise
 	changed chan struct{}
+	serving serving
 }
 
 func (d *self) NodeMeta(limit int) []byte {
@@ -96,7 +102,6 @@ func (d *self) NodeMeta(limit int) []byte {
 	}
 	return d.meta
 }
-func (*self) NotifyMsg([]byte)                {}
 func (*self) GetBroadcasts(int, int) [][]byte { return nil }
 func (*self) LocalState(bool) []byte          { return nil }
 func (*self) MergeRemoteState([]byte, bool)   {}
@@ -107,8 +112,11 @@ func (d *self) NotifyUpdate(n *memberlist.Node) { d.set(n) }
 func (d *self) NotifyLeave(n *memberlist.Node) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	if _, member := d.members[n.Name]; member {
+		d.loseLocked(n) // a router asks for itself
+	}
 	delete(d.members, n.Name)
-	d.loseLocked(n)
+	d.serving.loseLocked(n.Name, time.Now())
 	d.notifyLocked()
 }
 
@@ -116,42 +124,51 @@ func (d *self) NotifyLeave(n *memberlist.Node) {
 func (d *self) set(n *memberlist.Node) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if m, ok := decode(n.Meta); ok {
+	if m, revision, ok := decode(n.Meta); ok {
 		m.Address = n.Address()
 		d.members[n.Name] = m
+		d.serving.wantLocked(n.Name, revision)
 		delete(d.lost, n.Name)
 	} else {
 		delete(d.members, n.Name)
+		d.serving.forgetLocked(n.Name)
+		d.serving.routers[n.Name] = n.Address()
 	}
 	d.notifyLocked()
 }
 
-// decode reads the metadata of a member. It is foreign: what exceeds the bounds is left out.
-func decode(b []byte) (cluster.Member, bool) {
+// decode reads the metadata of a member, with the revision of what it serves. It is foreign: what
+// exceeds the bounds is left out.
+func decode(b []byte) (cluster.Member, uint64, bool) {
 	var m peerv1.Member
 	if proto.Unmarshal(b, &m) != nil || len(m.Boot) != len(transfer.Boot{}) {
-		return cluster.Member{}, false
+		return cluster.Member{}, 0, false
 	}
-	long := func(s string) bool { return len(s) > cluster.MaxNameBytes }
 	if long(m.Release) {
 		m.Release = ""
 	}
 	labels, engines := slices.DeleteFunc(m.Labels, long), slices.DeleteFunc(m.Engines, long)
 	return cluster.Member{Node: m.Node, Endpoint: m.Endpoint, Boot: transfer.Boot(m.Boot),
 		Version: m.Release, Labels: labels[:min(len(labels), cluster.MaxLabels)],
-		Engines: engines[:min(len(engines), cluster.MaxEngines)]}, true
+		Engines: engines[:min(len(engines), cluster.MaxEngines)]}, m.Serving, true
 }
+
+func long(s string) bool { return len(s) > cluster.MaxNameBytes }
 
 func (d *self) notifyLocked() {
 	close(d.changed)
 	d.changed = make(chan struct{})
 }
 
-// encode makes the metadata of a member, with as many of its engines and labels as fit.
-func encode(m cluster.Member) ([]byte, error) {
+// encode makes the metadata of a member, with as many of its engines and labels as fit. A router
+// has no boot, and no metadata.
+func encode(m cluster.Member, revision uint64) ([]byte, error) {
+	if m.Boot == (transfer.Boot{}) {
+		return nil, nil
+	}
 	for {
 		b, err := proto.Marshal(&peerv1.Member{Boot: m.Boot[:], Node: m.Node, Endpoint: m.Endpoint,
-			Release: m.Version, Labels: m.Labels, Engines: m.Engines})
+			Release: m.Version, Labels: m.Labels, Engines: m.Engines, Serving: revision})
 		if err != nil {
 			return nil, fmt.Errorf("gossip: metadata: %w", err)
 		}
@@ -189,22 +206,22 @@ func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
 	c := memberlist.DefaultLANConfig()
 	host, port, err := splitAddr(o.Listen)
 	if err != nil {
-		return nil, fmt.Errorf("peer.gossip.listen: %w", err)
+		return nil, fmt.Errorf("%s: %w", o.key("listen"), err)
 	}
 	c.Name = fmt.Sprintf("%s/%s", m.Node, m.Boot)
 	c.BindAddr, c.BindPort, c.AdvertisePort = host, port, port
 	if o.Advertise != "" {
 		if c.AdvertiseAddr, c.AdvertisePort, err = splitAddr(o.Advertise); err != nil {
-			return nil, fmt.Errorf("peer.gossip.advertise: %w", err)
+			return nil, fmt.Errorf("%s: %w", o.key("advertise"), err)
 		}
 	}
 	c.GossipInterval, c.ProbeInterval, c.ProbeTimeout = gossipInterval, probeInterval, probeTimeout
 	c.SuspicionMult, c.SuspicionMaxTimeoutMult = suspicionMult, suspicionMax
 	c.LogOutput, c.Logger = nil, slog.NewLogLogger(o.Log.With("part", "gossip").Handler(),
 		slog.LevelDebug)
-	d := &self{member: m, members: map[string]cluster.Member{}, lost: map[string]lostMember{},
-		changed: make(chan struct{})}
-	if d.meta, err = encode(m); err != nil {
+	d := &self{news: make(chan struct{}, 1), member: m, members: map[string]cluster.Member{},
+		lost: map[string]lostMember{}, changed: make(chan struct{}), serving: newServing(o.observe)}
+	if d.meta, err = encode(m, 0); err != nil {
 		return nil, err
 	}
 	c.Delegate, c.Events = d, d
@@ -224,7 +241,18 @@ func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
 		}
 		_ = t.Shutdown()
 	}
-	return nil, fmt.Errorf("peer.gossip.listen: %w: %w", cluster.ErrListen, err)
+	return nil, fmt.Errorf("%s: %w: %w", o.key("listen"), cluster.ErrListen, err)
+}
+
+// key is the name of a setting of gossip, as a sidecar or a router has it.
+func (o *Options) key(name string) string {
+	switch {
+	case !o.observe:
+		return "peer.gossip." + name
+	case name == "join":
+		return name
+	}
+	return "gossip_" + name
 }
 
 func (g *Gossip) begin(o Options) {
@@ -234,6 +262,8 @@ func (g *Gossip) begin(o Options) {
 		g.wg.Go(func() { joinAll(ctx, o, g.ask) })
 	}
 	g.wg.Go(func() { g.reunite(ctx, o) })
+	g.wg.Go(func() { g.deliver(ctx) })
+	g.wg.Go(func() { g.announcer(ctx) })
 }
 
 func splitAddr(s string) (string, int, error) {
@@ -286,7 +316,7 @@ func joinAll(ctx context.Context, o Options, ask func(context.Context, string) e
 			case err != nil && ctx.Err() == nil && !missed[a] && time.Since(start) >= joinPatience:
 				missed[a] = true
 				o.Log.Warn("gossip: cannot join a member; retrying", "join", a, "err", err,
-					"remedy", "start it, or correct peer.gossip.join: it names the peer.gossip.listen of "+
+					"remedy", "start it, or correct "+o.key("join")+": it names the peer.gossip.listen of "+
 						"others, which hold the same key")
 			}
 			return err == nil
@@ -328,14 +358,34 @@ func (g *Gossip) Publish(engines, labels []string) {
 	m := d.member
 	m.Engines = engines[:min(len(engines), cluster.MaxEngines)]
 	m.Labels = labels[:min(len(labels), cluster.MaxLabels)]
-	b, err := encode(m)
+	b, err := encode(m, d.serving.revision)
 	same := err != nil || string(b) == string(d.meta) // what was short enough before still is
 	if !same {
 		d.member, d.meta = m, b
 	}
 	d.mu.Unlock()
 	if !same {
-		_ = g.list.UpdateNode(publishTime) // the exchange of states carries it in any case
+		g.announce()
+	}
+}
+
+// announce makes gossip carry the metadata. It does not wait: a further change must not.
+func (g *Gossip) announce() {
+	select {
+	case g.self.news <- struct{}{}:
+	default: // the one before is not under way yet
+	}
+}
+
+// announcer carries changed metadata until ctx ends.
+func (g *Gossip) announcer(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-g.self.news:
+			_ = g.list.UpdateNode(publishTime) // the exchange of states carries it in any case
+		}
 	}
 }
 

@@ -18,6 +18,7 @@ import (
 	"github.com/kvspray/kvspray/cluster"
 	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 const patience = time.Minute
@@ -93,19 +94,20 @@ func TestForeignMetadata(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m, ok := decode(b)
+	m, _, ok := decode(b)
 	if !ok || m.Version != "" || len(m.Labels) != cluster.MaxLabels || m.Labels[0] != "l0" ||
 		len(m.Engines) != cluster.MaxEngines || m.Engines[0] != "0" {
 		t.Errorf("%t, %+v", ok, m)
 	}
-	if m, ok := decode(nil); ok {
+	if m, _, ok := decode(nil); ok {
 		t.Errorf("without a boot: %+v", m)
 	}
 }
 
 func TestNameTooLong(t *testing.T) {
 	_, err := Start(Options{Listen: "127.0.0.1:0", Log: slog.New(slog.DiscardHandler)},
-		cluster.Member{Node: strings.Repeat("n", memberlist.MetaMaxSize)}, admit.NewMembers())
+		cluster.Member{Boot: transfer.Boot{1}, Node: strings.Repeat("n", memberlist.MetaMaxSize)},
+		admit.NewMembers())
 	if err == nil || !strings.Contains(err.Error(), "shorten node") {
 		t.Error(err)
 	}

@@ -131,12 +131,14 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	}
 
 	sock("hello-worker", &Hello{ID: 1, Min: VersionMin, Max: VersionMax, Role: RoleWorker, Boot: boot,
-		Engine: Engine{"vllm", "0.32.0", "prefill-0"}, Ranks: Ranks{DP: Rank{0, 1}, PP: Rank{0, 1},
+		Engine: Engine{Name: "vllm", Version: "0.32.0", ID: "prefill-0"},
+		Ranks: Ranks{DP: Rank{0, 1}, PP: Rank{0, 1},
 			TP: Rank{1, 2}, PCP: Rank{0, 1}, DCP: Rank{0, 1}},
 		PID: 4242, Features: []string{"layer-flags"}, Release: "1.2.3"})
 	sock("hello-scheduler", &Hello{ID: 1, Min: VersionMin, Max: VersionMax,
 		Role: RoleScheduler, Boot: boot,
-		Engine: Engine{"vllm", "0.32.0", "decode-0"}, Ranks: Ranks{DP: Rank{0, 1}, PP: Rank{0, 1},
+		Engine: Engine{Name: "vllm", Version: "0.32.0", ID: "decode-0"},
+		Ranks: Ranks{DP: Rank{0, 1}, PP: Rank{0, 1},
 			TP: Rank{0, 1}, PCP: Rank{0, 1}, DCP: Rank{0, 1}}, PID: 70000})
 	rawSock("hello-older", TypeHello, kv{"id", 1, "min", uint64(VersionMin), "max", uint64(VersionMin),
 		"role", "worker", "boot", boot[:]})
@@ -513,7 +515,7 @@ func otherVersions(t testing.TB) map[string]any {
 		"hello-older": &Hello{ID: 1, Min: VersionMin, Max: VersionMin, Role: RoleWorker, Boot: boot},
 		"hello-newer": &Hello{ID: 1, Min: MakeVersion(1, 0), Max: MakeVersion(1, 7),
 			Role: RoleWorker, Boot: boot,
-			Engine: Engine{"vllm", "9.9", "e"}, Ranks: Ranks{DP: one}, PID: 1,
+			Engine: Engine{Name: "vllm", Version: "9.9", ID: "e"}, Ranks: Ranks{DP: one}, PID: 1,
 			Features: []string{"teleport"}},
 		"welcome-older": &Welcome{ID: 1, Version: VersionMin, Boot: b16(0x40)},
 		"welcome-newer": &Welcome{ID: 1, Version: VersionMin, Boot: b16(0x40), Node: "n", Endpoint: "h:1",

@@ -100,6 +100,10 @@ func (m *Engine) read(r *reader) {
 			m.Version = r.str(MaxNameBytes)
 		case "id":
 			m.ID = r.str(MaxNameBytes)
+		case "api":
+			m.Api = r.str(MaxNameBytes)
+		case "role":
+			m.Role = r.str(MaxNameBytes)
 		default:
 			r.skip()
 		}
@@ -107,13 +111,28 @@ func (m *Engine) read(r *reader) {
 }
 
 func (m *Engine) append(b []byte) []byte {
-	b = appendMap(b, 3)
+	n := 3
+	if len(m.Api) > 0 {
+		n++
+	}
+	if len(m.Role) > 0 {
+		n++
+	}
+	b = appendMap(b, n)
 	b = append(b, "\xa4name"...)
 	b = appendStr(b, m.Name)
 	b = append(b, "\xa7version"...)
 	b = appendStr(b, m.Version)
 	b = append(b, "\xa2id"...)
 	b = appendStr(b, m.ID)
+	if len(m.Api) > 0 {
+		b = append(b, "\xa3api"...)
+		b = appendStr(b, m.Api)
+	}
+	if len(m.Role) > 0 {
+		b = append(b, "\xa4role"...)
+		b = appendStr(b, m.Role)
+	}
 	return b
 }
 

@@ -160,6 +160,8 @@ type Engine struct {
 	Name    string
 	Version string
 	ID      string
+	Api     string // URL of its API server, for routers
+	Role    string // prefill, decode or both, for routers
 }
 
 // Rank is a position and the size of its group.

@@ -27,6 +27,7 @@ type Worker struct {
 	Boot        transfer.Boot
 	Name        string // "vllm/<engine id>/tp0" for logs
 	Place       Place
+	Engine      About
 	Layout      *layout.Layout
 	Fingerprint [32]byte
 	Geometry    [32]byte
@@ -42,6 +43,13 @@ type Worker struct {
 	// Internal: the worker is the sidecar's own, for its page store, and no engine's. Its layout and
 	// its only rank are the same at all peers, whatever engines these serve.
 	Internal bool
+}
+
+// About is what an engine has announced of itself, for routers.
+type About struct {
+	Version string
+	API     string // URL of its API server; empty: unknown
+	Role    string // prefill, decode or both; empty: unknown
 }
 
 // Session is what package connector has behind a Worker.

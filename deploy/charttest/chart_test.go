@@ -454,6 +454,9 @@ func TestPolicies(t *testing.T) {
 		{router, leader, 8000, true},
 		{router, leader, 7651, true},
 		{prefill, worker, 7653, true},
+		{router, leader, 7652, true}, // gossip
+		{leader, router, 7652, true},
+		{leader, router, 9000, false},
 		{prefill, leader, 41234, false},
 		{router, worker, 29500, false},
 		{leader, prefill, 29500, false},
@@ -461,6 +464,34 @@ func TestPolicies(t *testing.T) {
 		if got := admitted(c.from, c.to, c.port); got != c.want {
 			t.Errorf("%s to port %d of %s: %v, want %v", c.from, c.port, c.to, got, c.want)
 		}
+	}
+}
+
+// A router that finds engines by gossip depends on neither their number nor their names, so that
+// scaling changes nothing but replicas.
+func TestRouterDoesNotDependOnReplicas(t *testing.T) {
+	router := func(values string) (args []string, pod string) {
+		docs, err := render(t, readSet(t, "small")+values)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, doc := range docs {
+			if o := decode(t, doc); o.name == "kv-router" && len(o.pods) > 0 {
+				return o.pods[0].Spec.Containers[0].Args, doc
+			}
+		}
+		t.Fatal("no router")
+		return nil, ""
+	}
+	args, one := router("")
+	_, many := router("\nprefill: {replicas: 7}\ndecode: {replicas: 9}\n")
+	if one != many || !slices.Contains(args, "--join=kv-peers:7652") {
+		t.Errorf("the router depends on the number of engines:\n%s\n%s", one, many)
+	}
+	args, _ = router("\nrouter: {join: false}\n")
+	if text := strings.Join(args, " "); strings.Contains(text, "--join") ||
+		!strings.Contains(text, "--engine=url=http://kv-prefill-0.kv-engines:8000,role=prefill") {
+		t.Errorf("router.join false: %s", text)
 	}
 }
 

@@ -77,12 +77,22 @@ func TestWorkersOfAGroup(t *testing.T) {
 		if len(decodes) != 2 {
 			t.Fatalf("%s: %d kinds of decode pods", name, len(decodes))
 		}
-		// A LeaderWorkerSet names its pods below a service of its own name.
-		if want := "--engine=url=http://kv-decode-0.kv-decode:8000,role=decode"; !strings.Contains(router, want) {
+		// Without gossip the router lists the pods, which a LeaderWorkerSet names below a service of its
+		// own name.
+		want, joins := "--engine=url=http://kv-decode-0.kv-decode:8000,role=decode", name == "ray"
+		if joins {
+			want = "--join=kv-peers:7652"
+		}
+		if !strings.Contains(router, want) {
 			t.Errorf("%s: the router's arguments %s lack %s", name, router, want)
 		}
 		for i, pod := range decodes {
 			worker := i == 1
+			sidecar := strings.Join(pod.Spec.InitContainers[0].Args, " ")
+			if got := strings.Contains(sidecar, "engine.api=http://$(POD_IP):8000 "+
+				"--set=engine.role=decode"); got != (joins && !worker) {
+				t.Errorf("%s, worker %v: the sidecar's arguments %s", name, worker, sidecar)
+			}
 			c := pod.Spec.Containers[0]
 			args := strings.Join(c.Args, " ")
 			if got := strings.Contains(args, "--node-rank=$(LWS_WORKER_INDEX)"); got != spans {

@@ -40,6 +40,8 @@ type Engine struct {
 	Socket      string `yaml:"socket" unit:"path" doc:"Unix socket. A missing directory is made with mode 0700, the socket with 0600. With allowed_uids the modes are 0711 and 0666, and the sidecar checks the caller's credentials from the kernel." default:"$XDG_RUNTIME_DIR/kvspray.sock, else /tmp/kvspray-UID/kvspray.sock"`
 	AllowedUIDs []int  `yaml:"allowed_uids" unit:"user ids" doc:"Users besides the sidecar's own whose processes may connect, for pods whose containers run under different users."`
 	AdminUIDs   []int  `yaml:"admin_uids" unit:"user ids" doc:"Users besides root and the sidecar's own whose processes may run 'kvspray drain', and those commands of 'kvspray store' that change this node or name its pages. The commands use a second socket: engine.socket with the suffix .admin, mode 0600, or 0666 with admin_uids. The sidecar checks the caller's credentials from the kernel."`
+	API         string `yaml:"api" unit:"URL" doc:"API server of the engine, for routers that find engines by gossip (kvspray proxy --join), for instance http://10.0.0.7:8000. It replaces what the engine announces, and may be on another host than this one." default:"announced by the engine"`
+	Role        string `yaml:"role" unit:"prefill, decode or both" doc:"What the engine computes, for the same routers. An engine that can do both may do one." default:"announced by the engine"`
 	MaxSessions int    `yaml:"max_sessions" unit:"sessions" doc:"Largest number of engine sessions. Each worker rank and each scheduler has one, and ranks of SGLang one more for each kind of state."`
 	MaxRegions  int    `yaml:"max_regions" unit:"regions" doc:"Largest number of memory regions of one session."`
 	MaxLeases   int    `yaml:"max_leases" unit:"leases" doc:"Largest number of open leases of one session."`
@@ -66,7 +68,7 @@ func (t TLS) Set() bool { return t.Cert != "" || t.Key != "" || t.CA != "" }
 
 // Gossip is the membership protocol.
 type Gossip struct {
-	Listen    string   `yaml:"listen" unit:"host:port or off" doc:"UDP and TCP address of the membership protocol. Port 0 takes a free one. A loopback address is opened only if there are members to join. 'off': peers are known only by the endpoints in requests."`
+	Listen    string   `yaml:"listen" unit:"host:port or off" doc:"UDP and TCP address of the membership protocol. Port 0 takes a free one. A loopback address is opened only if there are members to join, or engine.api is set. 'off': peers are known only by the endpoints in requests."`
 	Advertise string   `yaml:"advertise" unit:"host:port" doc:"Address announced to members, if it differs from the bound one." default:"the bound address"`
 	Join      []string `yaml:"join" unit:"host:port list" doc:"Members to contact at start; each is retried until it answers, and again whenever it is no member, as after a network partition."`
 }
@@ -221,9 +223,12 @@ const (
 	DirRedis    = "redis"
 )
 
-// On reports whether gossip is used: on loopback without other members it would only use CPU.
-func (g *Gossip) On() bool {
-	return g.Listen != "" && g.Listen != Off && (len(g.Join) > 0 || !IsLoopback(g.Listen))
+// GossipOn reports whether gossip is used: on loopback without other members, or an engine for
+// routers, it would only use CPU.
+func (c *Config) GossipOn() bool {
+	g := &c.Peer.Gossip
+	return g.Listen != "" && g.Listen != Off &&
+		(len(g.Join) > 0 || c.Engine.API != "" || !IsLoopback(g.Listen))
 }
 
 // Health configures what faults of devices do.

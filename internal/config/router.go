@@ -20,6 +20,12 @@ import (
 type Router struct {
 	Engines []RouterEngine `yaml:"engines" doc:"The engines, each once. Flag: --engine url=URL,role=ROLE,..., repeatable; these engines come after those of the file."`
 
+	Join            []string `yaml:"join" unit:"host:port list" doc:"peer.gossip.listen of some sidecars. The router finds the engines of all sidecars of their cluster, and follows what these publish: engine.api, engine.role, kvspray drain. It asks each again until it answers." default:"none: the engines are those of the list"`
+	ClusterKeyFile  string   `yaml:"cluster_key_file" unit:"path" doc:"The cluster's key, for join: peer.cluster_key_file of the sidecars. Mode 0600." default:"none: join reaches loopback only"`
+	GossipListen    string   `yaml:"gossip_listen" unit:"host:port" doc:"UDP and TCP address of the router in the membership, for join. Sidecars must reach it." default:"a free port of the address that leads to the first one of join"`
+	GossipAdvertise string   `yaml:"gossip_advertise" unit:"host:port" doc:"Address announced to sidecars, if it differs from the bound one." default:"the bound address"`
+	Allow           []string `yaml:"allow" unit:"networks, addresses or names" doc:"Hosts at which sidecars may publish engines besides their own address, for instance 10.0.0.0/8 or *.engines.svc. The router sends clients' requests there." default:"none"`
+
 	Listen string `yaml:"listen" unit:"host:port" doc:"Address to serve on. Port 0 takes a free one."`
 	Mode   string `yaml:"mode" unit:"concurrent or prefill-first" doc:"concurrent: prefill and decode get a request at once, so that the transfer overlaps the prefill; each prefill engine needs peer or sidecar. prefill-first: decode gets it with the answer of prefill, as with routers for NIXL."`
 
@@ -134,12 +140,32 @@ func nameOf(text string) string {
 	return strings.TrimRight(text, "/")
 }
 
+// join checks the keys of discovery.
+func (v *checker) join(r *Router) {
+	for i, a := range r.Join {
+		v.dial(fmt.Sprintf("join[%d]", i), a)
+	}
+	for _, x := range []struct{ key, value string }{{"cluster_key_file", r.ClusterKeyFile},
+		{"gossip_listen", r.GossipListen}, {"gossip_advertise", r.GossipAdvertise},
+		{"allow", strings.Join(r.Allow, ",")}} {
+		v.check(x.value == "" || len(r.Join) > 0, x.key, x.value, "set without join",
+			"name a sidecar in join, or remove it")
+	}
+	if r.GossipListen != "" {
+		v.dialPort("gossip_listen", r.GossipListen, true) // sidecars dial it, too
+	}
+	if r.GossipAdvertise != "" {
+		v.dial("gossip_advertise", r.GossipAdvertise)
+	}
+}
+
 func (r *Router) validate() error {
 	v := checker{origin: &r.origin}
 	decodes := func(e RouterEngine) bool { return e.Role == RoleDecode || e.Role == RoleBoth }
-	v.check(slices.ContainsFunc(r.Engines, decodes), "engines", "", "no engine decodes",
-		"add one with role decode: under engines in the file of --config, or with --engine "+
-			"url=http://HOST:PORT,role=decode")
+	v.check(len(r.Join) > 0 || slices.ContainsFunc(r.Engines, decodes), "engines", "",
+		"no engine decodes", "add one with role decode: under engines in the file of --config, or "+
+			"with --engine url=http://HOST:PORT,role=decode; or find engines with --join HOST:PORT")
+	v.join(r)
 	first := map[string]int{}
 	for i, e := range r.Engines {
 		key := fmt.Sprintf("engines[%d].", i)

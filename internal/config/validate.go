@@ -53,6 +53,7 @@ const (
 	maxThreads     = 256
 	maxDuration    = 24 * time.Hour
 	maxNameBytes   = 128
+	maxAPIBytes    = 256
 )
 
 // Validate checks values and their combinations. It opens no file; CheckFiles does.
@@ -72,6 +73,16 @@ func (c *Config) Validate() error {
 	}
 	for i, uid := range c.Engine.AdminUIDs {
 		v.between(fmt.Sprintf("engine.admin_uids[%d]", i), uid, 0, 1<<31-1)
+	}
+	if raw := c.Engine.API; raw != "" {
+		u, err := url.Parse(raw)
+		v.check(err == nil && (u.Scheme == "http" || u.Scheme == "https") && u.Hostname() != "" &&
+			u.User == nil && u.RawQuery == "" && u.Fragment == "" && len(raw) <= maxAPIBytes,
+			"engine.api", redact.URL(raw), "not a URL of an HTTP server without user and query",
+			"write http://HOST:PORT; a URL with a password belongs in the router's file")
+	}
+	if c.Engine.Role != "" {
+		v.oneOf("engine.role", c.Engine.Role, RolePrefill, RoleDecode, RoleBoth)
 	}
 	v.between("engine.max_sessions", c.Engine.MaxSessions, 1, 1024)
 	v.between("engine.max_regions", c.Engine.MaxRegions, 1, 4096)
@@ -256,7 +267,7 @@ func (v *checker) directory() {
 		v.check(err == nil && !strings.Contains(a, "@"), fmt.Sprintf("store.redis.addresses[%d]", i),
 			redact.URL(a), "not host:port", "write both, and the password into store.redis.password_file")
 	}
-	v.check(v.c.Peer.Gossip.On(), "store.directory", DirRedis, "peer.gossip is off, and sidecars "+
+	v.check(v.c.GossipOn(), "store.directory", DirRedis, "peer.gossip is off, and sidecars "+
 		"learn of each other by it", "set peer.gossip.join, or store.directory to off")
 }
 

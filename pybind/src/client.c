@@ -66,6 +66,8 @@ void client_put(kvs_client *c)
 	free(c->engine_version);
 	free(c->release);
 	free(c->engine_id);
+	free(c->engine_api);
+	free(c->engine_role);
 	free(c->layout);
 	free(c->packet);
 	free(c->record);
@@ -117,11 +119,13 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	c->engine_version = strdup(config->engine_version ? config->engine_version : "");
 	c->release = strdup(config->release ? config->release : "");
 	c->engine_id = strdup(config->engine_id ? config->engine_id : "");
+	c->engine_api = strdup(config->engine_api ? config->engine_api : "");
+	c->engine_role = strdup(config->engine_role ? config->engine_role : "");
 	c->packet = malloc(KVS_PACKET_MAX_BYTES);
 	c->record = malloc(comp);
 	c->cq_eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	c->ctl_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-	if (!c->engine_name || !c->engine_version || !c->engine_id || !c->release || !c->packet || !c->record || c->cq_eventfd < 0 || c->ctl_fd < 0 ||
+	if (!c->engine_name || !c->engine_version || !c->engine_id || !c->engine_api || !c->engine_role || !c->release || !c->packet || !c->record || c->cq_eventfd < 0 || c->ctl_fd < 0 ||
 	    kvs_random(c->boot, sizeof c->boot) < 0 || kvs_random(&c->rng, sizeof c->rng) < 0 || flags_make(c) < 0) {
 		int err = errno;
 		client_put(c);

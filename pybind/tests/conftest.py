@@ -180,7 +180,8 @@ def worker(socket_path: pathlib.Path) -> Iterator[Callable[..., kvspray.WorkerCl
     made: list[tuple[kvspray.WorkerClient, kvspray.Region]] = []
 
     def make(*, connect: bool = True, start: bool = True, **options: Any) -> kvspray.WorkerClient:
-        client = kvspray.WorkerClient(socket_path, engine=ENGINE, layers=LAYERS, **options)
+        options.setdefault("engine", ENGINE)
+        client = kvspray.WorkerClient(socket_path, layers=LAYERS, **options)
         region = client.alloc_region(LAYERS * 32768)
         made.append((client, region))
         if start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import signal
@@ -46,6 +47,20 @@ def test_session(sidecar: Make, worker: Make) -> None:
     assert not w.connected and w.poll() == [] and w.intent(XFER, HASH, 1, [[1]]) == 0
     w.signal_layer(0, 1)  # harmless
     w.close()
+
+
+def test_routers_learn_the_api_and_role_of_an_engine(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    worker(engine=dataclasses.replace(ENGINE, api="http://10.0.0.7:8000", role="prefill"))
+    hello = s.expect("hello")
+    canonical("HELLO", hello["hex"])
+    assert kvspray.protocol.decode(bytes.fromhex(hello["hex"]))["engine"] == {
+        "name": "test",
+        "version": "1",
+        "id": "e0",
+        "api": "http://10.0.0.7:8000",
+        "role": "prefill",
+    }
 
 
 def test_source_lease_in_order(sidecar: Make, worker: Make) -> None:

@@ -623,7 +623,7 @@ class Test:
         finally:
             conn.close()
         return any(
-            f"//{engine.name}." in b["url"] and b["in_flight"] > 0 and not b.get("leaving")
+            f"//{engine.address}:" in b["url"] and b["in_flight"] > 0 and not b.get("leaving")
             for b in backends
         )
 

@@ -3083,6 +3083,7 @@ type Member struct {
 	Release       string                 `protobuf:"bytes,4,opt,name=release,proto3" json:"release,omitempty"`   // of its build, for display
 	Labels        []string               `protobuf:"bytes,5,rep,name=labels,proto3" json:"labels,omitempty"`     // what it takes part in
 	Engines       []string               `protobuf:"bytes,6,rep,name=engines,proto3" json:"engines,omitempty"`   // that it serves
+	Serving       uint64                 `protobuf:"varint,7,opt,name=serving,proto3" json:"serving,omitempty"`  // revision of its Serving; 0: none
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3158,6 +3159,275 @@ func (x *Member) GetEngines() []string {
 	}
 	return nil
 }
+
+func (x *Member) GetServing() uint64 {
+	if x != nil {
+		return x.Serving
+	}
+	return 0
+}
+
+// Serving is where the engines of a sidecar answer clients. Routers ask for it by gossip; the
+// revision in Member shows that there is a newer one.
+type Serving struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Boot          []byte                 `protobuf:"bytes,1,opt,name=boot,proto3" json:"boot,omitempty"` // 16 bytes, of the sidecar
+	Revision      uint64                 `protobuf:"varint,2,opt,name=revision,proto3" json:"revision,omitempty"`
+	Http          string                 `protobuf:"bytes,3,opt,name=http,proto3" json:"http,omitempty"`        // URL of the sidecar's HTTP listener; empty: none
+	Leaving       bool                   `protobuf:"varint,4,opt,name=leaving,proto3" json:"leaving,omitempty"` // its engines end soon, and take no new requests
+	Started       int64                  `protobuf:"varint,5,opt,name=started,proto3" json:"started,omitempty"` // start of the sidecar, milliseconds since 1970
+	Apis          []*Api                 `protobuf:"bytes,6,rep,name=apis,proto3" json:"apis,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Serving) Reset() {
+	*x = Serving{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Serving) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Serving) ProtoMessage() {}
+
+func (x *Serving) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Serving.ProtoReflect.Descriptor instead.
+func (*Serving) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *Serving) GetBoot() []byte {
+	if x != nil {
+		return x.Boot
+	}
+	return nil
+}
+
+func (x *Serving) GetRevision() uint64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
+func (x *Serving) GetHttp() string {
+	if x != nil {
+		return x.Http
+	}
+	return ""
+}
+
+func (x *Serving) GetLeaving() bool {
+	if x != nil {
+		return x.Leaving
+	}
+	return false
+}
+
+func (x *Serving) GetStarted() int64 {
+	if x != nil {
+		return x.Started
+	}
+	return 0
+}
+
+func (x *Serving) GetApis() []*Api {
+	if x != nil {
+		return x.Apis
+	}
+	return nil
+}
+
+// Api is an API server and the engine behind it.
+type Api struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Url           string                 `protobuf:"bytes,1,opt,name=url,proto3" json:"url,omitempty"`
+	Role          string                 `protobuf:"bytes,2,opt,name=role,proto3" json:"role,omitempty"`               // prefill, decode or both
+	Engine        string                 `protobuf:"bytes,3,opt,name=engine,proto3" json:"engine,omitempty"`           // kind and id
+	Version       string                 `protobuf:"bytes,4,opt,name=version,proto3" json:"version,omitempty"`         // of the engine
+	Fingerprint   []byte                 `protobuf:"bytes,5,opt,name=fingerprint,proto3" json:"fingerprint,omitempty"` // of its model; empty: unknown
+	World         uint32                 `protobuf:"varint,6,opt,name=world,proto3" json:"world,omitempty"`            // ranks of the engine
+	Ranks         []string               `protobuf:"bytes,7,rep,name=ranks,proto3" json:"ranks,omitempty"`             // of these, those of this sidecar
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Api) Reset() {
+	*x = Api{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Api) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Api) ProtoMessage() {}
+
+func (x *Api) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Api.ProtoReflect.Descriptor instead.
+func (*Api) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *Api) GetUrl() string {
+	if x != nil {
+		return x.Url
+	}
+	return ""
+}
+
+func (x *Api) GetRole() string {
+	if x != nil {
+		return x.Role
+	}
+	return ""
+}
+
+func (x *Api) GetEngine() string {
+	if x != nil {
+		return x.Engine
+	}
+	return ""
+}
+
+func (x *Api) GetVersion() string {
+	if x != nil {
+		return x.Version
+	}
+	return ""
+}
+
+func (x *Api) GetFingerprint() []byte {
+	if x != nil {
+		return x.Fingerprint
+	}
+	return nil
+}
+
+func (x *Api) GetWorld() uint32 {
+	if x != nil {
+		return x.World
+	}
+	return 0
+}
+
+func (x *Api) GetRanks() []string {
+	if x != nil {
+		return x.Ranks
+	}
+	return nil
+}
+
+// GossipMessage is what members and routers send each other by gossip.
+type GossipMessage struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Body:
+	//
+	//	*GossipMessage_Ask
+	//	*GossipMessage_Serving
+	Body          isGossipMessage_Body `protobuf_oneof:"body"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GossipMessage) Reset() {
+	*x = GossipMessage{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GossipMessage) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GossipMessage) ProtoMessage() {}
+
+func (x *GossipMessage) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GossipMessage.ProtoReflect.Descriptor instead.
+func (*GossipMessage) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{39}
+}
+
+func (x *GossipMessage) GetBody() isGossipMessage_Body {
+	if x != nil {
+		return x.Body
+	}
+	return nil
+}
+
+func (x *GossipMessage) GetAsk() string {
+	if x != nil {
+		if x, ok := x.Body.(*GossipMessage_Ask); ok {
+			return x.Ask
+		}
+	}
+	return ""
+}
+
+func (x *GossipMessage) GetServing() *Serving {
+	if x != nil {
+		if x, ok := x.Body.(*GossipMessage_Serving); ok {
+			return x.Serving
+		}
+	}
+	return nil
+}
+
+type isGossipMessage_Body interface {
+	isGossipMessage_Body()
+}
+
+type GossipMessage_Ask struct {
+	Ask string `protobuf:"bytes,1,opt,name=ask,proto3,oneof"` // name of the router in the membership: it wants the Serving, and later ones
+}
+
+type GossipMessage_Serving struct {
+	Serving *Serving `protobuf:"bytes,2,opt,name=serving,proto3,oneof"`
+}
+
+func (*GossipMessage_Ask) isGossipMessage_Body() {}
+
+func (*GossipMessage_Serving) isGossipMessage_Body() {}
 
 var File_api_peer_v1_peer_proto protoreflect.FileDescriptor
 
@@ -3408,14 +3678,34 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\vPageRemoved\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x14\n" +
 	"\x05stamp\x18\x02 \x01(\x06R\x05stamp\x12\x18\n" +
-	"\aproblem\x18\x03 \x01(\tR\aproblem\"\x98\x01\n" +
+	"\aproblem\x18\x03 \x01(\tR\aproblem\"\xb2\x01\n" +
 	"\x06Member\x12\x12\n" +
 	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x12\n" +
 	"\x04node\x18\x02 \x01(\tR\x04node\x12\x1a\n" +
 	"\bendpoint\x18\x03 \x01(\tR\bendpoint\x12\x18\n" +
 	"\arelease\x18\x04 \x01(\tR\arelease\x12\x16\n" +
 	"\x06labels\x18\x05 \x03(\tR\x06labels\x12\x18\n" +
-	"\aengines\x18\x06 \x03(\tR\aengines2\xde\x01\n" +
+	"\aengines\x18\x06 \x03(\tR\aengines\x12\x18\n" +
+	"\aserving\x18\a \x01(\x04R\aserving\"\xab\x01\n" +
+	"\aServing\x12\x12\n" +
+	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x1a\n" +
+	"\brevision\x18\x02 \x01(\x04R\brevision\x12\x12\n" +
+	"\x04http\x18\x03 \x01(\tR\x04http\x12\x18\n" +
+	"\aleaving\x18\x04 \x01(\bR\aleaving\x12\x18\n" +
+	"\astarted\x18\x05 \x01(\x03R\astarted\x12(\n" +
+	"\x04apis\x18\x06 \x03(\v2\x14.kvspray.peer.v1.ApiR\x04apis\"\xab\x01\n" +
+	"\x03Api\x12\x10\n" +
+	"\x03url\x18\x01 \x01(\tR\x03url\x12\x12\n" +
+	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
+	"\x06engine\x18\x03 \x01(\tR\x06engine\x12\x18\n" +
+	"\aversion\x18\x04 \x01(\tR\aversion\x12 \n" +
+	"\vfingerprint\x18\x05 \x01(\fR\vfingerprint\x12\x14\n" +
+	"\x05world\x18\x06 \x01(\rR\x05world\x12\x14\n" +
+	"\x05ranks\x18\a \x03(\tR\x05ranks\"a\n" +
+	"\rGossipMessage\x12\x12\n" +
+	"\x03ask\x18\x01 \x01(\tH\x00R\x03ask\x124\n" +
+	"\aserving\x18\x02 \x01(\v2\x18.kvspray.peer.v1.ServingH\x00R\aservingB\x06\n" +
+	"\x04body2\xde\x01\n" +
 	"\x04Peer\x12C\n" +
 	"\x05Hello\x12\x1d.kvspray.peer.v1.HelloRequest\x1a\x1b.kvspray.peer.v1.HelloReply\x12L\n" +
 	"\bDescribe\x12 .kvspray.peer.v1.DescribeRequest\x1a\x1e.kvspray.peer.v1.DescribeReply\x12C\n" +
@@ -3434,7 +3724,7 @@ func file_api_peer_v1_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_api_peer_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 38)
+var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_api_peer_v1_peer_proto_goTypes = []any{
 	(Admitted_State)(0),     // 0: kvspray.peer.v1.Admitted.State
 	(GrantReply_Code)(0),    // 1: kvspray.peer.v1.GrantReply.Code
@@ -3476,7 +3766,10 @@ var file_api_peer_v1_peer_proto_goTypes = []any{
 	(*PageRemovals)(nil),    // 37: kvspray.peer.v1.PageRemovals
 	(*PageRemoved)(nil),     // 38: kvspray.peer.v1.PageRemoved
 	(*Member)(nil),          // 39: kvspray.peer.v1.Member
-	nil,                     // 40: kvspray.peer.v1.Part.TokensByTransportEntry
+	(*Serving)(nil),         // 40: kvspray.peer.v1.Serving
+	(*Api)(nil),             // 41: kvspray.peer.v1.Api
+	(*GossipMessage)(nil),   // 42: kvspray.peer.v1.GossipMessage
+	nil,                     // 43: kvspray.peer.v1.Part.TokensByTransportEntry
 }
 var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	3,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
@@ -3508,7 +3801,7 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	11, // 26: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
 	19, // 27: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
 	18, // 28: kvspray.peer.v1.Grant.distances:type_name -> kvspray.peer.v1.RailDistance
-	40, // 29: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
+	43, // 29: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
 	11, // 30: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
 	11, // 31: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
 	1,  // 32: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
@@ -3522,17 +3815,19 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	11, // 40: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
 	4,  // 41: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
 	36, // 42: kvspray.peer.v1.PageRemovals.removals:type_name -> kvspray.peer.v1.PageRemoval
-	5,  // 43: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
-	7,  // 44: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
-	9,  // 45: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
-	6,  // 46: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
-	8,  // 47: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
-	10, // 48: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
-	46, // [46:49] is the sub-list for method output_type
-	43, // [43:46] is the sub-list for method input_type
-	43, // [43:43] is the sub-list for extension type_name
-	43, // [43:43] is the sub-list for extension extendee
-	0,  // [0:43] is the sub-list for field type_name
+	41, // 43: kvspray.peer.v1.Serving.apis:type_name -> kvspray.peer.v1.Api
+	40, // 44: kvspray.peer.v1.GossipMessage.serving:type_name -> kvspray.peer.v1.Serving
+	5,  // 45: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
+	7,  // 46: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
+	9,  // 47: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
+	6,  // 48: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
+	8,  // 49: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
+	10, // 50: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
+	48, // [48:51] is the sub-list for method output_type
+	45, // [45:48] is the sub-list for method input_type
+	45, // [45:45] is the sub-list for extension type_name
+	45, // [45:45] is the sub-list for extension extendee
+	0,  // [0:45] is the sub-list for field type_name
 }
 
 func init() { file_api_peer_v1_peer_proto_init() }
@@ -3564,13 +3859,17 @@ func file_api_peer_v1_peer_proto_init() {
 		(*ControlFrame_Check)(nil),
 		(*ControlFrame_Checked)(nil),
 	}
+	file_api_peer_v1_peer_proto_msgTypes[39].OneofWrappers = []any{
+		(*GossipMessage_Ask)(nil),
+		(*GossipMessage_Serving)(nil),
+	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_peer_v1_peer_proto_rawDesc), len(file_api_peer_v1_peer_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   38,
+			NumMessages:   41,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -48,7 +48,7 @@ spec:
   {{- if not $byNode }}
   initContainers:
     - restartPolicy: Always
-      {{- include "kvspray.sidecar" (dict "root" $ "subdomain" $subdomain) | nindent 6 }}
+      {{- include "kvspray.sidecar" (dict "root" $ "subdomain" $subdomain "role" ($worker | ternary "" .role)) | nindent 6 }}
   {{- end }}
   containers:
     - name: engine

@@ -40,7 +40,12 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end }}
 
-{{/* The container of `kvspray serve`. socketVolume is where engines connect. */}}
+{{/* "true" if the router finds engines by the sidecars' membership. */}}
+{{- define "kvspray.joins" -}}
+{{- if and .Values.router.join (not .Values.keys.certManager.enabled) (ne .Values.sidecar.placement "node") }}true{{ end -}}
+{{- end }}
+
+{{/* The container of `kvspray serve`; role: that of its engine, which answers clients; empty: none does. */}}
 {{- define "kvspray.sidecar" -}}
 name: kvspray
 image: {{ include "kvspray.image" (dict "root" .root "image" .root.Values.image) }}
@@ -57,6 +62,10 @@ args:
   - --set=peer.advertise=$(POD_NAME).{{ .subdomain }}.$(POD_NAMESPACE).svc:7650
   {{- else }}
   - --set=peer.gossip.listen=$(POD_IP):7652
+  {{- end }}
+  {{- if and .role (include "kvspray.joins" .root) }}
+  - --set=engine.api=http://$(POD_IP):{{ .root.Values.engine.port }}
+  - --set=engine.role={{ .role }}
   {{- end }}
 env:
   - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}

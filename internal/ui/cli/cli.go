@@ -46,7 +46,7 @@ Explain one request:                  kvspray why ID`,
 	root.AddCommand(serveCommand(), configCommand(), doctorCommand(), keygenCommand(), proxyCommand(),
 		tryCommand(), calibrateCommand(), layoutCommand(), loadCommand(), placeCommand(),
 		statusCommand(), whyCommand(), pingCommand(), bugreportCommand(), storeCommand(),
-		drainCommand())
+		drainCommand(), roleCommand())
 	command.Finish(root)
 	return root
 }

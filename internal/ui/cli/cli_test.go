@@ -61,6 +61,15 @@ func TestExitCodes(t *testing.T) {
 		"drain nowhere": {[]string{"drain", "--socket", "/nowhere", "--notice", "1ms", "--timeout",
 			"1ms"}, command.ExitFailure, "no sidecar answers at /nowhere.admin"},
 		"drain relative": {[]string{"drain", "--socket", "here"}, command.ExitUsage, `--socket "here"`},
+		"role nowhere": {[]string{"role", "set", "e", "decode", "--socket", "/nowhere"},
+			command.ExitFailure, "no sidecar answers at /nowhere.admin"},
+		"role unknown": {[]string{"role", "set", "e", "chef", "--socket", "/nowhere"},
+			command.ExitUsage, `role "chef" is not one of prefill, decode, both`},
+		"join without key": {[]string{"proxy", "--join", "10.0.0.1:1"}, command.ExitUsage,
+			"set cluster_key_file to peer.cluster_key_file"},
+		"join nowhere": {[]string{"proxy", "--join", "here"}, command.ExitUsage, "join[0]"},
+		"allow without join": {[]string{"proxy", "--engine", decode, "--allow", "10.0.0.0/8"},
+			command.ExitUsage, "set without join"},
 		"status address": {[]string{"status", "--http", "here"}, command.ExitUsage, `--http "here"`},
 		"ping whom": {[]string{"ping"}, command.ExitUsage,
 			"ping takes 1 arguments, PEER, and got none"},
@@ -286,6 +295,9 @@ func TestChartArguments(t *testing.T) {
 			if c.Name == "router" {
 				cmd = &cobra.Command{}
 				flags.add(cmd)
+				for i := range rest { // as the kubelet does
+					rest[i] = strings.ReplaceAll(rest[i], "$(POD_IP)", "10.0.0.7")
+				}
 			}
 			if err := cmd.ParseFlags(rest); err != nil {
 				t.Errorf("%v: %v", c.Args, err)

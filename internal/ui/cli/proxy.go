@@ -30,7 +30,8 @@ func proxyCommand() *cobra.Command {
 		Long: `Routes /v1/completions and /v1/chat/completions to one prefill engine and one decode engine
 each, and streams the decode engine's answer back. Health is at /health, metrics are at /metrics.
 
-Engines are in the file of --config, or each in an --engine with the same keys:
+With --join the router finds the engines of all sidecars of a cluster, and follows those that come
+and go. Otherwise engines are in the file of --config, or each in an --engine with the same keys:
 
   url      API server of the engine
   role     prefill, decode or both
@@ -49,7 +50,8 @@ If the prefill engine fails, another one computes the prompt, or the decode engi
 that fails, is slow or silent before the client has a byte is replaced by a better one.`,
 		Example: `  kvspray proxy --engine url=http://127.0.0.1:8100,role=prefill,peer=127.0.0.1:7650 \
       --engine url=http://127.0.0.1:8200,role=decode
-  kvspray proxy --config router.yaml`,
+  kvspray proxy --config router.yaml
+  kvspray proxy --join 10.0.0.7:7652 --cluster-key-file cluster.key`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return flags.run(cmd) },
 	}
@@ -109,6 +111,14 @@ func (r *routerFlags) run(cmd *cobra.Command) error {
 	log, flush := openLog(cmd.ErrOrStderr(), c.Log.Severity(), c.Log.Format)
 	defer flush()
 	cfg.Log, cfg.Registry = log, newRegistry()
+	if len(c.Join) > 0 {
+		f, err := openFleet(cmd.Context(), c, log)
+		if err != nil {
+			return err
+		}
+		defer f.close()
+		cfg.Fleet, cfg.Allow = f, c.Allow
+	}
 	p, err := proxy.New(cfg)
 	if err != nil {
 		return usage.Of(err)

@@ -144,6 +144,8 @@ struct kvs_config {
 	uint32_t deadline_ms; /* of a lease; 0: that of WELCOME, 30,000 before it */
 	uint32_t grace_ms;    /* at most this after a deadline, then a sidecar that does not answer is killed; 0: that of WELCOME */
 	const char *release;  /* of the package that contains this library, for errors and logs; NULL: unknown */
+	const char *engine_api;  /* URL of the engine's API server, for routers; NULL: unknown */
+	const char *engine_role; /* prefill, decode or both, for routers; NULL: unknown */
 };
 
 typedef struct kvs_client kvs_client;

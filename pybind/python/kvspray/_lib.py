@@ -69,6 +69,8 @@ class CConfig(ctypes.Structure):
         ("deadline_ms", c_uint32),
         ("grace_ms", c_uint32),
         ("release", c_char_p),
+        ("engine_api", c_char_p),
+        ("engine_role", c_char_p),
     ]
 
 

@@ -42,11 +42,14 @@ _LEVELS = {
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """The engine: ``name`` "vllm", its version, and an id that is unique on the host."""
+    """The engine: ``name`` "vllm", its version, and an id that is unique on the host. For routers,
+    the URL of its API server, and its role: prefill, decode or both."""
 
     name: str
     version: str = ""
     id: str = ""
+    api: str = ""
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -358,6 +361,8 @@ def _config(
         engine_name=engine.name.encode(),
         engine_version=engine.version.encode(),
         engine_id=engine.id.encode(),
+        engine_api=engine.api.encode(),
+        engine_role=engine.role.encode(),
         release=str(sys.modules[__package__].__version__).encode(),  # an import would be a cycle
         ranks=(ctypes.c_uint32 * 10)(*ranks.flat()),
     )

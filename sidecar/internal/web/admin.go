@@ -37,11 +37,22 @@ func (w *Server) admin() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("POST /v1/leave", w.leave(true))
 	mux.HandleFunc("DELETE /v1/leave", w.leave(false))
+	mux.HandleFunc("POST /v1/role", w.role)
 	mux.HandleFunc("POST /v1/store/drain", w.ofStore(w.drain))
 	mux.HandleFunc("POST /v1/store/remove", w.ofStore(w.remove))
 	mux.HandleFunc("GET /v1/store/keys", w.ofStore(w.keys))
 	mux.HandleFunc("GET /v1/store/verify", w.ofStore(w.verify))
 	return mux
+}
+
+// role sets the role of an engine for routers, and answers with the node's description.
+func (w *Server) role(rw http.ResponseWriter, r *http.Request) {
+	q := r.URL.Query()
+	if err := w.o.SetRole(q.Get("engine"), q.Get("role")); err != nil {
+		reply(rw, http.StatusConflict, err.Error()+"\n")
+		return
+	}
+	replyJSON(rw, w.describe())
 }
 
 // leave sets whether routers choose other engines, and answers with the node's description.

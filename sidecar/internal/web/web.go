@@ -59,6 +59,7 @@ type Options struct {
 	StoreCalls    func() StoreCalls     // likewise
 	Problems      func() []string       // for Node.Problems
 	Health        func() nodeapi.Health // for Node.Health
+	SetRole       func(engine, role string) error
 	Recent        func() []nodeapi.Record
 	Order         []string // transports.order
 	// Find lists the records that fit, newest first, and the time since which all are kept.

@@ -3,6 +3,7 @@ in scheduler.py and worker.py."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -175,6 +176,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 logger,
                 shim.ranks(self._ranks, vllm_config.parallel_config),
                 secret,
+                self._settings.api or os.environ.get("KVSPRAY_API", ""),
+                str(self._kv_transfer_config.kv_role),
             )
             alone = vllm_config.parallel_config.data_parallel_size == 1
             block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if resumes else 0

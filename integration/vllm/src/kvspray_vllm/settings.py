@@ -31,6 +31,9 @@ class Settings:
     store: bool = False
     """Whether the store of this node's sidecar keeps the engine's pages, and returns those of
     earlier prompts."""
+    api: str = ""
+    """URL of the engine's API server, for routers that find engines by gossip. Default: the
+    variable KVSPRAY_API, else what the sidecar's engine.api has."""
     secret_file: str = ""
     """A file with a tenant's secret. Pages of the store are found only by engines that have the
     same one."""
@@ -77,6 +80,11 @@ class Settings:
         if not isinstance(out.store, bool):
             raise ValueError(
                 f"kv_connector_extra_config['store'] is {out.store!r}, want true or false"
+            )
+        if not isinstance(out.api, str) or len(out.api.encode()) > MAX_NAME_BYTES:
+            raise ValueError(
+                f"kv_connector_extra_config['api'] is {out.api!r}, want a URL of at most "
+                f"{MAX_NAME_BYTES} bytes"
             )
         for key in ("secret_file", "secret_env"):
             value = getattr(out, key)

@@ -240,6 +240,10 @@ class Memory:
         self.region.close()
 
 
+# What vLLM's kv_role is to a router.
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+
+
 def _engine(engine_id: str) -> kvspray.EngineInfo:
     import vllm
 
@@ -265,12 +269,13 @@ class Worker:
         log: logging.Logger,
         ranks: kvspray.Ranks,
         secret: bytes = b"",
+        api: str = "",
+        kv_role: str = "",
     ) -> None:
         # Of the store's namespaces: processes of an engine send each other namespaces without it.
         self._secret = secret
-        self._c = kvspray.WorkerClient(
-            socket, engine=_engine(engine_id), layers=layers, log=log, ranks=ranks
-        )
+        engine = replace(_engine(engine_id), api=api, role=ROLES.get(kv_role, ""))
+        self._c = kvspray.WorkerClient(socket, engine=engine, layers=layers, log=log, ranks=ranks)
         self.signal_layer = self._c.signal_layer
         self.signal_step = self._c.signal_step
 

@@ -1,0 +1,366 @@
+package gossip
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/memberlist"
+	"google.golang.org/protobuf/proto"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/cluster"
+	"github.com/kvspray/kvspray/internal/admit"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// What a member serves does not fit into memberlist's metadata, which has its revision only. A
+// router asks each member whose revision it lacks, over memberlist's encrypted streams. The member
+// then sends that router each change, too: the news of a revision needs a few rounds of gossip. No
+// member keeps what others serve.
+const (
+	askEvery    = 500 * time.Millisecond // between two questions to one member
+	askLook     = 100 * time.Millisecond // between two looks for what to ask
+	maxRouters  = 64                     // that get each change; another one asks at each revision
+	maxPost     = 1024                   // messages that wait
+	postAtOnce  = 16                     // messages on their way
+	maxServed   = 1024                   // members of which a router keeps what they serve
+	keepLost    = 10 * time.Minute       // what one serves that has ended, or does not answer
+	maxRevision = 1<<63 - 1
+)
+
+// serving is a part of self: what this member serves and which routers get it, or, for a router,
+// what the others serve.
+type serving struct {
+	observe  bool
+	revision uint64 // 0: nothing was served
+	own      cluster.Serving
+	asked    []string // routers, by memberlist's name, the last one that asked at the end
+	post     *post
+
+	routers map[string]string // addresses of nodes without a boot, by memberlist's name
+	wanted  map[string]wanted // by memberlist's name
+	have    map[string]have   // likewise
+}
+
+type wanted struct {
+	revision uint64
+	asked    time.Time
+}
+
+type have struct {
+	revision uint64
+	member   cluster.Member
+	serving  cluster.Serving
+	lost     time.Time // since when it is no member; zero: it is one
+}
+
+func newServing(observe bool) serving {
+	return serving{observe: observe, post: newPost(), routers: map[string]string{},
+		wanted: map[string]wanted{}, have: map[string]have{}}
+}
+
+// wantLocked notes the revision of what a member serves.
+func (s *serving) wantLocked(name string, revision uint64) {
+	switch _, known := s.wanted[name]; {
+	case !s.observe || revision == 0 || revision > maxRevision:
+	case !known && len(s.wanted) >= maxServed: // until another one leaves
+	default:
+		w := s.wanted[name]
+		s.wanted[name] = wanted{max(w.revision, revision), w.asked}
+	}
+	if h, ok := s.have[name]; ok {
+		h.lost = time.Time{}
+		s.have[name] = h
+	}
+}
+
+// loseLocked takes the end of a member. Its engines may live, as during the restart of a sidecar:
+// the router's own checks show that.
+func (s *serving) loseLocked(name string, now time.Time) {
+	h, ok := s.have[name]
+	s.forgetLocked(name)
+	if ok && len(h.serving.APIs) > 0 {
+		h.lost = now
+		s.have[name] = h
+		s.wanted[name] = wanted{revision: h.revision}
+	}
+}
+
+func (s *serving) forgetLocked(name string) {
+	delete(s.wanted, name)
+	delete(s.have, name)
+	delete(s.routers, name)
+	s.asked = slices.DeleteFunc(s.asked, func(x string) bool { return x == name })
+}
+
+// dueLocked lists the members to ask.
+func (s *serving) dueLocked(now time.Time) (names []string) {
+	for name, h := range s.have {
+		if !h.lost.IsZero() && now.Sub(h.lost) > keepLost {
+			s.forgetLocked(name)
+		}
+	}
+	for name, w := range s.wanted {
+		if s.have[name].revision < w.revision && now.Sub(w.asked) >= askEvery {
+			names = append(names, name)
+			s.wanted[name] = wanted{w.revision, now}
+		}
+	}
+	return names
+}
+
+// askedLocked notes a router that gets each change from now on.
+func (s *serving) askedLocked(name string) {
+	s.asked = slices.DeleteFunc(s.asked, func(x string) bool { return x == name })
+	if len(s.asked) >= maxRouters {
+		s.asked = s.asked[1:]
+	}
+	s.asked = append(s.asked, name)
+}
+
+// tookLocked takes what a member serves, and reports whether it is news.
+func (d *self) tookLocked(m *peerv1.Serving) bool {
+	for name, x := range d.members {
+		if string(x.Boot[:]) != string(m.Boot) {
+			continue
+		}
+		s := &d.serving
+		if _, known := s.wanted[name]; !known || m.Revision <= s.have[name].revision ||
+			m.Revision > maxRevision {
+			return false
+		}
+		s.have[name] = have{revision: m.Revision, member: x, serving: servingOf(m)}
+		return true
+	}
+	return false
+}
+
+// servingOf reads what a member serves. It is foreign: what exceeds the bounds is left out.
+func servingOf(m *peerv1.Serving) cluster.Serving {
+	out := cluster.Serving{Leaving: m.Leaving, Started: time.UnixMilli(m.Started)}
+	if len(m.Http) <= cluster.MaxURLBytes {
+		out.HTTP = m.Http
+	}
+	for _, a := range m.Apis {
+		if len(out.APIs) == cluster.MaxAPIs {
+			break
+		}
+		if a.Url == "" || len(a.Url) > cluster.MaxURLBytes || long(a.Role) || long(a.Engine) {
+			continue
+		}
+		x := cluster.API{URL: a.Url, Role: a.Role, Engine: a.Engine, World: int(a.World)}
+		if !long(a.Version) {
+			x.Version = a.Version
+		}
+		if len(a.Fingerprint) == fingerprintBytes {
+			x.Fingerprint = hex.EncodeToString(a.Fingerprint)
+		}
+		ranks := slices.DeleteFunc(a.Ranks, long)
+		x.Ranks = ranks[:min(len(ranks), cluster.MaxRanks)]
+		out.APIs = append(out.APIs, x)
+	}
+	return out
+}
+
+const fingerprintBytes = 32
+
+// messageOf encodes what this member serves, with as many of its APIs as fit.
+func messageOf(boot transfer.Boot, revision uint64, s *cluster.Serving) ([]byte, error) {
+	m := &peerv1.Serving{Boot: boot[:], Revision: revision, Http: s.HTTP, Leaving: s.Leaving,
+		Started: s.Started.UnixMilli()}
+	for _, a := range s.APIs[:min(len(s.APIs), cluster.MaxAPIs)] {
+		print, _ := hex.DecodeString(a.Fingerprint) // another form: unknown
+		m.Apis = append(m.Apis, &peerv1.Api{Url: a.URL, Role: a.Role, Engine: a.Engine,
+			Version: a.Version, Fingerprint: print, World: uint32(a.World), Ranks: a.Ranks})
+	}
+	for {
+		b, err := proto.Marshal(&peerv1.GossipMessage{
+			Body: &peerv1.GossipMessage_Serving{Serving: m}})
+		if err != nil {
+			return nil, fmt.Errorf("gossip: serving: %w", err)
+		}
+		if len(b) <= cluster.MaxServing || len(m.Apis) == 0 {
+			return b, nil
+		}
+		m.Apis = m.Apis[:len(m.Apis)-1]
+	}
+}
+
+// post is messages that wait to be sent.
+type post struct {
+	wake chan struct{}
+
+	mu      sync.Mutex // protects all below
+	pending []string   // names of nodes: routers that get what is served
+}
+
+func newPost() *post { return &post{wake: make(chan struct{}, 1)} }
+
+// add queues what is served for routers. What exceeds maxPost is left out: the revision in the
+// metadata makes the router ask again.
+func (p *post) add(names ...string) {
+	p.mu.Lock()
+	for _, n := range names {
+		if len(p.pending) < maxPost && !slices.Contains(p.pending, n) {
+			p.pending = append(p.pending, n)
+		}
+	}
+	p.mu.Unlock()
+	select {
+	case p.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (p *post) take() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	out := p.pending
+	p.pending = nil
+	return out
+}
+
+// NotifyMsg takes a message of a node that has the key. memberlist's reader waits for it.
+func (d *self) NotifyMsg(b []byte) {
+	var m peerv1.GossipMessage
+	if len(b) > cluster.MaxServing || proto.Unmarshal(b, &m) != nil {
+		return
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	switch body := m.Body.(type) {
+	case *peerv1.GossipMessage_Ask:
+		if _, known := d.serving.routers[body.Ask]; known && d.serving.revision > 0 {
+			d.serving.askedLocked(body.Ask)
+			d.serving.post.add(body.Ask)
+		}
+	case *peerv1.GossipMessage_Serving:
+		if d.tookLocked(body.Serving) {
+			d.notifyLocked()
+		}
+	}
+}
+
+// deliver sends what waits, and asks members, until ctx ends.
+func (g *Gossip) deliver(ctx context.Context) {
+	var sent sync.WaitGroup
+	defer sent.Wait()
+	slots := make(chan struct{}, postAtOnce)
+	send := func(name string, message func() ([]byte, error)) bool {
+		select {
+		case slots <- struct{}{}:
+		case <-ctx.Done():
+			return false
+		}
+		sent.Go(func() {
+			defer func() { <-slots }()
+			g.send(name, message)
+		})
+		return true
+	}
+	look := time.NewTicker(askLook)
+	defer look.Stop()
+	if !g.self.serving.observe {
+		look.Stop()
+	}
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-g.self.serving.post.wake:
+			for _, name := range g.self.serving.post.take() {
+				if !send(name, g.self.message) {
+					break
+				}
+			}
+		case now := <-look.C:
+			g.self.mu.Lock()
+			due := g.self.serving.dueLocked(now)
+			g.self.mu.Unlock()
+			for _, name := range due {
+				if !send(name, g.question) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// message is what this member serves now.
+func (d *self) message() ([]byte, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return messageOf(d.member.Boot, d.serving.revision, &d.serving.own)
+}
+
+func (g *Gossip) question() ([]byte, error) {
+	return proto.Marshal(&peerv1.GossipMessage{ //nolint:wrapcheck // of two fields
+		Body: &peerv1.GossipMessage_Ask{Ask: g.list.LocalNode().Name}})
+}
+
+// send sends one message to a node of the membership. A lost one is asked for again.
+func (g *Gossip) send(name string, message func() ([]byte, error)) {
+	d := g.self
+	d.mu.Lock()
+	at, router := d.serving.routers[name]
+	if !router {
+		at = d.members[name].Address
+	}
+	d.mu.Unlock()
+	addr, err := netip.ParseAddrPort(at)
+	if err != nil {
+		return // it has left
+	}
+	if b, err := message(); err == nil {
+		_ = g.list.SendReliable(&memberlist.Node{Name: name, Addr: addr.Addr().AsSlice(),
+			Port: addr.Port()}, b) // the revision makes the router ask again
+	}
+}
+
+// Serve implements cluster.Cluster.
+func (g *Gossip) Serve(s cluster.Serving) {
+	d := g.self
+	d.mu.Lock()
+	before, err := messageOf(d.member.Boot, 0, &d.serving.own)
+	after, err2 := messageOf(d.member.Boot, 0, &s)
+	if err != nil || err2 != nil || string(before) == string(after) ||
+		d.serving.revision == 0 && len(s.APIs) == 0 {
+		d.mu.Unlock()
+		return
+	}
+	d.serving.own = s
+	d.serving.revision++
+	if b, err := encode(d.member, d.serving.revision); err == nil {
+		d.meta = b
+	}
+	d.serving.post.add(d.serving.asked...)
+	d.mu.Unlock()
+	g.announce()
+}
+
+// Served implements cluster.Fleet.
+func (g *Gossip) Served() (out []cluster.Served) {
+	d := g.self
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, h := range d.serving.have {
+		if len(h.serving.APIs) > 0 {
+			out = append(out, cluster.Served{Member: h.member, Serving: h.serving,
+				Lost: !h.lost.IsZero()})
+		}
+	}
+	return out
+}
+
+// Observe follows the members and what they serve, without being one: sidecars count a node without
+// a boot as none.
+func Observe(o Options) (*Gossip, error) {
+	o.observe = true
+	return Start(o, cluster.Member{Node: "router-" + rand.Text()}, admit.NewMembers())
+}

@@ -1,0 +1,370 @@
+package proxy
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"maps"
+	"net/netip"
+	"net/url"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/origin"
+)
+
+// maxFound is how many engines a router takes from the membership.
+const maxFound = 256
+
+const roleBoth = "both"
+
+// Found is an engine as a member of the cluster has published it.
+type Found struct {
+	Engine // Peer is the endpoint of the member, Sidecar its HTTP listener
+	Role   string
+	// Model is a fingerprint of it; empty: unknown. Engines with one name for two models are no choice
+	// for each other.
+	Model   string
+	Member  string   // name of the node, for the operator
+	Hosts   []string // addresses of the member itself
+	Started time.Time
+	ID      string // of the member's process: an order between equal ones
+	Leaving bool   // it takes no new requests
+	Lost    bool   // the member has ended, or does not answer to the others
+}
+
+// Fleet is what the members publish. Routers that see the same members choose among the same
+// engines.
+type Fleet interface {
+	Found() []Found
+	Changed() <-chan struct{} // closed at the next change
+}
+
+// discovery makes engines of what members publish. Run owns it.
+type discovery struct {
+	p     *Proxy
+	fleet Fleet
+	allow []hosts
+	wake  chan struct{} // an engine has listed its models, or went down
+
+	taken  []Found             // at the last look
+	models map[string][]string // names of an engine's models, by its URL and fingerprint
+	noted  map[string]bool     // problems that were logged
+
+	mu              sync.Mutex // guards all below
+	prefill, decode []Engine   // of the configuration
+}
+
+// list replaces the engines of the configuration.
+func (d *discovery) list(prefill, decode []Engine) error {
+	if _, err := d.p.join(prefill, decode); err != nil {
+		return err
+	}
+	d.mu.Lock()
+	d.prefill, d.decode = prefill, decode
+	d.mu.Unlock()
+	d.p.found()
+	return nil
+}
+
+// hosts are those of a URL that a member may publish besides its own.
+type hosts struct {
+	prefix netip.Prefix
+	name   string // or a name; "*.x" stands for all names below x
+}
+
+func parseHosts(list []string) (out []hosts, err error) {
+	for _, text := range list {
+		p, perr := netip.ParsePrefix(text)
+		if a, aerr := netip.ParseAddr(text); aerr == nil {
+			p, perr = netip.PrefixFrom(a, a.BitLen()), nil
+		}
+		switch {
+		case perr == nil:
+			out = append(out, hosts{prefix: p.Masked()})
+		case text == "" || strings.ContainsAny(text, "/:@ "):
+			return nil, fmt.Errorf("proxy: allow %q: not a network, an address or a name; write for "+
+				"instance 10.0.0.0/8 or *.engines.svc", text)
+		default:
+			out = append(out, hosts{name: strings.ToLower(text)})
+		}
+	}
+	return out, nil
+}
+
+func (h hosts) have(host string) bool {
+	if a, err := netip.ParseAddr(host); err == nil {
+		return h.prefix.IsValid() && h.prefix.Contains(a.Unmap())
+	}
+	if below, ok := strings.CutPrefix(h.name, "*"); ok {
+		return strings.HasSuffix(strings.ToLower(host), below)
+	}
+	return h.name != "" && h.name == strings.ToLower(host)
+}
+
+// chosen is the engines of a router out of what members publish, with reasons against the others.
+// The order of the argument is of no importance.
+func chosen(found []Found, allow []hosts) (list []Found, problems []string) {
+	found = slices.Clone(found)
+	rank := func(f *Found) int { // of two with one URL
+		switch {
+		case f.Lost:
+			return 2
+		case !f.ownHost():
+			return 1
+		}
+		return 0
+	}
+	slices.SortFunc(found, func(a, b Found) int {
+		return cmp.Or(cmp.Compare(a.URL, b.URL), cmp.Compare(rank(&a), rank(&b)),
+			b.Started.Compare(a.Started), cmp.Compare(a.ID, b.ID), cmp.Compare(a.Role, b.Role))
+	})
+	reject := func(f *Found, why string, args ...any) {
+		problems = append(problems, fmt.Sprintf("engine %s of %s: ", shown(f.URL), f.Member)+
+			fmt.Sprintf(why, args...))
+	}
+	for _, f := range found {
+		at, err := origin.Parse(f.URL)
+		u, perr := url.Parse(f.URL)
+		switch {
+		case err != nil || perr != nil || u.User != nil:
+			reject(&f, "its URL is not one of a server")
+			continue
+		}
+		f.URL = at.String()
+		switch {
+		case f.Role != rolePrefill && f.Role != roleDecode && f.Role != roleBoth:
+			reject(&f, "its role %q is not one of prefill, decode, both", f.Role)
+		case !f.ownHost() && !slices.ContainsFunc(allow, func(h hosts) bool {
+			return h.have(u.Hostname())
+		}):
+			reject(&f, "it is on another host than that member: name this host in allow if the member "+
+				"may do that")
+		case len(list) > 0 && list[len(list)-1].URL == f.URL:
+			// A process that has restarted, or ranks of one engine on several nodes, publish the same.
+			if x := &list[len(list)-1]; x.Role != f.Role && !f.Lost {
+				reject(&f, "%s publishes the same URL with the role %s, and this one %s: the first one "+
+					"counts", x.Member, x.Role, f.Role)
+			}
+		case len(list) == maxFound:
+			reject(&f, "the router takes at most %d engines", maxFound)
+		default:
+			list = append(list, f)
+		}
+	}
+	return list, problems
+}
+
+// ownHost reports whether an engine is on the host of its member.
+func (f *Found) ownHost() bool {
+	u, err := url.Parse(f.URL)
+	if err != nil {
+		return false
+	}
+	a, err := netip.ParseAddr(u.Hostname())
+	return err == nil && slices.ContainsFunc(f.Hosts, func(h string) bool {
+		b, err := netip.ParseAddr(h)
+		return err == nil && a.Unmap() == b.Unmap()
+	})
+}
+
+// shown is a URL for the operator.
+func shown(raw string) string {
+	if u, err := url.Parse(raw); err == nil && u.Host != "" {
+		return u.Scheme + "://" + u.Host
+	}
+	return fmt.Sprintf("%q", raw)
+}
+
+// unlike lists the engines, by their number, that have a name for another model than the majority
+// of the engines with that name. names has the models of each; none: they are unknown.
+func unlike(list []Found, names [][]string) map[int]string {
+	votes := map[string]map[string]int{} // by the name, by the fingerprint
+	for i, f := range list {
+		for _, name := range names[i] {
+			if f.Model != "" {
+				if votes[name] == nil {
+					votes[name] = map[string]int{}
+				}
+				votes[name][f.Model]++
+			}
+		}
+	}
+	out := map[int]string{}
+	for i, f := range list {
+		for _, name := range names[i] {
+			top := f.Model
+			for model, n := range votes[name] {
+				if v := votes[name][top]; n > v || n == v && model < top {
+					top = model
+				}
+			}
+			if f.Model != "" && top != f.Model {
+				out[i] = name
+			}
+		}
+	}
+	return out
+}
+
+// run follows the fleet until ctx ends.
+func (d *discovery) run(ctx context.Context) {
+	tick := time.NewTicker(d.p.times.Check)
+	defer tick.Stop()
+	for {
+		changed := d.fleet.Changed()
+		d.look()
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+		case <-d.wake:
+		case <-tick.C:
+		}
+	}
+}
+
+// look takes the engines that the fleet has now.
+func (d *discovery) look() {
+	list, problems := chosen(d.fleet.Found(), d.allow)
+	list = slices.DeleteFunc(list, func(f Found) bool {
+		return f.Leaving || f.Lost && !d.lives(f.URL)
+	})
+	for i := range list {
+		if list[i].Lost {
+			list[i].Role = roleDecode // without its sidecar it moves nothing
+		}
+	}
+	names, models := make([][]string, len(list)), map[string][]string{}
+	for i, f := range list {
+		key := f.URL + " " + f.Model
+		models[key] = d.modelsOf(&f)
+		if models[key] == nil {
+			models[key] = d.models[key]
+		}
+		names[i] = models[key]
+	}
+	d.models = models
+	out := unlike(list, names)
+	for _, i := range slices.Sorted(maps.Keys(out)) {
+		problems = append(problems, fmt.Sprintf("engine %s of %s: it serves another model as %q than "+
+			"other engines: give it another name", shown(list[i].URL), list[i].Member, out[i]))
+	}
+	d.mu.Lock()
+	prefill, decode := slices.Clone(d.prefill), slices.Clone(d.decode)
+	d.mu.Unlock()
+	taken := map[string]bool{}
+	for _, e := range slices.Concat(prefill, decode) {
+		u, _ := origin.Parse(e.URL) // it was checked
+		taken[u.String()] = true
+	}
+	var now []Found
+	for i, f := range list {
+		if _, is := out[i]; is || taken[f.URL] {
+			continue
+		}
+		f.found = true
+		_, err := d.p.newBackend(rolePrefill, f.Engine)
+		if err != nil {
+			problems = append(problems, err.Error())
+			continue
+		}
+		now = append(now, f)
+		if f.Role != roleDecode {
+			prefill = append(prefill, f.Engine)
+		}
+		if f.Role != rolePrefill {
+			f.Peer = ""
+			decode = append(decode, f.Engine)
+		}
+	}
+	d.note(problems)
+	if err := d.p.setEngines(prefill, decode); err != nil {
+		d.note([]string{err.Error()})
+		return
+	}
+	d.report(now)
+	d.approve(list, names)
+}
+
+// lives reports whether an engine that is in use answers.
+func (d *discovery) lives(url string) bool {
+	return slices.ContainsFunc(d.p.decode.list(), func(b *backend) bool {
+		return b.url.String() == url && b.condition() < silent
+	})
+}
+
+// modelsOf are the names that an engine in use has listed; nil: unknown.
+func (d *discovery) modelsOf(f *Found) []string {
+	for _, b := range d.p.backends() {
+		if b.url.String() != f.URL {
+			continue
+		}
+		b.mu.Lock()
+		names := slices.Sorted(maps.Keys(b.models.cards))
+		names = slices.DeleteFunc(names, func(n string) bool { return b.models.adapters[n] })
+		b.mu.Unlock()
+		if len(names) > 0 {
+			return names
+		}
+	}
+	return nil
+}
+
+// approve lets engines have requests whose models are known, and that were no contradiction.
+func (d *discovery) approve(list []Found, names [][]string) {
+	for i, f := range list {
+		if len(names[i]) == 0 {
+			continue
+		}
+		for _, b := range d.p.backends() {
+			if b.url.String() == f.URL {
+				b.mu.Lock()
+				b.waits = b.waits && b.models.cards == nil
+				b.mu.Unlock()
+			}
+		}
+	}
+}
+
+// note logs each problem when it begins.
+func (d *discovery) note(problems []string) {
+	now := map[string]bool{}
+	for _, text := range problems[:min(len(problems), maxFound)] {
+		if now[text] = true; !d.noted[text] {
+			d.p.log.Warn("an engine of the membership gets no requests", "err", text)
+		}
+	}
+	d.noted = now
+}
+
+// report logs engines that come and go.
+func (d *discovery) report(now []Found) {
+	same := func(a *Found) func(Found) bool {
+		return func(b Found) bool { return a.URL == b.URL && a.Role == b.Role }
+	}
+	for _, f := range now {
+		if !slices.ContainsFunc(d.taken, same(&f)) {
+			d.p.log.Info("engine found", "url", shown(f.URL), "role", f.Role, "member", f.Member)
+		}
+	}
+	for _, f := range d.taken {
+		if !slices.ContainsFunc(now, same(&f)) {
+			d.p.log.Info("engine left out", "url", shown(f.URL), "role", f.Role, "member", f.Member)
+		}
+	}
+	d.taken = now
+}
+
+// found wakes the discovery after an engine has listed its models, or went down.
+func (p *Proxy) found() {
+	if p.discovery == nil {
+		return
+	}
+	select {
+	case p.discovery.wake <- struct{}{}:
+	default:
+	}
+}

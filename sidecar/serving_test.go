@@ -1,0 +1,143 @@
+package sidecar
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/kvspray/kvspray/cluster"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/layout"
+)
+
+// What a sidecar publishes of its engines: the configuration before what they announce, one entry
+// for each URL, and a problem for each engine that routers do not find.
+func TestServedEngines(t *testing.T) {
+	worker := func(engine, rank, api, role string, size int) *engines.Worker {
+		w := &engines.Worker{Name: engine + "/" + rank, Layout: &layout.Layout{},
+			Place:  engines.Place{Engine: engine, TPSize: size},
+			Engine: engines.About{Version: "1", API: api, Role: role}}
+		w.Fingerprint[0] = 1
+		if rank == "tp1" {
+			w.Place.TP = 1
+		}
+		return w
+	}
+	internal := worker("store", "tp0", "http://127.0.0.1:1", "both", 1)
+	internal.Internal = true
+	for name, c := range map[string]struct {
+		api, role string
+		workers   []*engines.Worker
+		want      string // "URL role engine ranks/world", of each
+		problem   string
+	}{
+		"none": {},
+		"announced": {workers: []*engines.Worker{internal,
+			worker("vllm/a", "tp1", "http://127.0.0.1:1", "both", 2),
+			worker("vllm/a", "tp0", "http://127.0.0.1:1", "both", 2),
+			worker("vllm/b", "tp0", "http://127.0.0.1:2", "prefill", 1)},
+			want: "http://127.0.0.1:1 both vllm/a 2/2; http://127.0.0.1:2 prefill vllm/b 1/1"},
+		"configured": {api: "http://10.1.1.1:8000", role: "decode", workers: []*engines.Worker{
+			worker("vllm/a/dp0", "tp0", "", "both", 1), worker("vllm/a/dp1", "tp0", "", "both", 1)},
+			want: "http://10.1.1.1:8000 decode vllm/a/dp0 2/2"},
+		"old engine": {api: "http://10.1.1.1:8000", role: "decode", workers: []*engines.Worker{
+			worker("vllm/a", "tp0", "", "", 1)}, want: "http://10.1.1.1:8000 decode vllm/a 1/1"},
+		"no URL": {workers: []*engines.Worker{worker("vllm/a", "tp0", "", "both", 1)}},
+		"no role": {api: "http://10.1.1.1:8000", workers: []*engines.Worker{
+			worker("vllm/a", "tp0", "", "", 1)}, problem: "its role is unknown: set engine.role"},
+		"another host": {workers: []*engines.Worker{
+			worker("vllm/a", "tp0", "http://169.254.169.254:80", "both", 1)},
+			problem: "no address of this host"},
+		"a name": {workers: []*engines.Worker{
+			worker("vllm/a", "tp0", "http://metadata.internal", "both", 1)},
+			problem: "no address of this host"},
+		"a password": {workers: []*engines.Worker{
+			worker("vllm/a", "tp0", "http://u:hunter2@127.0.0.1:1", "both", 1)},
+			problem: "no URL of a server"},
+		"contradiction": {role: "prefill", workers: []*engines.Worker{
+			worker("vllm/a", "tp0", "http://127.0.0.1:1", "decode", 1)},
+			problem: "its role is to be prefill, and its own (kv_role) is decode"},
+		"unknown role": {workers: []*engines.Worker{
+			worker("vllm/a", "tp0", "http://127.0.0.1:1", "chef", 1)}, problem: `its role "chef"`},
+		"one URL, two roles": {workers: []*engines.Worker{
+			worker("vllm/a", "tp0", "http://127.0.0.1:1", "decode", 1),
+			worker("vllm/b", "tp0", "http://127.0.0.1:1", "prefill", 1)},
+			want:    "http://127.0.0.1:1 decode vllm/a 1/1",
+			problem: "vllm/b: its role is prefill, and engine vllm/a has the same URL"},
+	} {
+		s := &served{cfg: &config.Engine{API: c.api, Role: c.role}, leaving: func() bool { return true },
+			own: func(a netip.Addr) bool { return a.IsLoopback() }, http: "http://127.0.0.1:7651"}
+		got := s.of(c.workers)
+		if !got.Leaving || got.HTTP != s.http {
+			t.Errorf("%s: %+v", name, got)
+		}
+		if text := textOf(got.APIs); text != c.want {
+			t.Errorf("%s: %q, want %q", name, text, c.want)
+		}
+		problems := strings.Join(*s.problems.Load(), "; ")
+		if !strings.Contains(problems, c.problem) || (problems == "") != (c.problem == "") ||
+			strings.Contains(problems, "hunter2") {
+			t.Errorf("%s: problems %q, want %q", name, problems, c.problem)
+		}
+	}
+}
+
+// A role that is set lasts for the engine's URL, and cannot exceed what the engine announces.
+func TestSetRole(t *testing.T) {
+	s := &served{cfg: &config.Engine{}, leaving: func() bool { return false },
+		own: func(netip.Addr) bool { return true }, roles: map[string]string{}}
+	var workers []*engines.Worker
+	if err := s.setRole(workers, "a", "decode"); err == nil ||
+		!strings.Contains(err.Error(), "no engine with a URL: set engine.api") {
+		t.Error(err)
+	}
+	for i, role := range []string{"both", "prefill", "both"} {
+		id := string(rune('a' + i))
+		workers = append(workers, &engines.Worker{Name: id, Place: engines.Place{Engine: "vllm/" + id},
+			Engine: engines.About{API: "http://127.0.0.1:" + string(rune('1'+i)), Role: role}})
+	}
+	for _, c := range []struct{ engine, role, want, wrong string }{
+		{"vllm/a", "decode", "decode prefill both", ""},
+		{"a", "prefill", "prefill prefill both", ""},
+		{"http://127.0.0.1:3", "decode", "prefill prefill decode", ""},
+		{"b", "prefill", "prefill prefill decode", ""},
+		{"b", "decode", "prefill prefill decode", "its own (kv_role) is prefill"},
+		{"a", "chef", "prefill prefill decode", "not one of prefill, decode, both"},
+		{"z", "both", "prefill prefill decode", `no engine "z": it has vllm/a, vllm/b, vllm/c`},
+	} {
+		err := s.setRole(workers, c.engine, c.role)
+		if (err == nil) != (c.wrong == "") || err != nil && !strings.Contains(err.Error(), c.wrong) {
+			t.Errorf("%s %s: %v", c.engine, c.role, err)
+		}
+		var got []string
+		for _, a := range s.of(workers).APIs {
+			got = append(got, a.Role)
+		}
+		if strings.Join(got, " ") != c.want {
+			t.Errorf("%s %s: %v", c.engine, c.role, got)
+		}
+	}
+	for i := range cluster.MaxAPIs + 1 {
+		w := &engines.Worker{Place: engines.Place{Engine: "vllm/x"},
+			Engine: engines.About{API: fmt.Sprintf("http://127.0.0.1:%d", 100+i)}}
+		if err := s.setRole([]*engines.Worker{w}, "x", "both"); i == cluster.MaxAPIs &&
+			(err == nil || !strings.Contains(err.Error(), "that is the bound")) {
+			t.Error(err)
+		}
+	}
+}
+
+func textOf(list []cluster.API) string {
+	var out []string
+	for _, a := range list {
+		text := a.URL + " " + a.Role + " " + a.Engine + " " + string(rune('0'+len(a.Ranks))) + "/" +
+			string(rune('0'+a.World))
+		if a.Fingerprint != "01"+strings.Repeat("0", 62) || a.Version != "1" {
+			text += " unlike"
+		}
+		out = append(out, text)
+	}
+	return strings.Join(out, "; ")
+}
