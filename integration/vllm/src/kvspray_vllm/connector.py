@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from kvspray_vllm import caches, events, layout, pages, shim, versions
+from kvspray_vllm import caches, events, layout, pages, shim, states, versions
 from kvspray_vllm.adapters import LoadWatch
 from kvspray_vllm.meta import Landed, StepMeta
 from kvspray_vllm.saving import Saving
@@ -115,10 +115,12 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._layout: dict[str, Any] = {}
         self._clears_blocks = kv_cache_config.needs_kv_cache_zeroing
         layout.check_clearing(vllm_config, kv_cache_config)
+        states.check_states(vllm_config, kv_cache_config)
         windows = layout.windows_of(kv_cache_config)
         # Where an engine may go on behind the last block of a load that came; elsewhere what came
         # is of no use without the rest.
-        resumes = len(kv_cache_config.kv_cache_groups) == 1 and not any(windows)
+        has_states = bool(states.identity_of_states(kv_cache_config))
+        resumes = len(kv_cache_config.kv_cache_groups) == 1 and not (has_states or any(windows))
         if self._settings.store:
             pages.check_store(vllm_config, kv_cache_config)
         secret = self._settings.secret()
@@ -160,6 +162,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 logger,
                 parallel.tensor_parallel_size,
                 windows,
+                has_states,
                 role=str(self._kv_transfer_config.kv_role),
                 store_lag=vllm_config.max_concurrent_batches if self._settings.store else 0,
                 events=self._events,
@@ -245,6 +248,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             ranks=self._ranks,
             packing=identity["packing"],
             flags=self._flag_of,
+            state_groups=states.groups_of(config),
         )
         groups = described.placed([caches.Site(i) for i in range(len(described.storages))])
         dtype = identity["dtype"]

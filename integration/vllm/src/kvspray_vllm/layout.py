@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvspray import portable
 from kvspray_vllm.speculation import check_speculation, draft_in_cache
+from kvspray_vllm.states import identity_of_states
 from kvspray_vllm.strategies import TRANSPOSED
 from kvspray_vllm.strategies import Unsupported as Unsupported
 from kvspray_vllm.versions import CAPABILITIES, numerics
@@ -130,11 +131,12 @@ def windows_of(kv: KVCacheConfig) -> tuple[int, ...]:
     )
 
 
-def backoff_of(windows: Sequence[int]) -> int:
-    """How many tokens at a prompt's end are computed by both sides. vLLM computes the last token of
-    a prompt again where all of it was loaded, and has then given up the block that only this
-    token's window still reaches; where one token less was loaded it has not."""
-    return int(any(windows))
+def backoff_of(windows: Sequence[int], states: bool) -> int:
+    """How many tokens at a prompt's end do not move. vLLM computes the last token of a prompt again
+    where all of it was loaded, and has then given up the block that only this token's window still
+    reaches; where one token less was loaded it has not. From a recurrent state of that token it
+    could not compute the token again."""
+    return int(states or any(windows))
 
 
 def cpu_packing(config: VllmConfig) -> str:
@@ -166,7 +168,7 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
     for key in ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"):
         hf.pop(key, None)
     rope = {k: v for k, v in hf.items() if "rope" in k}
-    windows = windows_of(kv)
+    windows, states = windows_of(kv), identity_of_states(kv)
     kinds = {
         type(spec_of(g)).__name__ + (f":{window}" if window else "")
         for g, window in zip(kv.kv_cache_groups, windows, strict=True)
@@ -190,8 +192,9 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
         "groups": ",".join(sorted(kinds)),
         "packing": cpu_packing(config),
         "byte_order": sys.byteorder,
-        "backoff": str(backoff_of(windows)),
+        "backoff": str(backoff_of(windows, bool(states))),
         "speculative": draft_in_cache(config.speculative_config),
+        **({"states": states} if states else {}),
     }
 
 

@@ -105,11 +105,6 @@ def kind_of(spec: KVCacheSpec, backend: str, kv_heads: int, ranks: Ranks, packin
     # window is a model without vLLM's hybrid cache manager: its layers look back no further, and
     # yet every block is kept.
     name = type(spec).__name__
-    if name == "MambaSpec":
-        raise Unsupported(
-            "kvspray: the model has recurrent states (MambaSpec), which are not moved; serve it "
-            "without kvspray"
-        )
     if name == "CircularBufferSpec":
         raise Unsupported(
             "kvspray: a cache group is of kind CircularBufferSpec, the keys of an entry that is "
