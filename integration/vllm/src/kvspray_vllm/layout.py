@@ -5,23 +5,33 @@ caches.py.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvspray import portable
 from kvspray_vllm.speculation import check_speculation, draft_in_cache
 from kvspray_vllm.states import identity_of_states
 from kvspray_vllm.strategies import TRANSPOSED
+from kvspray_vllm.strategies import Ranks as Ranks
 from kvspray_vllm.strategies import Unsupported as Unsupported
 from kvspray_vllm.versions import CAPABILITIES, numerics
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+
+@contextlib.contextmanager
+def naming(config: VllmConfig) -> Iterator[None]:
+    """Refusals in it name the model, too."""
+    try:
+        yield
+    except Unsupported as err:
+        raise Unsupported(f"{err} (model {config.model_config.model})") from err
 
 
 def check_config(config: VllmConfig) -> None:
@@ -79,16 +89,6 @@ def check_clearing(config: VllmConfig, kv: KVCacheConfig) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Which rank this worker is: its pipeline stage, and its part of the heads."""
-
-    pp: int = 0
-    pp_size: int = 1
-    tp: int = 0
-    tp_size: int = 1
-
-
 def ranks_of(config: VllmConfig) -> Ranks:
     """The rank of this worker; its process groups are there before a connector is made."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -131,7 +131,7 @@ def windows_of(kv: KVCacheConfig) -> tuple[int, ...]:
     )
 
 
-def backoff_of(windows: Sequence[int], states: bool) -> int:
+def backoff_of(windows: Sequence[int], states: bool = False) -> int:
     """How many tokens at a prompt's end do not move. vLLM computes the last token of a prompt again
     where all of it was loaded, and has then given up the block that only this token's window still
     reaches; where one token less was loaded it has not. From a recurrent state of that token it

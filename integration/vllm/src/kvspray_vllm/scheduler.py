@@ -246,6 +246,8 @@ class SchedulerSide:
                 return True
             del self._reading[request.request_id]
             self._transfer(request, given, content)
+            # What vLLM has found in its prefix cache may be all of a prompt that is shorter now.
+            return self._states and request.request_id in self._pending
         except spray.ParamsError as err:
             self._compute_here(request, err.label, str(err))
         except Exception as err:

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from kvspray_vllm.strategies import Kind, Unsupported
+from kvspray_vllm.strategies import Kind, Ranks, Unsupported
 from kvspray_vllm.versions import CAPABILITIES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-    from kvspray_vllm.layout import Ranks
 
 # Of each backend the strategy of its pages, and how many states a page has: the history of the
 # convolution, and the recurrent state.
@@ -122,9 +120,7 @@ def state_kind(spec: KVCacheSpec, backend: str, ranks: Ranks, groups: int, devic
     if backend == "MAMBA1_ATTN":
         own, size = shapes[1]
         _equal(backend, channels, own)
-        return Kind(
-            strategy, params | {"v_heads": own * ranks.tp_size, "v_dim": 1, "k_dim": size}
-        )
+        return Kind(strategy, params | {"v_heads": own * ranks.tp_size, "v_dim": 1, "k_dim": size})
     heads, width, size = shapes[-1]
     params |= {"v_heads": heads * ranks.tp_size, "v_dim": width, "k_dim": size}
     if backend == "LINEAR_ATTN":
@@ -142,8 +138,10 @@ def state_kind(spec: KVCacheSpec, backend: str, ranks: Ranks, groups: int, devic
             f"{groups or 'an unknown number'}; set tensor_parallel_size to 1"
         )
     # A model with one group has a copy of it on each rank.
-    return Kind(strategy, params | {"k_heads": groups if k_heads == 1 and groups == 1 else
-                                    k_heads * ranks.tp_size})
+    return Kind(
+        strategy,
+        params | {"k_heads": groups if k_heads == 1 and groups == 1 else k_heads * ranks.tp_size},
+    )
 
 
 def _equal(backend: str, got: int, want: int) -> None:

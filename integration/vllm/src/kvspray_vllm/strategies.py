@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-    from kvspray_vllm.layout import Ranks
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which rank this worker is: its pipeline stage, and its part of the heads."""
+
+    pp: int = 0
+    pp_size: int = 1
+    tp: int = 0
+    tp_size: int = 1
 
 
 class Unsupported(ValueError):

@@ -88,6 +88,8 @@ def _lfm2(sizes: dict[str, int]) -> PreTrainedModel:
             num_hidden_layers=len(types),
             layer_types=types,
             conv_L_cache=3,
+            conv_dim=sizes["hidden_size"],
+            block_dim=sizes["hidden_size"],
             block_auto_adjust_ff_dim=False,
             tie_word_embeddings=False,
         )
@@ -133,7 +135,6 @@ def _jamba(sizes: dict[str, int]) -> PreTrainedModel:
             attn_layer_offset=3,
             num_experts=1,
             num_experts_per_tok=1,
-            use_mamba_kernels=False,
             mamba_d_state=16,
             mamba_d_conv=4,
             mamba_expand=2,
