@@ -495,13 +495,13 @@ def make_hybrid(sidecar: rig.Sidecar, kind: Hybrid, engine: str) -> list[HybridR
                 described.append({"name": names[i], "index": g * LAYERS + i, "region": 0,
                     "base": place.base, "block_stride": place.block_stride,
                     "page_bytes": place.page_bytes})  # fmt: skip
-            if g:
-                strategy, params = kind.of.strategy, kind.of.params(kind.order, rank, kind.tp)
-            else:
-                of = layout.Ranks(tp=rank, tp_size=kind.tp)
+            of = layout.Ranks(tp=rank, tp_size=kind.tp)
+            backend = spec.mamba_type.get_class().get_name() if g else "FLASH_ATTN"
+            with conv_order(kind.order):
                 strategy, params, _ = caches.layer_of(
-                    names[0], spec, views[0], BLOCKS, "FLASH_ATTN", [HEADS], of, layout.TRANSPOSED
-                )
+                    names[0], spec, views[0], BLOCKS, backend, [HEADS], of, layout.TRANSPOSED,
+                    kind.of.k_heads,
+                )  # fmt: skip
             groups.append(group(spec.block_size, strategy, params, BLOCKS, described))
         register(r, "bfloat16", groups)
         out.append(
