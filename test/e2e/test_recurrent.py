@@ -13,12 +13,18 @@ from typing import Any
 import cluster as rig
 import pytest
 from conftest import MODELS, Cluster, need
+from engines import Out
 from prompts import fresh
 from test_tokens import Moved
 
+CONFIG: dict[str, Any] = {
+    "transports": {"order": ["shm"]},
+    "transfer": {"match_timeout": "10s", "deadline": "30s"},
+}
 STEP = 256  # tokens that an engine computes at once
 LENGTHS = (1, 2, 3, 33, 160, 161, 255, 300, 513, 700)
 FEW = (2, 33, 700)
+TIE = 0.15  # of two logarithms of probabilities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +90,7 @@ nightly = pytest.mark.skipif(
 def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     dir = workdir / str(request.param).replace(" ", "-")
     dir.mkdir()
-    out = Cluster(dir, {"transports": {"order": ["shm"]}})
+    out = Cluster(dir, CONFIG)
     out.case = request.param  # type: ignore[attr-defined]
     try:
         spawn(out, request.param)
@@ -93,6 +99,20 @@ def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> It
             assert s.panics() is None
     finally:
         out.close()
+
+
+def compare(c: Cluster, prompt: list[int], got: Out, n_tokens: int = 12) -> None:
+    """Tokens equal a plain engine's. In bfloat16, where the last token of a prompt is computed by
+    another kernel, they may part where two tokens are as near as rounding."""
+    want = c.r.run(prompt, n_tokens).tokens
+    if got.tokens == want:
+        return
+    case: Case = c.case  # type: ignore[attr-defined]
+    assert case.family.dtype == "bfloat16", (len(prompt), got.tokens, want)
+    at = next(i for i, (a, b) in enumerate(zip(got.tokens[0], want[0], strict=True)) if a != b)
+    near = c.r.run(prompt + want[0][:at], 1, logprobs=20).logprobs
+    apart = [near.get(t) for t in (got.tokens[0][at], want[0][at])]
+    assert None not in apart and abs(apart[0] - apart[1]) <= TIE, (len(prompt), at, apart)
 
 
 def moves(case: Case, n: int, skip: int = 0) -> int:
@@ -108,7 +128,7 @@ def test_tokens_are_those_of_one_engine(c: Cluster, mode: str) -> None:
         prompt = fresh(n, (str(case), mode, n))
         with Moved(c) as moved:
             got = c.prefill_first(prompt) if mode == "first" else c.both(prompt)
-        assert got.tokens == c.r.run(prompt, 12).tokens, n
+        compare(c, prompt, got)
         if n == 1:
             assert moved.all == 0 and moved.bytes == 0, vars(moved)
         else:
@@ -122,8 +142,9 @@ def test_many_at_once(c: Cluster) -> None:
     prompts = [fresh(40 + 97 * i, (str(case), "many", i)) for i in range(6)]
     with Moved(c) as moved:
         started = [c.start_both(p) for p in prompts]
-        got = [d.result().tokens for _, d in started]
-    assert got == [c.r.run(p, 12).tokens for p in prompts]
+        got = [d.result() for _, d in started]
+    for p, out in zip(prompts, got, strict=True):
+        compare(c, p, out)
     moved.all_loaded(6)
     c.settle()
 
@@ -147,7 +168,7 @@ def test_a_state_leaves_after_the_last_step(c: Cluster) -> None:
         p.abort()
         c.p.pause_at(None)
         got = d.result()
-    assert got.tokens == c.r.run(prompt, 12).tokens
+    compare(c, prompt, got)
     assert moved.ok == 0 and c.d.computed(d.rid) == len(prompt), vars(moved)
     c.settle(timeout=20)
 
@@ -164,7 +185,7 @@ def test_preemption_in_mid_send(c: Cluster) -> None:
         c.p.pause_at(None)
         got = d.result()
         p.result()
-    assert got.tokens == c.r.run(prompt, 12).tokens
+    compare(c, prompt, got)
     assert moved.recomputed == 0, vars(moved)
     c.settle()
 
@@ -180,7 +201,7 @@ def test_a_prefix_that_decode_has_is_left_out(c: Cluster) -> None:
         c.d.run(prompt[:hit], 2)
         with Moved(c) as moved:
             got = c.prefill_first(prompt)
-        assert got.tokens == c.r.run(prompt, 12).tokens
+        compare(c, prompt, got)
         moved.all_loaded(1)
         assert moved.hit <= hit and moved.bytes == moves(case, n, moved.hit), vars(moved)
         hits += moved.hit
@@ -205,7 +226,7 @@ def test_a_prefix_that_prefill_has(c: Cluster) -> None:
         c.d.clear_prefix_cache()
         with Moved(c) as moved:
             got = c.prefill_first(again)
-        assert got.tokens == c.r.run(again, 12).tokens
+        compare(c, again, got)
         moved.all_loaded(1)
         assert moved.bytes == moves(case, len(again), moved.hit), vars(moved)
     assert hits() > before
@@ -223,13 +244,13 @@ def test_a_sidecar_is_killed(c: Cluster) -> None:
     c.sp.kill()
     c.p.pause_at(None)
     p.result()
-    assert d.result().tokens == c.r.run(prompt, 12).tokens
+    compare(c, prompt, d.result())
     c.sp.start()
     c.connected()
     prompt = fresh(300, (str(case), "after"))
     with Moved(c) as moved:
         got = c.prefill_first(prompt)
-    assert got.tokens == c.r.run(prompt, 12).tokens
+    compare(c, prompt, got)
     moved.all_loaded(1)
     c.settle(timeout=60)
 
@@ -252,7 +273,8 @@ def test_every_transferred_page_has_one_hash(c: Cluster) -> None:
 def unlike(zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
     dir = workdir / "unlike"
     dir.mkdir()
-    out = Cluster(dir, {"transports": {"order": ["shm"]}})
+    out = Cluster(dir, CONFIG)
+    out.case = CASES[0]  # type: ignore[attr-defined]
     try:
         out.model = MODELS / "tiny-granite4"
         out.spawn("P", enable_prefix_caching=False)
@@ -268,7 +290,7 @@ def test_engines_with_other_cache_modes_are_refused_by_name(unlike: Cluster) -> 
     prompt = fresh(200, "modes")
     with Moved(c) as moved:
         got = c.both(prompt)
-    assert got.tokens == c.r.run(prompt, 12).tokens
+    compare(c, prompt, got)
     assert moved.loaded == moved.bytes == 0, vars(moved)
     said = c.sp.log.read_text() + c.sd.log.read_text()
     assert "identity.states" in said and "float32 align" in said and "float32 none" in said
