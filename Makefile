@@ -257,8 +257,8 @@ test-laws: #: The laws of parseblock with 100,000 random cases each, and 4 GiB o
 	KVSPRAY_LARGE=1 go test -count=1 -v ./sidecar -run '^TestMoreThan4GiB$$' | grep -v '^=== '
 
 .PHONY: test-truth
-test-truth: build env #: vLLM's own tensors, moved and read back, and a real hybrid model that continues from moved states (nightly)
-	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py test/e2e/test_truth_layouts.py
+test-truth: build env #: vLLM's own tensors, moved and read back, and engines of every kind of recurrent state (nightly)
+	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py test/e2e/test_truth_layouts.py test/e2e/test_recurrent.py
 
 .PHONY: test-drafts
 test-drafts: build env #: Drafts of EAGLE, EAGLE-3, MTP and a draft model at decode, with their logits, beside a plain engine's (nightly)

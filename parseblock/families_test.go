@@ -15,9 +15,16 @@ import (
 func stateCache(kind string, d *dims) *cache {
 	strategy, form, _ := strings.Cut(kind, " ")
 	dimFirst, kOutside := form[0] == 'd', form[1] == 'k'
-	params := map[string]int64{"k_heads": int64(d.kHeads), "k_dim": int64(d.kDim),
-		"v_heads": int64(d.vHeads), "v_dim": int64(d.vDim), "conv_len": int64(d.histor),
-		"conv_bytes": 2, "state_bytes": int64(d.elem)}
+	params := map[string]int64{"v_heads": int64(d.vHeads), "v_dim": int64(d.vDim),
+		"conv_len": int64(d.histor), "conv_bytes": 2}
+	recurrent, parted := strategy != ShortConvState, strategy != ShortConvState &&
+		strategy != Mamba1State
+	if recurrent {
+		params["k_dim"], params["state_bytes"] = int64(d.kDim), int64(d.elem)
+	}
+	if parted {
+		params["k_heads"] = int64(d.kHeads)
+	}
 	if dimFirst {
 		params["conv_order"] = 1
 	}
@@ -27,6 +34,9 @@ func stateCache(kind string, d *dims) *cache {
 	k0, kn := d.shard(params, d.kHeads)
 	v0, vn := d.shard(params, d.vHeads)
 	kc, vc := kn*d.kDim, vn*d.vDim
+	if !parted {
+		kc = 0
+	}
 	dim := 2*kc + vc
 	conv := dim * d.histor * 2
 	base := map[layout.Role]uint64{layout.RoleConvQ: 0, layout.RoleConvK: kc, layout.RoleConvV: 2 * kc}
@@ -34,10 +44,17 @@ func stateCache(kind string, d *dims) *cache {
 		base = map[layout.Role]uint64{layout.RoleConvV: 0, layout.RoleConvK: vc,
 			layout.RoleConvQ: vc + kc}
 	}
-	cs := []content{{layout.RoleConvQ, 2, k0 * d.kDim, kc, d.histor, 1}, {layout.RoleConvK, 2,
-		k0 * d.kDim, kc, d.histor, 1}, {layout.RoleConvV, 2, v0 * d.vDim, vc, d.histor, 1},
-		{layout.RoleRecurrent, d.elem, v0, vn, d.vDim, d.kDim}}
-	c := paged(strategy, d, params, conv+vn*d.vDim*d.kDim*d.elem, cs, func(row uint64,
+	cs := []content{{layout.RoleConvV, 2, v0 * d.vDim, vc, d.histor, 1}}
+	if parted {
+		cs = append([]content{{layout.RoleConvQ, 2, k0 * d.kDim, kc, d.histor, 1}, {layout.RoleConvK, 2,
+			k0 * d.kDim, kc, d.histor, 1}}, cs...)
+	}
+	page := conv
+	if recurrent {
+		page += vn * d.vDim * d.kDim * d.elem
+		cs = append(cs, content{layout.RoleRecurrent, d.elem, v0, vn, d.vDim, d.kDim})
+	}
+	c := paged(strategy, d, params, page, cs, func(row uint64,
 		role layout.Role, head, col, x uint64) uint64 {
 		if role == layout.RoleRecurrent {
 			if kOutside {
@@ -152,6 +169,10 @@ var families = []family{
 	{name: "gdn", kinds: stateKinds(GDNState), make: states},
 	{name: "kda", kinds: stateKinds(KDAState), make: states},
 	{name: "mamba2", kinds: stateKinds(Mamba2State), make: states},
+	{name: "mamba1", kinds: []string{Mamba1State + " sv", Mamba1State + " dv", Mamba1State + " sk"},
+		make: stateCache},
+	{name: "short conv", kinds: []string{ShortConvState + " sv", ShortConvState + " dv"},
+		make: stateCache},
 	{name: "cpu", kinds: []string{VLLMCPUAttn}, make: cpuCache, fixed: true},
 	{name: "cpu vec", kinds: []string{"vec", PackedHND, PackedNHD, SGLangK}, make: vecCache},
 	{name: "page", kinds: []string{Page}, make: whole, fixed: true},

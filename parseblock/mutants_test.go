@@ -98,7 +98,9 @@ var (
 	ofV     = []string{SGLangV, QuantPlanarHND, QuantPlanarNHD}
 	ofHeads = append([]string{PackedHND, PackedNHD, QuantInlineHND, QuantInlineNHD, SGLangK,
 		VLLMCPUAttn}, ofV...)
-	ofStates = []string{GDNState, KDAState, Mamba2State}
+	ofParts  = []string{GDNState, KDAState, Mamba2State}
+	ofStates = append([]string{Mamba1State}, ofParts...)
+	ofShards = append([]string{ShortConvState}, append(append([]string{}, ofHeads...), ofStates...)...)
 )
 
 // bugs are mistakes by kind: the start of a plane, the size of a cell, strides, the heads of a
@@ -164,19 +166,19 @@ var bugs = []bug{
 		return ps
 	}},
 
-	{"replicated heads modulo, not divided", append(append([]string{}, ofHeads...), ofStates...),
+	{"replicated heads modulo, not divided", ofShards,
 		each(func(g *layout.Group, p *layout.Plane) {
 			if rank, size, heads, width := ranked(g, p); size > heads {
 				p.FirstHead = rank % heads * width
 			}
 		})},
-	{"a rank's heads begin after as many for each before it", append(append([]string{}, ofHeads...),
-		ofStates...), each(func(g *layout.Group, p *layout.Plane) {
-		if rank, size, heads, width := ranked(g, p); size < heads {
-			p.FirstHead = min(rank*p.Heads, (heads-1)*width)
-		}
-	})},
-	{"every rank has the first head", append(append([]string{}, ofHeads...), ofStates...),
+	{"a rank's heads begin after as many for each before it", ofShards,
+		each(func(g *layout.Group, p *layout.Plane) {
+			if rank, size, heads, width := ranked(g, p); size < heads {
+				p.FirstHead = min(rank*p.Heads, (heads-1)*width)
+			}
+		})},
+	{"every rank has the first head", ofShards,
 		each(func(_ *layout.Group, p *layout.Plane) { p.FirstHead = 0 })},
 
 	{"kernel pages are not counted", []string{DSAIndexer, PackedHND, QuantInlineHND, QuantPlanarHND,
@@ -297,7 +299,7 @@ var bugs = []bug{
 		with(ps, layout.RoleRecurrent).ColStride = 0
 		return ps
 	}},
-	{"q and v of the convolution exchanged", ofStates, func(_ *layout.Group,
+	{"q and v of the convolution exchanged", ofParts, func(_ *layout.Group,
 		ps []layout.Plane) []layout.Plane {
 		q, v := with(ps, layout.RoleConvQ), with(ps, layout.RoleConvV)
 		q.Offset, v.Offset = v.Offset, q.Offset

@@ -134,6 +134,19 @@ const (
 	//	SD: | t0: conv v (x), conv k (B), conv q (C) | t1: ... | then | recurrent: h0(x0(s0 s1 ..) x1 ..) h1 .. |
 	//	DS: | conv v: c0(t0 t1 ..) c1 .. | conv k: c0 .. | conv q: c0 .. | then the same
 	Mamba2State = "mamba2_state"
+	// Mamba1State is the state of Mamba-1 (Jamba, Falcon-Mamba) in vLLM 0.33, like GDNState: the
+	// convolution's history has x alone. Its channels are v_heads * v_dim, and k_dim is the state
+	// size.
+	//
+	//	SD: | t0: conv v (x) | t1: ... | then | recurrent: c0(s0 s1 ..) c1 .. |
+	//	DS: | conv v: c0(t0 t1 ..) c1 .. | then the same
+	Mamba1State = "mamba1_state"
+	// ShortConvState is the history of a short convolution (LFM2) in vLLM 0.33, like GDNState without
+	// a recurrent state. Its channels are v_heads * v_dim.
+	//
+	//	SD: | t0: conv v | t1: ... |
+	//	DS: | conv v: c0(t0 t1 ..) c1 .. |
+	ShortConvState = "short_conv_state"
 
 	// SGLangK is the K half of SGLang's device pools (0.5.17 to 0.5.23), which keep K and V in
 	// tensors of their own for each layer: layers "name#k" and "name#v". A page is page_size token
@@ -182,9 +195,11 @@ var builtins = []*builtin{
 	{IndexKeys, rows(layout.RoleIndex, "", 0)},
 	{DeepSeekV4, deepseekV4},
 	{DeepSeekV4Compressor, rows(layout.RoleCompressor, "", 0)},
-	{GDNState, linearState(layout.RoleConvQ, layout.RoleConvK, layout.RoleConvV)},
-	{KDAState, linearState(layout.RoleConvQ, layout.RoleConvK, layout.RoleConvV)},
-	{Mamba2State, linearState(layout.RoleConvV, layout.RoleConvK, layout.RoleConvQ)},
+	{GDNState, linearState(true, layout.RoleConvQ, layout.RoleConvK, layout.RoleConvV)},
+	{KDAState, linearState(true, layout.RoleConvQ, layout.RoleConvK, layout.RoleConvV)},
+	{Mamba2State, linearState(true, layout.RoleConvV, layout.RoleConvK, layout.RoleConvQ)},
+	{Mamba1State, linearState(true, layout.RoleConvV)},
+	{ShortConvState, linearState(false, layout.RoleConvV)},
 	{SGLangK, one(layout.RoleK)},
 	{SGLangV, one(layout.RoleV)},
 	{VLLMCPUAttn, cpuAttn},
@@ -384,37 +399,49 @@ func cpuAttn(p *params) []layout.Plane {
 	return []layout.Plane{k, v}
 }
 
-// linearState is the state of a linear attention: a convolution whose history holds q, k and v in
-// the given order, and a matrix for each head of v.
-func linearState(first, second, third layout.Role) func(*params) []layout.Plane {
+// linearState is the state of a linear attention: a convolution whose history holds the given parts
+// in this order and, if recurrent, a matrix for each head of v.
+func linearState(recurrent bool, history ...layout.Role) func(*params) []layout.Plane {
 	return func(p *params) []layout.Plane {
-		kHeads, kDim := p.need(paramKHeads), p.need(paramKDim)
 		vHeads, vDim := p.need(paramVHeads), p.need(paramVDim)
-		history, conv := p.need(paramConvLen), p.get(paramConvBytes, 2)
-		elem := p.get(paramStateBytes, 2)
-		part, dimFirst, kOutside := p.get(paramPart, 0), p.get(paramConvOrder, 0) == 1,
-			p.get(paramStateOrder, 0) == 1
+		length, conv := p.need(paramConvLen), p.get(paramConvBytes, 2)
+		dimFirst := p.get(paramConvOrder, 0) == 1
+		var kHeads, kDim, elem, part uint64
+		var kOutside bool
+		if recurrent {
+			kDim, elem, part = p.need(paramKDim), p.get(paramStateBytes, 2), p.get(paramPart, 0)
+			kOutside = p.get(paramStateOrder, 0) == 1
+		} else {
+			part = 1
+		}
+		v0, vn := p.share(vHeads)
+		dim := vn * vDim
+		var k0, kn uint64
+		if len(history) > 1 {
+			kHeads = p.need(paramKHeads)
+			k0, kn = p.share(kHeads)
+			dim += 2 * kn * kDim
+		}
 		if p.err != nil {
 			return nil
 		}
-		k0, kn := p.share(kHeads)
-		v0, vn := p.share(vHeads)
 		state := layout.Plane{Unit: layout.UnitState, Cols: 1, RowTokens: 1}
 		var out []layout.Plane
-		var dim, at uint64
-		if part != 2 {
-			dim = 2*kn*kDim + vn*vDim
-			for _, role := range []layout.Role{first, second, third} {
+		var at uint64
+		if part == 2 {
+			dim = 0
+		} else {
+			for _, role := range history {
 				heads, from, all, width := kn, k0, kHeads, kDim
 				if role == layout.RoleConvV {
 					heads, from, all, width = vn, v0, vHeads, vDim
 				}
 				pl := state
-				pl.Role, pl.CellBytes, pl.Rows, pl.HeadMajor = role, conv, uint32(history), dimFirst
+				pl.Role, pl.CellBytes, pl.Rows, pl.HeadMajor = role, conv, uint32(length), dimFirst
 				pl.Heads, pl.FirstHead, pl.AllHeads = uint32(heads*width), uint32(from*width), uint32(all*width)
 				pl.RowStride, pl.HeadStride, pl.Offset = dim*conv, conv, at*conv
 				if dimFirst {
-					pl.RowStride, pl.HeadStride, pl.Offset = conv, history*conv, at*history*conv
+					pl.RowStride, pl.HeadStride, pl.Offset = conv, length*conv, at*length*conv
 				}
 				at += heads * width
 				out = append(out, pl)
@@ -430,10 +457,10 @@ func linearState(first, second, third layout.Role) func(*params) []layout.Plane 
 			}
 			pl.Rows, pl.Cols = uint32(r), uint32(c)
 			pl.ColStride, pl.RowStride, pl.HeadStride = elem, c*elem, r*c*elem
-			pl.Offset = p.get(paramStateOffset, dim*history*conv)
-			if pl.Offset < dim*history*conv {
+			pl.Offset = p.get(paramStateOffset, dim*length*conv)
+			if pl.Offset < dim*length*conv {
 				p.refuseParam(paramStateOffset, pl.Offset, fmt.Sprintf("the convolution takes %d bytes",
-					dim*history*conv))
+					dim*length*conv))
 			}
 			out = append(out, pl)
 		}

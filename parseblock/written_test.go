@@ -14,6 +14,8 @@ func TestWritten(t *testing.T) {
 		"full":   {Strategy: PackedNHD, Params: map[string]int64{"heads": 2}},
 		"window": {Strategy: PackedNHD, Params: map[string]int64{"heads": 2, "window": 40}},
 		"latent": {Strategy: MLA, Params: map[string]int64{}},
+		"state": {Strategy: ShortConvState, Params: map[string]int64{"v_heads": 1024, "v_dim": 1,
+			"conv_len": 4}},
 	} {
 		g.TokensPerBlock, g.NumBlocks = n, blocks
 		g.Layers = []layout.Layer{{Name: "l0", BlockStride: page, PageBytes: page}}

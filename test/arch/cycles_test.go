@@ -303,7 +303,6 @@ from pkgother.a import q
 // pyCycles are the imports that close a cycle today, each to be removed.
 var pyCycles = map[string][]arrow{
 	"integration/vllm/src/kvspray_vllm": {
-		{"strategies", "layout"}, // the type Ranks
 		{"weights", "connector"}, // the connector of this process, at run time
 	},
 }

@@ -40,19 +40,6 @@ class Linear:
         k, v = self.k_heads * self.k_dim, self.v_heads * self.v_dim
         return (v, k, k) if self.kind == "mamba2" else (k, k, v)
 
-    @property
-    def strategy(self) -> str:
-        return f"{self.kind}_state"
-
-    def params(self, order: str, rank: int, tp: int) -> dict[str, int]:
-        return {
-            "k_heads": self.k_heads, "k_dim": self.k_dim, "v_heads": self.v_heads,
-            "v_dim": self.v_dim, "conv_len": WIDTH - 1, "conv_bytes": 2, "state_bytes": 4,
-            "tp_rank": rank, "tp_size": tp, "conv_order": int(order == "DS"),
-            # The CPU kernels of a gated delta net have its k outside.
-            "state_order": int(self.kind == "gdn"),
-        }  # fmt: skip
-
     def shapes(self, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shape
 

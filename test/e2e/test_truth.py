@@ -12,22 +12,17 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import os
 import pathlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import cluster as rig
-import engines
 import pytest
 import torch
 from conftest import AMX, need
-from prompts import fresh
-from ranks import Rank, compare, connected, draw, group, move, owner, register, worker
-from states import STATE_DTYPE, WIDTH, Inputs, Linear, Weights, bind, conv_order, step
-
-from kvspray.trial import tiny_model
+from ranks import Rank, compare, connected, draw, group, move, register, worker
+from states import STATE_DTYPE, Inputs, Linear, Weights, bind, conv_order, step
 
 LAYERS = 3
 HEADS = 4
@@ -500,13 +495,13 @@ def make_hybrid(sidecar: rig.Sidecar, kind: Hybrid, engine: str) -> list[HybridR
                 described.append({"name": names[i], "index": g * LAYERS + i, "region": 0,
                     "base": place.base, "block_stride": place.block_stride,
                     "page_bytes": place.page_bytes})  # fmt: skip
-            if g:
-                strategy, params = kind.of.strategy, kind.of.params(kind.order, rank, kind.tp)
-            else:
-                of = layout.Ranks(tp=rank, tp_size=kind.tp)
+            of = layout.Ranks(tp=rank, tp_size=kind.tp)
+            backend = spec.mamba_type.get_class().get_name() if g else "FLASH_ATTN"
+            with conv_order(kind.order):
                 strategy, params, _ = caches.layer_of(
-                    names[0], spec, views[0], BLOCKS, "FLASH_ATTN", [HEADS], of, layout.TRANSPOSED
-                )
+                    names[0], spec, views[0], BLOCKS, backend, [HEADS], of, layout.TRANSPOSED,
+                    kind.of.k_heads,
+                )  # fmt: skip
             groups.append(group(spec.block_size, strategy, params, BLOCKS, described))
         register(r, "bfloat16", groups)
         out.append(
@@ -650,168 +645,3 @@ def test_states_of_hybrids(
             h.views.clear()
             h.states.clear()
             h.r.close()
-
-
-def tiny_qwen3_next(dir: pathlib.Path) -> Linear:
-    """Writes a random model of three layers of GDN and one of attention. vLLM's kernels want heads
-    of 64 at least."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    of = Linear("gdn", 2, 64, 4, 64)
-    tok = tiny_model.tokenizer()
-    tok.save_pretrained(dir)
-    model = Qwen3NextForCausalLM(
-        Qwen3NextConfig(vocab_size=tiny_model.VOCAB, hidden_size=128, intermediate_size=256,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        layer_types=["linear_attention"] * 3 + ["full_attention"], linear_conv_kernel_dim=WIDTH,
-        linear_num_key_heads=of.k_heads, linear_key_head_dim=of.k_dim,
-        linear_num_value_heads=of.v_heads, linear_value_head_dim=of.v_dim, num_experts=2,
-        num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64,
-        mlp_only_layers=[0, 1, 2], max_position_embeddings=tiny_model.POSITIONS,
-        bos_token_id=tok.bos_token_id, eos_token_id=tok.eos_token_id,
-        pad_token_id=tok.pad_token_id)
-    )  # fmt: skip
-    gen = torch.Generator().manual_seed(tiny_model.SEED)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.dim() >= 2:
-                p.copy_(
-                    torch.randn(p.shape, generator=gen)
-                    * (1.0 if "embed" in name else 2.0 / p.shape[-1] ** 0.5)
-                )
-    model.to(torch.bfloat16).save_pretrained(dir)
-    return of
-
-
-class Stepped:
-    """vLLM with that model, a step at a time."""
-
-    def __init__(self, model: pathlib.Path) -> None:
-        from vllm import LLM
-
-        self.engine = LLM(
-            model=str(model),
-            **{**engines.ENGINE_ARGS, "max_num_batched_tokens": 1024, "dtype": "bfloat16"},
-        ).llm_engine
-        self.core: Any = self.engine.engine_core.engine_core  # type: ignore[attr-defined]
-        runner = self.core.model_executor.driver_worker.worker.model_runner
-        self.kv = runner.kv_cache_config
-        context = runner.compilation_config.static_forward_context
-        self.caches = {
-            name: context[name].kv_cache for g in self.kv.kv_cache_groups for name in g.layer_names
-        }
-        first = self.caches[self.kv.kv_cache_groups[0].layer_names[0]][0]
-        self.memory = torch.empty(0, dtype=torch.int8).set_(first.untyped_storage())
-
-    def start(self, name: str, prompt: list[int], tokens: int) -> list[list[int]]:
-        """Prefills a prompt. Returns its blocks, of each group."""
-        from vllm import SamplingParams
-
-        self.engine.add_request(
-            name,
-            {"prompt_token_ids": prompt},
-            SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True),
-        )
-        (rid,) = [r for r in self.core.scheduler.requests if r.startswith(name)]
-        # A step ends where a block does.
-        while self.core.scheduler.requests[rid].num_computed_tokens < len(prompt):
-            self.engine.step()
-        return [list(ids) for ids in self.core.scheduler.kv_cache_manager.get_block_ids(rid)]
-
-    def finish(self, name: str) -> list[int]:
-        while True:
-            for out in self.engine.step():
-                if out.request_id == name and out.finished:
-                    return list(out.outputs[0].token_ids)
-
-    def groups(self, of: Linear) -> list[dict[str, Any]]:
-        """What the connector would register."""
-        from kvspray_vllm import caches, layout
-
-        out = []
-        for g in self.kv.kv_cache_groups:
-            (name,) = g.layer_names
-            states = self.caches[name]
-            if isinstance(states, torch.Tensor):
-                packing = layout.cpu_packing(self.engine.vllm_config)
-                strategy, params, place = caches.layer_of(
-                    name,
-                    g.kv_cache_spec,
-                    states,
-                    self.kv.num_blocks,
-                    "CPU_ATTN",
-                    [2],
-                    layout.Ranks(),
-                    packing,
-                )
-                base, stride, page = place.base, place.block_stride, place.page_bytes
-            else:
-                conv = states[0]
-                base, stride = conv.storage_offset() * conv.itemsize, conv.stride(0) * conv.itemsize
-                strategy, params, page = (
-                    of.strategy,
-                    of.params("SD", 0, 1),
-                    g.kv_cache_spec.state_content_size_bytes,
-                )
-            place_of = {
-                "name": name,
-                "index": len(out),
-                "region": 0,
-                "base": base,
-                "block_stride": stride,
-                "page_bytes": page,
-            }
-            out.append(
-                group(g.kv_cache_spec.block_size, strategy, params, self.kv.num_blocks, [place_of])
-            )
-        return out
-
-
-@pytest.mark.skipif(
-    not os.environ.get("KVSPRAY_TRUTH"),
-    reason="truth: starts an engine of its own, a quarter of a minute: make test-truth",
-)
-def test_an_engine_goes_on_from_moved_states(
-    sidecars: tuple[rig.Sidecar, rig.Sidecar], workdir: pathlib.Path
-) -> None:
-    """Real vLLM with a real model: a prompt's caches are copied away, the engine prefills it again
-    into other blocks, everything that it has is overwritten, and what was copied is moved there. It
-    must go on as if nothing had been; without the move it does not."""
-    sp, sd = sidecars
-    os.environ.update(engines.ENV)
-    dir = workdir / "qwen3-next"
-    dir.mkdir()
-    of = tiny_qwen3_next(dir)
-    e = Stepped(dir)
-    groups = e.groups(of)
-    assert [g["strategy"] for g in groups] == ["gdn_state"] * 3 + ["vllm_cpu_attn"]
-    p = worker(sp, "p-next", 0, 1, len(groups), e.memory.numel())
-    d = owner(sd, "d-next", 0, 1, len(groups), [e.memory])
-    for r in (p, d):
-        register(r, "bfloat16", groups)
-    connected(p, d)
-    try:
-        for i, tokens in enumerate((1, 40, 288, 300, 600)):
-            prompt = fresh(tokens, ("states", tokens))
-            e.engine.reset_prefix_cache()
-            p.tables = e.start(f"p{i}", prompt, 16)
-            p.memory[0].copy_(e.memory)
-            want = e.finish(f"p{i}")
-            tokens_of = []
-            for moved in (True, False):
-                e.engine.reset_prefix_cache()
-                e.start(f"other{i}{moved}", fresh(50, ("other", i, moved)), 64)  # holds blocks
-                d.tables = e.start(f"d{i}{moved}", prompt, 16)
-                assert p.tables != d.tables
-                e.memory.random_(0, 64)
-                if moved:
-                    move(sp.endpoint, [p], [d], tokens)
-                tokens_of.append(e.finish(f"d{i}{moved}"))
-                e.engine.abort_request([f"other{i}{moved}"])
-            assert tokens_of[0] == want, f"{tokens} tokens"
-            assert tokens == 1 or tokens_of[1] != want, (
-                f"{tokens} tokens: none of them depends on the caches"
-            )
-    finally:
-        p.close()
-        d.close()

@@ -56,6 +56,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "args": {"kv_cache_dtype": "fp8"},
     },
 }
+# With recurrent states: part hybrid. vLLM's second model runner clears blocks too early for an
+# engine that sends.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    name: {"model": model, "cpu": cpu, "backends": ("FLASH_ATTN", "TRITON_ATTN"), "runner": "v1"}
+    for name, model, cpu in (
+        ("gdn", "qwen3.5", "tiny-qwen3_next"),
+        ("mamba2", "granite-4", "tiny-granite4"),
+        ("groups", "nemotron-h", "tiny-granite4"),
+        ("conv", "lfm2", "tiny-lfm2"),
+    )
+}
+ALL = SHAPES | HYBRIDS
 STEP, MAX_LEN, CACHE = 256, 4608, 192 << 20
 LENGTHS = (
     1,
@@ -80,7 +92,7 @@ LENGTHS = (
     3000,
 )
 STRIDE = 7  # through the lengths: a few prompts have all sizes, too
-WINDOW_BACKOFF = 2  # a prompt of one token does not move where layers have windows
+BACKOFF = 2  # a prompt of one token does not move where layers have windows or states
 
 
 def options(parser: Any) -> None:
@@ -92,9 +104,10 @@ def options(parser: Any) -> None:
     )
 
 
-def settings(shape: int, graph: int) -> tuple[str, int]:
+def settings(name: str, of_graph: str) -> tuple[str, int]:
     """Runner and backend of an engine, so that every two of the four meet."""
-    return RUNNERS[(shape + graph) % 2], (shape // 2 + graph) % 2
+    shape, graph = list(ALL).index(name), GRAPHS.index(of_graph)
+    return ALL[name].get("runner", RUNNERS[(shape + graph) % 2]), (shape // 2 + graph) % 2
 
 
 class Ring:
@@ -110,13 +123,13 @@ class Ring:
         """Forks the engines; there must be no threads yet."""
         from engines import Engine
 
-        gpu, of = self.rig.host.device == "cuda", SHAPES[self.shape]
+        gpu, of = self.rig.host.device == "cuda", ALL[self.shape]
         for i in range(len(self.graphs)):
             sidecar = Sidecar(self.name(i), self.rig.run, self.rig.sidecar_config())
             sidecar.log = self.rig.logs / f"{self.name(i)}.sidecar.log"
             self.sidecars.append(sidecar.start())
         for i, graph in enumerate(self.graphs):
-            runner, backend = settings(list(SHAPES).index(self.shape), GRAPHS.index(graph))
+            runner, backend = settings(self.shape, graph)
             args: dict[str, Any] = {
                 "dtype": self.rig.host.dtype,
                 "block_size": self.rig.host.block,
@@ -169,13 +182,13 @@ class Ring:
         """Prompts from one engine to the next."""
         j = (i + 1) % len(self.engines)
         p, d, peer = self.engines[i], self.engines[j], self.sidecars[i].endpoint
-        runner, backend = settings(list(SHAPES).index(self.shape), GRAPHS.index(self.graphs[i]))
+        runner, backend = settings(self.shape, self.graphs[i])
         out: dict[str, Any] = {
             "shape": self.shape,
             "p": self.graphs[i],
             "d": self.graphs[j],
             "p_runner": runner,
-            "p_backend": SHAPES[self.shape]["backends"][backend],
+            "p_backend": ALL[self.shape]["backends"][backend],
             "prompts": 0,
             "pages": 0,
             "pages_differ": 0,
@@ -186,8 +199,8 @@ class Ring:
         }
         for k in range(count):
             n = LENGTHS[k * STRIDE % len(LENGTHS)]
-            if self.shape == "window" and n < WINDOW_BACKOFF:
-                n = WINDOW_BACKOFF
+            if self.shape == "window" or self.shape in HYBRIDS:
+                n = max(n, BACKOFF)
             ids, rid = prompt(n, (self.shape, i, k)), f"cmpl-look{self.shape}{i}-{k}-0"
             if k % 2:
                 xfer = new_xfer()

@@ -25,6 +25,7 @@ import cost
 import cover
 import faults
 import graphs
+import hybrid
 import load
 import memory
 import pairs
@@ -76,6 +77,10 @@ PARTS = {
     "cover": (
         cover,
         "pages and answers over shapes, graph modes, runners and backends; engines of its own",
+    ),
+    "hybrid": (
+        hybrid,
+        "cover for models with recurrent states; engines of its own",
     ),
     "graphs": (
         graphs,

@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 import torch
+import transformers
 import unpacked  # noqa: F401
 from transformers import (
     DeepseekV2Config,
@@ -69,7 +70,63 @@ CLASSES = {
     "window": Gemma3ForCausalLM,
     GRANITE: GraniteForCausalLM,
 }
-NAMES = (*LLAMAS, *CLASSES)
+# With recurrent states beside attention: gated delta nets, Mamba 2, short convolutions. No layer
+# uses experts. Of classes that a host's transformers may lack.
+HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3.5": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {
+            "num_hidden_layers": 8,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+            "num_attention_heads": 4,
+            "head_dim": 256,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+        },
+    ),
+    "granite-4": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["mamba", "mamba", "attention"] * 2,
+            "num_attention_heads": 8,
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_n_heads": 16,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 128,
+            "mamba_d_head": 64,
+        },
+    ),
+    "nemotron-h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"] * 2,
+            "num_attention_heads": 8,
+            "head_dim": 64,
+            "mamba_num_heads": 16,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["conv", "conv", "full_attention"] * 2,
+            "num_attention_heads": 8,
+            "conv_dim": 512,
+            "block_dim": 512,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+}
+NAMES = (*LLAMAS, *CLASSES, *HYBRIDS)
 TINY = "tiny-llama"  # of make env
 DRAFTS = "drafts"
 SHARD = "4GB"  # of a file
@@ -136,6 +193,17 @@ def config_of(name: str, tok: Any) -> PretrainedConfig:
             query_pre_attn_scalar=1,
             architectures=["Gemma3ForCausalLM"],
         )
+    if name in HYBRIDS:
+        config, model, shape = HYBRIDS[name]
+        return getattr(transformers, config)(
+            **common,
+            hidden_size=512,
+            intermediate_size=1024,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+            architectures=[model],
+            **shape,
+        )
     raise SystemExit(f"model {name!r}: unknown; known are {', '.join(NAMES)}")
 
 
@@ -158,7 +226,10 @@ def write(out: pathlib.Path, name: str, weights: bool, seed: int = tiny_model.SE
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
-        model = CLASSES.get(name, LlamaForCausalLM)(config)
+        if name in HYBRIDS:
+            model = getattr(transformers, HYBRIDS[name][1])(config)
+        else:
+            model = CLASSES.get(name, LlamaForCausalLM)(config)
     torch.set_default_dtype(torch.float32)
     gen = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvspray_vllm.layout import Ranks, flag_indices, spec_of
+from kvspray_vllm.states import is_state, state_kind
 from kvspray_vllm.strategies import CPU_ATTN, DEEPSEEK_V4, MLA, PACKED, Kind, Unsupported, kind_of
 
 if TYPE_CHECKING:
@@ -69,12 +70,13 @@ def describe(
     ranks: Ranks,
     packing: str,
     flags: Mapping[str, int] | None = None,
+    state_groups: int = 0,
 ) -> Description:
     """Describes the layers of a worker.
 
     backends: the attention backend of each layer. kv_heads: of the model, all ranks together, and
     of its draft model where that has others. flags: the layers that are described, and the flag of
-    each; those of kv where it is left out.
+    each; those of kv where it is left out. state_groups: of states.groups_of.
 
     A cache group of vLLM is layers that share a block table. It is one group here, or, where its
     layers have several strategies, one for each of them, the later ones with same_table.
@@ -95,7 +97,15 @@ def describe(
             tensor = tensors[name]
             spec = spec_of(group, name)
             strategy, params, place = layer_of(
-                name, spec, tensor, kv.num_blocks, backends.get(name, ""), kv_heads, ranks, packing
+                name,
+                spec,
+                tensor,
+                kv.num_blocks,
+                backends.get(name, ""),
+                kv_heads,
+                ranks,
+                packing,
+                state_groups,
             )
             same = next(
                 (g for g in of_table if (g["strategy"], g["params"]) == (strategy, params)), None
@@ -115,7 +125,7 @@ def describe(
                 }
             )
         if not of_table:
-            of_table.append(_empty(kv, group, backends, kv_heads, ranks, packing))
+            of_table.append(_empty(kv, group, backends, kv_heads, ranks, packing, state_groups))
         for g in of_table[1:]:
             g["same_table"] = True
         groups += of_table
@@ -148,9 +158,13 @@ def layer_of(
     kv_heads: Sequence[int],
     ranks: Ranks,
     packing: str,
+    state_groups: int = 0,
 ) -> tuple[str, dict[str, int], Place]:
     """The strategy of one layer, its parameters, and the place of its pages."""
-    kind = kind_of(spec, backend, _heads(spec, kv_heads, ranks), ranks, packing)
+    if is_state(spec):
+        kind = state_kind(spec, backend, ranks, state_groups, tensor.device.type)
+    else:
+        kind = kind_of(spec, backend, _heads(spec, kv_heads, ranks), ranks, packing)
     place = place_of(name, tensor, num_blocks)
     return *place_params(name, place, kind, spec.block_size), place
 
@@ -174,11 +188,16 @@ def _empty(
     kv_heads: Sequence[int],
     ranks: Ranks,
     packing: str,
+    state_groups: int,
 ) -> dict[str, Any]:
     """A group of which this pipeline stage has no layer, only its block tables. Its window
     counts, and so does what it cannot be served for; its strategy is that of a layer with a
     backend of this stage, or of one that an engine on this device has by default."""
     spec = spec_of(group)
+    if is_state(spec):
+        backend = spec.mamba_type.get_class().get_name()
+        kind = state_kind(spec, backend, ranks, state_groups, "")
+        return _group(kv, group, kind.strategy, kind.params)
     heads = _heads(spec, kv_heads, ranks)
     default = ((CPU_ATTN,) if packing else PACKED) + MLA + DEEPSEEK_V4
     refused: Unsupported | None = None

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from kvspray_vllm import caches, events, layout, pages, shim, versions
+from kvspray_vllm import caches, events, layout, pages, shim, states, versions
 from kvspray_vllm.adapters import LoadWatch
 from kvspray_vllm.meta import Landed, StepMeta
 from kvspray_vllm.saving import Saving
@@ -97,7 +97,12 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.parse(self._kv_transfer_config.kv_connector_extra_config)
-        layout.check_config(vllm_config)
+        with layout.naming(vllm_config):
+            layout.check_config(vllm_config)
+            layout.check_clearing(vllm_config, kv_cache_config)
+            states.check_states(vllm_config, kv_cache_config)
+            if self._settings.store:
+                pages.check_store(vllm_config, kv_cache_config)
         self._gpu = vllm_config.device_config.device_type != "cpu"
         if self._gpu and self._settings.memory != "auto":
             raise layout.Unsupported(
@@ -115,13 +120,11 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._adapters: LoadWatch | None = None
         self._layout: dict[str, Any] = {}
         self._clears_blocks = kv_cache_config.needs_kv_cache_zeroing
-        layout.check_clearing(vllm_config, kv_cache_config)
         windows = layout.windows_of(kv_cache_config)
         # Where an engine may go on behind the last block of a load that came; elsewhere what came
         # is of no use without the rest.
-        resumes = len(kv_cache_config.kv_cache_groups) == 1 and not any(windows)
-        if self._settings.store:
-            pages.check_store(vllm_config, kv_cache_config)
+        has_states = bool(states.identity_of_states(kv_cache_config))
+        resumes = len(kv_cache_config.kv_cache_groups) == 1 and not (has_states or any(windows))
         secret = self._settings.secret()
         if role == KVConnectorRole.SCHEDULER:
             if newer := versions.newer_than_known():
@@ -161,6 +164,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 logger,
                 parallel.tensor_parallel_size,
                 windows,
+                has_states,
                 role=str(self._kv_transfer_config.kv_role),
                 store_lag=vllm_config.max_concurrent_batches if self._settings.store else 0,
                 events=self._events,
@@ -240,15 +244,17 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._adapters = LoadWatch(self._worker.adapter_loaded)
         self._adapters.watch()
         identity = layout.identity_of(self._vllm_config, kv, str(self._generation))
-        described = caches.describe(
-            kv,
-            kv_caches,
-            backends,
-            kv_heads=kv_heads_of(self._vllm_config),
-            ranks=self._ranks,
-            packing=identity["packing"],
-            flags=self._flag_of,
-        )
+        with layout.naming(config):
+            described = caches.describe(
+                kv,
+                kv_caches,
+                backends,
+                kv_heads=kv_heads_of(self._vllm_config),
+                ranks=self._ranks,
+                packing=identity["packing"],
+                flags=self._flag_of,
+                state_groups=states.groups_of(config),
+            )
         groups = described.placed([caches.Site(i) for i in range(len(described.storages))])
         dtype = identity["dtype"]
         if self._settings.identity:
@@ -544,8 +550,10 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.matched(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        # A load restores every group; vLLM must not zero them under it.
-        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+        # A load leaves what lies behind the last token in its block. Where vLLM clears new blocks,
+        # because numbers of another type there would be read as NaN, it does so before a load
+        # begins.
+        return ()
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

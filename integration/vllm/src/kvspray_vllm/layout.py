@@ -5,22 +5,33 @@ caches.py.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvspray import portable
 from kvspray_vllm.speculation import check_speculation, draft_in_cache
+from kvspray_vllm.states import identity_of_states
 from kvspray_vllm.strategies import TRANSPOSED
+from kvspray_vllm.strategies import Ranks as Ranks
 from kvspray_vllm.strategies import Unsupported as Unsupported
 from kvspray_vllm.versions import CAPABILITIES, numerics
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+
+@contextlib.contextmanager
+def naming(config: VllmConfig) -> Iterator[None]:
+    """Refusals in it name the model, too."""
+    try:
+        yield
+    except Unsupported as err:
+        raise Unsupported(f"{err} (model {config.model_config.model})") from err
 
 
 def check_config(config: VllmConfig) -> None:
@@ -78,16 +89,6 @@ def check_clearing(config: VllmConfig, kv: KVCacheConfig) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Which rank this worker is: its pipeline stage, and its part of the heads."""
-
-    pp: int = 0
-    pp_size: int = 1
-    tp: int = 0
-    tp_size: int = 1
-
-
 def ranks_of(config: VllmConfig) -> Ranks:
     """The rank of this worker; its process groups are there before a connector is made."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -130,11 +131,12 @@ def windows_of(kv: KVCacheConfig) -> tuple[int, ...]:
     )
 
 
-def backoff_of(windows: Sequence[int]) -> int:
-    """How many tokens at a prompt's end are computed by both sides. vLLM computes the last token of
-    a prompt again where all of it was loaded, and has then given up the block that only this
-    token's window still reaches; where one token less was loaded it has not."""
-    return int(any(windows))
+def backoff_of(windows: Sequence[int], states: bool = False) -> int:
+    """How many tokens at a prompt's end do not move. vLLM computes the last token of a prompt again
+    where all of it was loaded, and has then given up the block that only this token's window still
+    reaches; where one token less was loaded it has not. From a recurrent state of that token it
+    could not compute the token again."""
+    return int(states or any(windows))
 
 
 def cpu_packing(config: VllmConfig) -> str:
@@ -166,7 +168,7 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
     for key in ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"):
         hf.pop(key, None)
     rope = {k: v for k, v in hf.items() if "rope" in k}
-    windows = windows_of(kv)
+    windows, states = windows_of(kv), identity_of_states(kv)
     kinds = {
         type(spec_of(g)).__name__ + (f":{window}" if window else "")
         for g, window in zip(kv.kv_cache_groups, windows, strict=True)
@@ -190,8 +192,9 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
         "groups": ",".join(sorted(kinds)),
         "packing": cpu_packing(config),
         "byte_order": sys.byteorder,
-        "backoff": str(backoff_of(windows)),
+        "backoff": str(backoff_of(windows, bool(states))),
         "speculative": draft_in_cache(config.speculative_config),
+        **({"states": states} if states else {}),
     }
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvspray_vllm.layout import Ranks, Unsupported, windows_of
 from kvspray_vllm.shim import Namespace
+from kvspray_vllm.states import identity_of_states
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +51,12 @@ def check_store(config: VllmConfig, kv: KVCacheConfig) -> None:
         raise Unsupported(
             f"kvspray: store is on, and the engine's device is {device}; the store serves engines "
             "on CPUs and CUDA GPUs, set store to false"
+        )
+    if identity_of_states(kv):
+        raise Unsupported(
+            "kvspray: store is on, and the model has recurrent states (MambaSpec): a page without "
+            "the state of its last token would be of no use, and states are not stored; set store "
+            "to false"
         )
     if len(kv.kv_cache_groups) != 1 or any(windows_of(kv)):
         raise Unsupported(

@@ -69,13 +69,15 @@ class SchedulerSide:
         log: logging.Logger,
         tp_size: int = 1,
         windows: Sequence[int] = (),
+        states: bool = False,
         now: Callable[[], float] = time.monotonic,
         role: str = "kv_both",
         store_lag: int = 0,
         events: StoreEvents | None = None,
         fails: bool = False,
     ) -> None:
-        """store_lag: of StoreSide; 0: the engine does not use the node's store.
+        """states: the model has recurrent states.
+        store_lag: of StoreSide; 0: the engine does not use the node's store.
         events: those of the store, if the engine publishes any.
         fails: vLLM answers a request whose load fails with an error."""
         if role not in ("kv_producer", "kv_consumer", "kv_both"):
@@ -91,7 +93,8 @@ class SchedulerSide:
         self._log = log
         self._tp_size = tp_size
         self._windows = [(g, w) for g, w in enumerate(windows) if w]
-        self._backoff = backoff_of(windows)
+        self._states = states
+        self._backoff = backoff_of(windows, states)
         self._now = now
         self._secret = secrets.token_bytes(16)
         self._adapters = Adapters()
@@ -243,6 +246,8 @@ class SchedulerSide:
                 return True
             del self._reading[request.request_id]
             self._transfer(request, given, content)
+            # What vLLM has found in its prefix cache may be all of a prompt that is shorter now.
+            return self._states and request.request_id in self._pending
         except spray.ParamsError as err:
             self._compute_here(request, err.label, str(err))
         except Exception as err:
@@ -287,6 +292,12 @@ class SchedulerSide:
             )
         if not self._client.connected or not self._client.endpoint:
             raise spray.ParamsError("no_sidecar", "no sidecar is connected")
+        if self._states and (request.skip_reading_prefix_cache or request.resumable):
+            raise spray.ParamsError(
+                "whole_prompt",
+                "the engine needs all of its prompt (prompt_logprobs, streaming input), and a "
+                "recurrent state moves without the last token",
+            )
         asked = spray.parse(given)
         xfer = (
             asked.xfer
@@ -309,6 +320,20 @@ class SchedulerSide:
             adapter[1] if adapter else None,
             traceparent=_traceparent(asked, request),
         )
+        if self._states:
+            self._shorten(request, len(tokens) - self._backoff)
+
+    def _shorten(self, request: Request, tokens: int) -> None:
+        """The engine computes exactly what decode loads, and its recurrent states are then those of
+        the last token that moves. What it answers, one token, is of a shorter prompt: the router
+        takes nothing of it. vLLM's front end has lists of its own, or this very one."""
+        assert request.prompt_token_ids is not None
+        request.prompt_token_ids = request.prompt_token_ids[:tokens]
+        del request._all_token_ids[tokens:]
+        request.num_prompt_tokens = tokens
+        request.max_tokens = 1
+        request.block_hashes.clear()
+        request.update_block_hashes()
 
     def _check_worker(self) -> None:
         if self._disabled:
@@ -396,7 +421,11 @@ class SchedulerSide:
             (f.identifier, f.mm_position.offset, f.mm_position.length)
             for f in (request.mm_features or ())
         ]
-        return self._hash(request.prompt_token_ids, content, request.cache_salt or "", items)
+        tokens = request.prompt_token_ids
+        if self._states and tokens:
+            # The prefill computes no more of it: see _shorten.
+            tokens = tokens[: max(len(tokens) - self._backoff, 1)]
+        return self._hash(tokens, content, request.cache_salt or "", items)
 
     def _check_adapter(self, request: Request, asked: spray.Spray) -> None:
         """The prefill's answer has the content of its adapter. Other content here would be found by
@@ -628,9 +657,11 @@ class SchedulerSide:
                 # It was preempted.
                 self._lose(req, source, why)
             if source.end >= source.tokens:
-                # It decodes here, and its windows move on: vLLM may have reused blocks that are
-                # being sent.
-                if (
+                # It decodes here, and its states and windows move on: vLLM may have reused blocks
+                # that are being sent.
+                if self._states and not source.lost:
+                    self._lose(req, source, "its recurrent states have moved on")
+                elif (
                     self._windows
                     and not source.lost
                     and self._oldest(source, tables(req)) != source.oldest

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-    from kvspray_vllm.layout import Ranks
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which rank this worker is: its pipeline stage, and its part of the heads."""
+
+    pp: int = 0
+    pp_size: int = 1
+    tp: int = 0
+    tp_size: int = 1
 
 
 class Unsupported(ValueError):
@@ -105,11 +113,6 @@ def kind_of(spec: KVCacheSpec, backend: str, kv_heads: int, ranks: Ranks, packin
     # window is a model without vLLM's hybrid cache manager: its layers look back no further, and
     # yet every block is kept.
     name = type(spec).__name__
-    if name == "MambaSpec":
-        raise Unsupported(
-            "kvspray: the model has recurrent states (MambaSpec), which are not moved; serve it "
-            "without kvspray"
-        )
     if name == "CircularBufferSpec":
         raise Unsupported(
             "kvspray: a cache group is of kind CircularBufferSpec, the keys of an entry that is "

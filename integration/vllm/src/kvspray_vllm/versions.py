@@ -10,6 +10,7 @@ from typing import Any
 import vllm
 import vllm.device_allocator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.kv_cache_interface import MambaSpec
 
 KNOWN = ("0.31", "0.32", "0.33")  # tested: docs/vllm.md has how
 
@@ -35,6 +36,8 @@ class Capabilities:
     deferrable_tags: Iterable[str]
     # Whether vLLM calls the connector before its memory sleeps, and after it has woken.
     sleeps: bool
+    # Whether recurrent states lie in pages as states.py reads them: vLLM 0.33.
+    states: bool
 
 
 def _find() -> Capabilities:
@@ -45,7 +48,13 @@ def _find() -> Capabilities:
     except (ImportError, AttributeError):
         peer = store = None
     tags = getattr(vllm.device_allocator, "DEFERRABLE_TAGS", ("weights", "kv_cache"))
-    return Capabilities(peer, store, tags, hasattr(KVConnectorBase_V1, "restore_kv_caches"))
+    return Capabilities(
+        peer,
+        store,
+        tags,
+        hasattr(KVConnectorBase_V1, "restore_kv_caches"),
+        "num_prefill_checkpoint_blocks" in MambaSpec.__dataclass_fields__,
+    )
 
 
 CAPABILITIES = _find()

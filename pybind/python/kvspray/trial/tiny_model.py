@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a tiny random model and a tokenizer of its own: nothing is downloaded. usage:
-python -m kvspray.trial.tiny_model DIR [llama|gemma3]
+python -m kvspray.trial.tiny_model DIR [llama|gemma3|qwen3_next|lfm2|granite4|jamba]
 
 The weights are scaled so that greedy outputs vary with every token of the prompt: equal outputs
 then mean equal caches.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from collections.abc import Callable
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,6 +19,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -49,6 +51,106 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
+def _qwen3_next(sizes: dict[str, int]) -> PreTrainedModel:
+    """Three layers of a gated delta net and one of attention. vLLM's kernels want heads of 64 at
+    least."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    types = ["linear_attention"] * 3 + ["full_attention"]
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **sizes,
+            num_hidden_layers=len(types),
+            layer_types=types,
+            linear_conv_kernel_dim=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=64,
+            linear_num_value_heads=4,
+            linear_value_head_dim=64,
+            num_experts=2,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+            mlp_only_layers=[0, 1, 2],
+        )
+    )
+
+
+def _lfm2(sizes: dict[str, int]) -> PreTrainedModel:
+    """Short convolutions and attention."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    types = ["conv", "conv", "full_attention"] * 2
+    sizes = {k: v for k, v in sizes.items() if k != "head_dim"}
+    return Lfm2ForCausalLM(
+        Lfm2Config(
+            **sizes,
+            num_hidden_layers=len(types),
+            layer_types=types,
+            conv_L_cache=3,
+            conv_dim=sizes["hidden_size"],
+            block_dim=sizes["hidden_size"],
+            block_auto_adjust_ff_dim=False,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def _granite4(sizes: dict[str, int]) -> PreTrainedModel:
+    """Mamba 2 and attention, without experts."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    types = ["mamba", "mamba", "attention"] * 2
+    sizes = {k: v for k, v in sizes.items() if k != "head_dim"}
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **sizes,
+            num_hidden_layers=len(types),
+            layer_types=types,
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            shared_intermediate_size=256,
+            mamba_n_heads=8,
+            mamba_n_groups=1,
+            mamba_d_state=32,
+            mamba_d_head=32,
+            mamba_d_conv=4,
+            mamba_expand=2,
+            mamba_chunk_size=32,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def _jamba(sizes: dict[str, int]) -> PreTrainedModel:
+    """Mamba 1 and attention, without experts."""
+    from transformers import JambaConfig, JambaForCausalLM
+
+    sizes = {k: v for k, v in sizes.items() if k != "head_dim"}
+    return JambaForCausalLM(
+        JambaConfig(
+            **sizes,
+            num_hidden_layers=4,
+            attn_layer_period=4,
+            attn_layer_offset=3,
+            num_experts=1,
+            num_experts_per_tok=1,
+            mamba_d_state=16,
+            mamba_d_conv=4,
+            mamba_expand=2,
+        )
+    )
+
+
+# Models with recurrent states.
+STATES: dict[str, Callable[[dict[str, int]], PreTrainedModel]] = {
+    "qwen3_next": _qwen3_next,
+    "lfm2": _lfm2,
+    "granite4": _granite4,
+    "jamba": _jamba,
+}
+
+
 def main(out: pathlib.Path, kind: str = "llama", seed: int = SEED) -> None:
     out.mkdir(parents=True, exist_ok=True)
     tok = tokenizer()
@@ -60,7 +162,7 @@ def main(out: pathlib.Path, kind: str = "llama", seed: int = SEED) -> None:
         "pad_token_id": tok.pad_token_id,
     }  # fmt: skip
     embed = 1.0
-    model: LlamaForCausalLM | Gemma3ForCausalLM
+    model: PreTrainedModel
     if kind == "gemma3":
         # Two layers with a sliding window before each one that sees everything: vLLM makes three
         # cache groups of them. Attention is sharp (query_pre_attn_scalar), so that a single token
@@ -77,6 +179,8 @@ def main(out: pathlib.Path, kind: str = "llama", seed: int = SEED) -> None:
                 query_pre_attn_scalar=1,
             )
         )
+    elif kind in STATES:
+        model = STATES[kind](sizes)
     else:
         model = LlamaForCausalLM(
             LlamaConfig(**sizes, num_hidden_layers=4, tie_word_embeddings=False)

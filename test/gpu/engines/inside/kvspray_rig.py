@@ -45,7 +45,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 import kvspray
 from kvspray_vllm import KVSprayConnector
 from kvspray_vllm.connector import register
-from kvspray_vllm.layout import backoff_of, windows_of
+from kvspray_vllm.layout import backoff_of, spec_of, windows_of
+from kvspray_vllm.states import identity_of_states, is_state
 
 CANARY = 0x5A
 WORD = 8
@@ -133,6 +134,7 @@ class Pages:
         self.folder, self.rank = folder, get_tensor_model_parallel_rank()
         folder.mkdir(parents=True, exist_ok=True)
         self.windows = windows_of(kv)
+        self.states = [is_state(spec_of(group)) for group in kv.kv_cache_groups]
         self.caches = [
             Cache(name, g, caches[name], kv.num_blocks, group.kv_cache_spec.block_size)
             for g, group in enumerate(kv.kv_cache_groups)
@@ -156,7 +158,9 @@ class Pages:
             count = -(-look.tokens // block)
             # Of a window only what the next token sees counts: the engine has given up the rest.
             first = max(look.tokens - window + 1, 0) // block if window else 0
-            seen[f"group{g}"] = np.array([first, count, look.tokens])
+            if self.states[g]:
+                first = count - 1  # of a state the last token's
+            seen[f"group{g}"] = np.array([first, count, look.tokens, int(self.states[g])])
             index = torch.tensor(table[:count], dtype=torch.int64)
             # Pinned on both ways: the engine's thread waits for nothing.
             index = index.pin_memory().to(self.device, non_blocking=True) if gpu else index
@@ -214,7 +218,10 @@ class Inside:
         self._rig_requests: dict[str, Any] = {}
         self._rig_loads: set[str] = set()
         self._rig_used: set[int] = set()
-        self._rig_backoff = backoff_of(windows_of(kv_cache_config))
+        self._rig_backoff = backoff_of(
+            windows_of(kv_cache_config), bool(identity_of_states(kv_cache_config))
+        )
+        self._rig_moved: dict[str, int] = {}  # tokens of a prompt that move
         self._rig_pages: Pages | None = None
         self._rig_bound: Looks | None = None
 
@@ -222,6 +229,8 @@ class Inside:
 
     def on_new_request(self, request: Any) -> None:
         self._rig_requests[request.request_id] = request
+        # A prefill with states has a shorter prompt from then on.
+        self._rig_moved[request.request_id] = request.num_prompt_tokens - self._rig_backoff
         super().on_new_request(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -246,8 +255,9 @@ class Inside:
                 looks.check = (file_name(req), sorted(self._rig_used))
             if "look" not in req:
                 continue
-            look = Look(file_name(req), [list(t) for t in tables(req)], prompt - self._rig_backoff)
-            if req in first and req in self._rig_loads and done >= prompt - self._rig_backoff - 1:
+            moved = self._rig_moved[req]
+            look = Look(file_name(req), [list(t) for t in tables(req)], moved)
+            if req in first and req in self._rig_loads and done >= moved - 1:
                 looks.loaded.append(look)
             elif done < prompt <= done + count:
                 looks.computed.append(look)
@@ -266,6 +276,7 @@ class Inside:
         self, request: Any, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
         self._rig_requests.pop(request.request_id, None)
+        self._rig_moved.pop(request.request_id, None)
         self._rig_loads.discard(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
 

@@ -1,0 +1,296 @@
+"""Models with recurrent states beside attention. A state is that of one token: prefill computes the
+prompt without its last token, and decode computes that one. Tokens equal a plain engine's, states
+move once, and none before the last step of a prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import cluster as rig
+import pytest
+from conftest import MODELS, Cluster, need
+from engines import Out
+from prompts import fresh
+from test_tokens import Moved
+
+CONFIG: dict[str, Any] = {
+    "transports": {"order": ["shm"]},
+    "transfer": {"match_timeout": "10s", "deadline": "30s"},
+}
+STEP = 256  # tokens that an engine computes at once
+LENGTHS = (1, 2, 3, 33, 160, 161, 255, 300, 513, 700)
+FEW = (2, 33, 700)
+TIE = 0.15  # of two logarithms of probabilities
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    model: str  # of kvspray.trial.tiny_model
+    token: int  # bytes of a token in all layers of attention
+    state: int  # bytes of the states of all other layers
+    dtype: str = "float32"
+
+
+# Of a head of attention K and V, and of a state the history of its convolution and its matrix.
+GDN = Family("qwen3_next", 2 * 2 * 32 * 2, 3 * (3 * 512 * 2 + 4 * 64 * 64 * 4), "bfloat16")
+LFM2 = Family("lfm2", 2 * 2 * 2 * 32 * 4, 4 * 2 * 128 * 4)
+MAMBA2 = Family("granite4", 2 * 2 * 2 * 32 * 4, 4 * (3 * 320 + 8 * 32 * 32) * 4)
+MAMBA1 = Family("jamba", 2 * 2 * 32 * 4, 3 * (3 + 16) * 256 * 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    family: Family
+    cached: bool = False  # vLLM's prefix cache, with a state at each block's end (align)
+    ranks: int = 1  # of prefill
+
+    def __str__(self) -> str:
+        return (
+            self.family.model
+            + (" cached" if self.cached else "")
+            + (f" from {self.ranks} ranks" if self.ranks > 1 else "")
+        )
+
+
+# The first one is in the gate.
+CASES = (Case(MAMBA2), Case(MAMBA2, True))
+# Nightly.
+MORE = (
+    Case(GDN),
+    Case(GDN, True),
+    Case(LFM2, True),
+    Case(MAMBA1),
+    Case(MAMBA2, ranks=2),  # which share the one group of B and C
+)
+
+
+def spawn(c: Cluster, case: Case) -> None:
+    c.model = MODELS / f"tiny-{case.family.model}"
+    need(str(c.model), c.model.is_dir(), "run test/rig/env.py")
+    for name in "PDR":
+        args: dict[str, Any] = {}
+        if name == "P" and case.ranks > 1:
+            args = {"tensor_parallel_size": case.ranks, "distributed_executor_backend": "mp"}
+        c.spawn(name, dtype=case.family.dtype, enable_prefix_caching=case.cached, **args)
+
+
+nightly = pytest.mark.skipif(
+    not os.environ.get("KVSPRAY_TRUTH"),
+    reason="truth: starts three engines, half a minute: make test-truth",
+)
+
+
+@pytest.fixture(
+    scope="module", params=[*CASES, *(pytest.param(x, marks=nightly) for x in MORE)], ids=str
+)
+def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    dir = workdir / str(request.param).replace(" ", "-")
+    dir.mkdir()
+    out = Cluster(dir, CONFIG)
+    out.case = request.param  # type: ignore[attr-defined]
+    try:
+        spawn(out, request.param)
+        yield out.up()
+        for s in (out.sp, out.sd):
+            assert s.panics() is None
+    finally:
+        out.close()
+
+
+def compare(c: Cluster, prompt: list[int], got: Out, n_tokens: int = 12) -> None:
+    """Tokens equal a plain engine's. In bfloat16, where the last token of a prompt is computed by
+    another kernel, they may part where two tokens are as near as rounding."""
+    want = c.r.run(prompt, n_tokens).tokens
+    if got.tokens == want:
+        return
+    case: Case = c.case  # type: ignore[attr-defined]
+    assert case.family.dtype == "bfloat16", (len(prompt), got.tokens, want)
+    at = next(i for i, (a, b) in enumerate(zip(got.tokens[0], want[0], strict=True)) if a != b)
+    near = c.r.run(prompt + want[0][:at], 1, logprobs=20).logprobs
+    apart = [near.get(t) for t in (got.tokens[0][at], want[0][at])]
+    assert None not in apart and abs(apart[0] - apart[1]) <= TIE, (len(prompt), at, apart)
+
+
+def moves(case: Case, n: int, skip: int = 0) -> int:
+    """The bytes of a prompt that decode lacks: all tokens but the last, and the states of the last
+    of them."""
+    return (n - 1 - skip) * case.family.token + case.family.state
+
+
+@pytest.mark.parametrize("mode", ["first", "both"])
+def test_tokens_are_those_of_one_engine(c: Cluster, mode: str) -> None:
+    case: Case = c.case  # type: ignore[attr-defined]
+    for n in LENGTHS if case is CASES[0] or mode == "first" else FEW:
+        prompt = fresh(n, (str(case), mode, n))
+        with Moved(c) as moved:
+            got = c.prefill_first(prompt) if mode == "first" else c.both(prompt)
+        compare(c, prompt, got)
+        if n == 1:
+            assert moved.all == 0 and moved.bytes == 0, vars(moved)
+        else:
+            moved.all_loaded(1)
+            assert moved.computed == 1 and moved.bytes == moves(case, n), (n, vars(moved))
+    c.settle()
+
+
+def test_many_at_once(c: Cluster) -> None:
+    case: Case = c.case  # type: ignore[attr-defined]
+    prompts = [fresh(40 + 97 * i, (str(case), "many", i)) for i in range(6)]
+    with Moved(c) as moved:
+        started = [c.start_both(p) for p in prompts]
+        got = [d.result() for _, d in started]
+    for p, out in zip(prompts, got, strict=True):
+        compare(c, p, out)
+    moved.all_loaded(6)
+    c.settle()
+
+
+def test_a_state_leaves_after_the_last_step(c: Cluster) -> None:
+    """Each step writes the states anew. Before the last one, whole blocks of attention leave and
+    nothing else. Without the states all of the prompt is computed again."""
+    case: Case = c.case  # type: ignore[attr-defined]
+    prompt = fresh(1200, (str(case), "steps"))
+
+    def landed() -> float:
+        return rig.total(c.sd.metrics(), "kvspray_rail_bytes_total", direction="in")
+
+    before, start = landed(), c.p.steps()
+    c.p.pause_at(start + 3)
+    with Moved(c) as moved:
+        p, d = c.start_both(prompt)
+        rig.wait_for("three steps", lambda: c.p.steps() == start + 3, 30)
+        rig.wait_for("whole blocks landed", lambda: landed() > before, 30)
+        assert landed() - before <= 3 * STEP * case.family.token
+        p.abort()
+        c.p.pause_at(None)
+        got = d.result()
+    compare(c, prompt, got)
+    assert moved.ok == 0 and c.d.computed(d.rid) == len(prompt), vars(moved)
+    c.settle(timeout=20)
+
+
+def test_preemption_in_mid_send(c: Cluster) -> None:
+    case: Case = c.case  # type: ignore[attr-defined]
+    prompt = fresh(1200, (str(case), "preempt"))
+    with Moved(c) as moved:
+        start = c.p.steps()
+        c.p.pause_at(start + 3)
+        p, d = c.start_both(prompt)
+        rig.wait_for("P under way", lambda: c.p.steps() >= start + 3, 60, tick=0.001)
+        c.p.preempt_all()
+        c.p.pause_at(None)
+        got = d.result()
+        p.result()
+    compare(c, prompt, got)
+    assert moved.recomputed == 0, vars(moved)
+    c.settle()
+
+
+def test_a_prefix_that_decode_has_is_left_out(c: Cluster) -> None:
+    """Blocks of attention that decode has do not move again; states always do."""
+    case: Case = c.case  # type: ignore[attr-defined]
+    if not case.cached:
+        return
+    hits = 0
+    for n, hit in ((700, 500), (700, 350), (1000, 800)):
+        prompt = fresh(n, (str(case), "prefix", n, hit))
+        c.d.run(prompt[:hit], 2)
+        with Moved(c) as moved:
+            got = c.prefill_first(prompt)
+        compare(c, prompt, got)
+        moved.all_loaded(1)
+        assert moved.hit <= hit and moved.bytes == moves(case, n, moved.hit), vars(moved)
+        hits += moved.hit
+    assert hits > 0, "decode had none of it"
+    c.settle()
+
+
+def test_a_prefix_that_prefill_has(c: Cluster) -> None:
+    case: Case = c.case  # type: ignore[attr-defined]
+    if not case.cached:
+        return
+
+    def hits() -> float:
+        of = "vllm:prompt_tokens_by_source_total"
+        return rig.total(c.p.metrics(), of, source="local_cache_hit")
+
+    prompt = fresh(700, (str(case), "again"))
+    c.prefill_first(prompt)
+    before = hits()
+    for again in (prompt, prompt + fresh(300, (str(case), "longer"))):
+        c.settle()
+        c.d.clear_prefix_cache()
+        with Moved(c) as moved:
+            got = c.prefill_first(again)
+        compare(c, again, got)
+        moved.all_loaded(1)
+        assert moved.bytes == moves(case, len(again), moved.hit), vars(moved)
+    assert hits() > before
+    c.settle()
+
+
+def test_a_sidecar_is_killed(c: Cluster) -> None:
+    """In mid prompt. Decode computes it alone, and transfers go on with a new sidecar."""
+    case: Case = c.case  # type: ignore[attr-defined]
+    prompt = fresh(1200, (str(case), "kill"))
+    start = c.p.steps()
+    c.p.pause_at(start + 3)
+    p, d = c.start_both(prompt)
+    rig.wait_for("P under way", lambda: c.p.steps() >= start + 3, 60)
+    c.sp.kill()
+    c.p.pause_at(None)
+    p.result()
+    compare(c, prompt, d.result())
+    c.sp.start()
+    c.connected()
+    prompt = fresh(300, (str(case), "after"))
+    with Moved(c) as moved:
+        got = c.prefill_first(prompt)
+    compare(c, prompt, got)
+    moved.all_loaded(1)
+    c.settle(timeout=60)
+
+
+def test_every_transferred_page_has_one_hash(c: Cluster) -> None:
+    case: Case = c.case  # type: ignore[attr-defined]
+    sides = [
+        {
+            tuple(b[k] for k in ("xfer", "hash", "dest", "group", "layer", "block")): b["sha256"]
+            for b in s.lines(s.hashes)
+        }
+        for s in (c.sp, c.sd)
+    ]
+    both = sides[0].keys() & sides[1].keys()
+    assert len(both) > 50, f"{case}: of {len(sides[0])} and {len(sides[1])}"
+    assert {k: sides[0][k] for k in both} == {k: sides[1][k] for k in both}
+
+
+@pytest.fixture
+def unlike(zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
+    dir = workdir / "unlike"
+    dir.mkdir()
+    out = Cluster(dir, CONFIG)
+    out.case = CASES[0]  # type: ignore[attr-defined]
+    try:
+        out.model = MODELS / "tiny-granite4"
+        out.spawn("P", enable_prefix_caching=False)
+        out.spawn("D", enable_prefix_caching=True)
+        out.spawn("R", enable_prefix_caching=False)
+        yield out.up()
+    finally:
+        out.close()
+
+
+def test_engines_with_other_cache_modes_are_refused_by_name(unlike: Cluster) -> None:
+    c = unlike
+    prompt = fresh(200, "modes")
+    with Moved(c) as moved:
+        got = c.both(prompt)
+    compare(c, prompt, got)
+    assert moved.loaded == moved.bytes == 0, vars(moved)
+    said = c.sp.log.read_text() + c.sd.log.read_text()
+    assert "identity.states" in said and "float32 align" in said and "float32 none" in said
