@@ -12,7 +12,7 @@ const (
 	maxConns       = 32768 // of clients
 	reservedFiles  = 32    // descriptors for listeners, logs, spans, the resolver
 	filesPerEngine = 4     // the same for checks and events of one engine
-	// expectedEngines may come while the router runs
+	// expectedEngines may come while the router runs.
 	expectedEngines = 64
 )
 
