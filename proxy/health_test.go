@@ -258,7 +258,9 @@ func TestLeavingEngine(t *testing.T) {
 	px, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Sidecar: sidecar.URL}},
 		Decode: []Engine{{URL: d0.URL, Sidecar: sidecar.URL}, {URL: d1.URL, Sidecar: other.URL}},
 		Mode:   Concurrent})
-	leaves := func() bool { return !px.prefill.any(nil, "", candidate.takes) && !px.decode.all[0].takes() }
+	leaves := func() bool {
+		return !px.prefill.any(nil, "", candidate.takes) && !px.decode.all[0].takes()
+	}
 	until(t, "the sidecars are not asked", func() bool {
 		return px.prefill.all[0].endpoint() != "" && px.decode.any(nil, "", candidate.takes)
 	})

@@ -32,12 +32,14 @@ func NewCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "route",
 		Short: "kvspray's router, vllm-router and sglang-router in front of the same engines",
-		Long: `Measures routers in front of engines that stream tokens and compute nothing: the time that a router
-adds to the first token, its CPU per request and per token, and its memory. The routers take turns;
-"direct" is the engines without a router. --packages has a directory for each of the other routers,
-as make bench-router makes it.`,
+		Long: `Measures routers in front of engines that stream tokens and compute nothing: the time that
+a router adds to the first token, its CPU per request and per token, and its memory. The routers
+take turns; "direct" is the engines without a router. --packages has a directory for each of the
+other routers, as make bench-router makes it.`,
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd.Context(), cmd.OutOrStdout()) },
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return o.run(cmd.Context(), cmd.OutOrStdout())
+		},
 	}
 	f := cmd.Flags()
 	f.StringVar(&o.binary, "kvspray", "bin/kvspray", "the kvspray program")
@@ -47,15 +49,16 @@ as make bench-router makes it.`,
 	f.StringVar(&o.json, "json", "", "file for all results")
 	f.StringArrayVar(&o.extra, "flag", nil, "one more argument of kvspray proxy; repeatable")
 	f.StringSliceVar(&o.only, "only", names, "which of them")
-	f.BoolVar(&o.pd, "pd", false, "half of the engines prefill, the others decode (not sglang-router: "+
-		"its engines need SGLang's protocol)")
+	f.BoolVar(&o.pd, "pd", false, "half of the engines prefill, the others decode (not "+
+		"sglang-router, whose engines need SGLang's protocol)")
 	f.IntVar(&o.rounds, "rounds", 3, "rounds, in each of which all routers have a turn")
 	f.IntVar(&o.streams, "streams", 2000, "streams at the same time")
 	f.IntVar(&o.tokens, "tokens", 40, "tokens of a stream")
 	f.IntVar(&o.engines, "engines", 4, "engines")
 	f.IntVar(&o.prompt, "prompt", 2000, "bytes of a prompt")
 	f.DurationVar(&o.every, "every", 100*time.Millisecond, "time between two tokens of a stream")
-	f.DurationVar(&o.idle, "idle", 5*time.Second, "time without requests, for the CPU of an idle router")
+	f.DurationVar(&o.idle, "idle", 5*time.Second, "time without requests, for the CPU "+
+		"of an idle router")
 	return cmd
 }
 
@@ -92,8 +95,8 @@ func (o *options) run(ctx context.Context, out io.Writer) error {
 		return err
 	}
 	defer e.stop()
-	fmt.Fprintf(out, "%s\n%d streams of %d tokens, one each %v; %d engines\n", machine.Here(), o.streams,
-		o.tokens, o.every, o.engines)
+	fmt.Fprintf(out, "%s\n%d streams of %d tokens, one each %v; %d engines\n", machine.Here(),
+		o.streams, o.tokens, o.every, o.engines)
 	var all []result
 	for i := range o.rounds {
 		for _, name := range o.only {

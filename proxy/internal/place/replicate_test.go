@@ -13,7 +13,8 @@ func both(t *testing.T, policy Policy, engines, after int) *fleet {
 	t.Helper()
 	p := newPlacer(t, Config{Policy: policy, Replicate: after,
 		Calibration: &placement.Calibration{Fabrics: []placement.Fabric{
-			{Name: PrefillLine, Fixed: 0.01, Rate: 4000}, {Name: LinkLine, Fixed: 0.001, Rate: 1e9}}}}, engines, 0)
+			{Name: PrefillLine, Fixed: 0.01, Rate: 4000}, {Name: LinkLine, Fixed: 0.001, Rate: 1e9}}}},
+		engines, 0)
 	for i := range p.roles {
 		p.roles[i] = placement.Both
 	}
