@@ -139,8 +139,8 @@ type Choice struct {
 func (c *Choice) TTFT() float64 { return c.Wait + c.Prefill + c.Transfer - c.Hidden + c.Decode }
 
 // The weights of a second that others wait. Simulated clusters have the lowest mean TTFT with
-// others at 0.25 to 0.5: some requests would have gone elsewhere. With running at 0.1 a simulated pair
-// keeps nearly the TTFT that it has without, and half of the time per token; more costs TTFT.
+// others at 0.25 to 0.5: some requests would have gone elsewhere. With running at 0.1 a simulated
+// pair keeps nearly the TTFT that it has without, and half of the time per token. More costs TTFT.
 const (
 	others  = 0.25 // requests without a first token
 	running = 0.1  // answers that the engine is decoding
