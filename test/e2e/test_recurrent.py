@@ -24,7 +24,6 @@ CONFIG: dict[str, Any] = {
 STEP = 256  # tokens that an engine computes at once
 LENGTHS = (1, 2, 3, 33, 160, 161, 255, 300, 513, 700)
 FEW = (2, 33, 700)
-TIE = 0.15  # of two logarithms of probabilities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,49 +32,38 @@ class Family:
     token: int  # bytes of a token in all layers of attention
     state: int  # bytes of the states of all other layers
     dtype: str = "float32"
+    # The other kernel that computes a prompt's last token on decode may round otherwise: two tokens
+    # may change places whose logarithms of probabilities are no further apart at a plain engine.
+    tie: float = 0.0
 
 
 # Of a head of attention K and V, and of a state the history of its convolution and its matrix.
-GDN = Family("qwen3_next", 2 * 2 * 32 * 2, 3 * (3 * 512 * 2 + 4 * 64 * 64 * 4), "bfloat16")
-LFM2 = Family("lfm2", 2 * 2 * 2 * 32 * 4, 4 * 2 * 128 * 4)
+GDN = Family("qwen3_next", 2 * 2 * 32 * 2, 3 * (3 * 512 * 2 + 4 * 64 * 64 * 4), "bfloat16", 0.15)
+# A plain engine's own prefill and decode of this model choose other tokens, three in a hundred.
+LFM2 = Family("lfm2", 2 * 2 * 2 * 32 * 4, 4 * 2 * 128 * 4, tie=0.5)
 MAMBA2 = Family("granite4", 2 * 2 * 2 * 32 * 4, 4 * (3 * 320 + 8 * 32 * 32) * 4)
-MAMBA1 = Family("jamba", 2 * 2 * 32 * 4, 3 * (3 + 16) * 256 * 4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     family: Family
     cached: bool = False  # vLLM's prefix cache, with a state at each block's end (align)
-    ranks: int = 1  # of prefill
 
     def __str__(self) -> str:
-        return (
-            self.family.model
-            + (" cached" if self.cached else "")
-            + (f" from {self.ranks} ranks" if self.ranks > 1 else "")
-        )
+        return self.family.model + (" cached" if self.cached else "")
 
 
 # The first one is in the gate.
-CASES = (Case(MAMBA2), Case(MAMBA2, True))
-# Nightly.
-MORE = (
-    Case(GDN),
-    Case(GDN, True),
-    Case(LFM2, True),
-    Case(MAMBA1),
-    Case(MAMBA2, ranks=2),  # which share the one group of B and C
-)
+CASES = (Case(GDN, True),)
+# Nightly. vLLM's kernels of Mamba 2 for CPUs are slow.
+MORE = (Case(GDN), Case(LFM2), Case(LFM2, True), Case(MAMBA2))
 
 
 def spawn(c: Cluster, case: Case) -> None:
     c.model = MODELS / f"tiny-{case.family.model}"
     need(str(c.model), c.model.is_dir(), "run test/rig/env.py")
     for name in "PDR":
-        args: dict[str, Any] = {}
-        if name == "P" and case.ranks > 1:
-            args = {"tensor_parallel_size": case.ranks, "distributed_executor_backend": "mp"}
-        c.spawn(name, dtype=case.family.dtype, enable_prefix_caching=case.cached, **args)
+        c.spawn(name, dtype=case.family.dtype, enable_prefix_caching=case.cached)
 
 
 nightly = pytest.mark.skipif(
@@ -102,17 +90,15 @@ def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> It
 
 
 def compare(c: Cluster, prompt: list[int], got: Out, n_tokens: int = 12) -> None:
-    """Tokens equal a plain engine's. In bfloat16, where the last token of a prompt is computed by
-    another kernel, they may part where two tokens are as near as rounding."""
+    """Tokens equal a plain engine's, or part at a tie."""
     want = c.r.run(prompt, n_tokens).tokens
     if got.tokens == want:
         return
     case: Case = c.case  # type: ignore[attr-defined]
-    assert case.family.dtype == "bfloat16", (len(prompt), got.tokens, want)
     at = next(i for i, (a, b) in enumerate(zip(got.tokens[0], want[0], strict=True)) if a != b)
     near = c.r.run(prompt + want[0][:at], 1, logprobs=20).logprobs
-    apart = [near.get(t) for t in (got.tokens[0][at], want[0][at])]
-    assert None not in apart and abs(apart[0] - apart[1]) <= TIE, (len(prompt), at, apart)
+    apart = abs(near[got.tokens[0][at]] - near[want[0][at]])
+    assert apart <= case.family.tie, (len(prompt), at, apart)
 
 
 def moves(case: Case, n: int, skip: int = 0) -> int:
@@ -124,7 +110,7 @@ def moves(case: Case, n: int, skip: int = 0) -> int:
 @pytest.mark.parametrize("mode", ["first", "both"])
 def test_tokens_are_those_of_one_engine(c: Cluster, mode: str) -> None:
     case: Case = c.case  # type: ignore[attr-defined]
-    for n in LENGTHS if case is CASES[0] or mode == "first" else FEW:
+    for n in FEW if case.family is MAMBA2 else LENGTHS:
         prompt = fresh(n, (str(case), mode, n))
         with Moved(c) as moved:
             got = c.prefill_first(prompt) if mode == "first" else c.both(prompt)
@@ -276,7 +262,7 @@ def unlike(zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
     out = Cluster(dir, CONFIG)
     out.case = CASES[0]  # type: ignore[attr-defined]
     try:
-        out.model = MODELS / "tiny-granite4"
+        out.model = MODELS / "tiny-lfm2"
         out.spawn("P", enable_prefix_caching=False)
         out.spawn("D", enable_prefix_caching=True)
         out.spawn("R", enable_prefix_caching=False)

@@ -98,6 +98,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, client: Client, policy: str) -> Any:
     monkeypatch.setattr(connector, "LoadWatch", lambda *a: nothing)
     monkeypatch.setattr(connector, "GpuSignals", lambda flags: flags)
     monkeypatch.setattr(connector, "kv_heads_of", lambda *a: (1,))
+    monkeypatch.setattr(connector.states, "groups_of", lambda *a: 0)
     monkeypatch.setattr(
         connector.layout, "identity_of", lambda *a: {"packing": "", "dtype": "bfloat16"}
     )

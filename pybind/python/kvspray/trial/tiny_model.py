@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a tiny random model and a tokenizer of its own: nothing is downloaded. usage:
-python -m kvspray.trial.tiny_model DIR [llama|gemma3|qwen3_next|lfm2|granite4|jamba]
+python -m kvspray.trial.tiny_model DIR [llama|gemma3|qwen3_next|lfm2|granite4]
 
 The weights are scaled so that greedy outputs vary with every token of the prompt: equal outputs
 then mean equal caches.
@@ -122,32 +122,11 @@ def _granite4(sizes: dict[str, int]) -> PreTrainedModel:
     )
 
 
-def _jamba(sizes: dict[str, int]) -> PreTrainedModel:
-    """Mamba 1 and attention, without experts."""
-    from transformers import JambaConfig, JambaForCausalLM
-
-    sizes = {k: v for k, v in sizes.items() if k != "head_dim"}
-    return JambaForCausalLM(
-        JambaConfig(
-            **sizes,
-            num_hidden_layers=4,
-            attn_layer_period=4,
-            attn_layer_offset=3,
-            num_experts=1,
-            num_experts_per_tok=1,
-            mamba_d_state=16,
-            mamba_d_conv=4,
-            mamba_expand=2,
-        )
-    )
-
-
 # Models with recurrent states.
 STATES: dict[str, Callable[[dict[str, int]], PreTrainedModel]] = {
     "qwen3_next": _qwen3_next,
     "lfm2": _lfm2,
     "granite4": _granite4,
-    "jamba": _jamba,
 }
 
 
