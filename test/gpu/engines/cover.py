@@ -64,7 +64,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         ("gdn", "qwen3.5", "tiny-qwen3_next"),
         ("mamba2", "granite-4", "tiny-granite4"),
         ("groups", "nemotron-h", "tiny-granite4"),
-        ("conv", "lfm2", "tiny-lfm2"),
     )
 }
 ALL = SHAPES | HYBRIDS

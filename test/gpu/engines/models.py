@@ -113,18 +113,6 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "n_groups": 8,
         },
     ),
-    "lfm2": (
-        "Lfm2Config",
-        "Lfm2ForCausalLM",
-        {
-            "num_hidden_layers": 6,
-            "layer_types": ["conv", "conv", "full_attention"] * 2,
-            "num_attention_heads": 8,
-            "conv_dim": 512,
-            "block_dim": 512,
-            "block_auto_adjust_ff_dim": False,
-        },
-    ),
 }
 NAMES = (*LLAMAS, *CLASSES, *HYBRIDS)
 TINY = "tiny-llama"  # of make env

@@ -194,7 +194,12 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
         "byte_order": sys.byteorder,
         "backoff": str(backoff_of(windows, bool(states))),
         "speculative": draft_in_cache(config.speculative_config),
-        **({"states": states} if states else {}),
+        # The planner has a way between other ranks, but no engines ran with them.
+        **(
+            {"states": f"{states}; tp {config.parallel_config.tensor_parallel_size}"}
+            if states
+            else {}
+        ),
     }
 
 
