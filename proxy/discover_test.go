@@ -82,7 +82,7 @@ func TestChosen(t *testing.T) {
 		"address": {found: []Found{at(url, "both", by("10.9.0.1"))},
 			allow: []string{"10.0.0.1"}, want: url + " both"},
 		"not that": {found: []Found{at(url, "both", by("10.9.0.1"))},
-			allow: []string{"10.0.1.0/24", "*.x"}, wrong: "another host"},
+			allow: []string{"10.0.2.0/24", "*.x"}, wrong: "another host"},
 		"below": {found: []Found{at("http://A.engines.svc:80", "both")},
 			allow: []string{"*.engines.svc"},
 			want:  "http://A.engines.svc:80 both"},

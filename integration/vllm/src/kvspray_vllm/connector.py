@@ -253,7 +253,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 ranks=self._ranks,
                 packing=identity["packing"],
                 flags=self._flag_of,
-                state_groups=states.groups_of(config),
+                state_groups=states.groups_of(config) if identity.get("states") else 0,
             )
         groups = described.placed([caches.Site(i) for i in range(len(described.storages))])
         dtype = identity["dtype"]

@@ -481,8 +481,8 @@ class Trial:
         for p in (self.router, *self.servers, *self.sidecars):
             print(f"  {p.name:16} {p.url}")
         body = json.dumps({"model": engines.MODEL_NAME, "prompt": "Hello", "max_tokens": 16})
-        print(f"\n  curl -s {self.router.url}/v1/completions -d '{body}'\n", flush=True)
         try:
+            print(f"\n  curl -s {self.router.url}/v1/completions -d '{body}'\n", flush=True)
             while all(p.up() for p in self.processes if p.proc):
                 time.sleep(BEAT_S)
         except SystemExit:
