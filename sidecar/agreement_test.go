@@ -97,6 +97,7 @@ func TestOtherOrderIsRefused(t *testing.T) {
 // over.
 func TestUnsentIsAnswered(t *testing.T) {
 	p, d := pairOf(t, "tcp")
+	newEngine(t, p, testShape) // without one the source answers a question that fits at once
 	d.conv.Connect(p.Endpoint())
 	until(t, func() bool { return d.dial.has(p.Boot()) })
 	answers := make(chan engines.Admission, 1)

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/control/driver"
+	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/sys/topo"
 	"github.com/kvspray/kvspray/internal/testutil"
 )
@@ -16,7 +17,8 @@ import (
 func TestLookAgainEndsWithAFailedStart(t *testing.T) {
 	testutil.Bubble(t, func(*testing.T) {
 		proc := driver.NewGoroutines()
-		n := newRailSet(nil, proc, &openBackends{}, make(chan struct{}), slog.New(slog.DiscardHandler))
+		n := newRailSet(&config.Config{}, proc, &openBackends{}, make(chan struct{}),
+			slog.New(slog.DiscardHandler))
 		n.lookAgain(&topo.Host{})
 		time.AfterFunc(2*railRetry, proc.Stop)
 		proc.Wait() // if it were for ever, synctest would report that all are blocked
