@@ -10,14 +10,14 @@ import (
 const (
 	// LookEvery is the time between two readings of a GPU. Errors come as events, at once.
 	LookEvery = 5 * time.Second
-	// WaitEvery is how long a Driver waits for an event at most: it cannot be interrupted, and delays
-	// the end of a sidecar by as much.
+	// WaitEvery bounds a Driver's wait for an event. Nothing can interrupt this wait, so it also
+	// delays the end of a sidecar.
 	WaitEvery = 500 * time.Millisecond
-	// gpuQuiet is how long a GPU has to be without errors before its fault ends.
+	// gpuQuiet is the time without errors after which a GPU's fault ends.
 	gpuQuiet = 10 * time.Second
-	// throttleAfter is how long a GPU is throttled before it counts: short peaks are normal.
+	// throttleAfter is the time after which throttling is a fault: short peaks are normal.
 	throttleAfter = 15 * time.Second
-	// throttleQuiet is how long it has to be without throttling before it is fit again.
+	// throttleQuiet is the time without throttling after which the GPU is fit again.
 	throttleQuiet = time.Minute
 )
 
@@ -51,8 +51,8 @@ var actions = map[Action]Fault{
 		Text: "the driver demands a reset after open work has ended"},
 }
 
-// Slowdown are reasons for a lower clock that are faults. A power limit, or a clock that the
-// operator has set, is none.
+// Slowdown is a set of reasons for lower clocks that are faults. A power limit or a clock that the
+// operator has set is not a fault.
 type Slowdown uint8
 
 // The reasons.
