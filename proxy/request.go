@@ -122,8 +122,8 @@ func withoutParams(fields map[string]json.RawMessage) bool {
 }
 
 // splitObject finds the fields of an object. Of fields with the same name it keeps the last one, as
-// engines do. It only finds where values end: if the body is not valid JSON, one of its parts is not
-// either, and engines refuse that part. twice: two fields have the same name.
+// engines do. It only finds where values end: if the body is not valid JSON, one of its parts is
+// not either, and engines refuse that part. twice: two fields have the same name.
 func splitObject(raw []byte) (fields map[string]json.RawMessage, twice, ok bool) {
 	at := skipSpace(raw, 0)
 	if at == len(raw) || raw[at] != '{' {
