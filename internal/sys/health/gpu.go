@@ -162,9 +162,9 @@ func (g *GPU) Look(now time.Time, r Reading) (strikes bool) {
 	return strikes
 }
 
-// over reports whether a fault can have ended. If the driver reports no recovery action, a reset can
-// be detected only if the GPU did not answer in between. Otherwise the fault lasts as long as this
-// process, which has to stop for a reset anyway.
+// over reports whether a fault can have ended. If the driver reports no recovery action, a reset
+// can be detected only if the GPU did not answer in between. Otherwise the fault lasts as long as
+// this process, which has to stop for a reset anyway.
 func (g *GPU) over(r Reading) bool {
 	return r.Action == ActionNone || g.fault.Remedy <= RestartEngine || g.lost
 }
