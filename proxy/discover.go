@@ -15,7 +15,7 @@ import (
 	"github.com/kvspray/kvspray/internal/origin"
 )
 
-// maxFound is how many engines a router takes from the membership.
+// maxFound bounds the engines that a router finds.
 const maxFound = 256
 
 const roleBoth = "both"
@@ -24,25 +24,25 @@ const roleBoth = "both"
 type Found struct {
 	Engine // Peer is the endpoint of the member, Sidecar its HTTP listener
 	Role   string
-	// Model is a fingerprint of it; empty: unknown. Engines with one name for two models are no choice
-	// for each other.
+	// Model is the model's fingerprint; empty: unknown. If engines have one name for two models, the
+	// router uses only those with one of the models.
 	Model   string
 	Member  string   // name of the node, for the operator
 	Hosts   []string // addresses of the member itself
 	Started time.Time
-	ID      string // of the member's process: an order between equal ones
+	ID      string // of the member's process, to order equal entries
 	Leaving bool   // it takes no new requests
 	Lost    bool   // the member has ended, or does not answer to the others
 }
 
-// Fleet is what the members publish. Routers that see the same members choose among the same
+// Fleet lists what the members publish. Routers with the same members choose among the same
 // engines.
 type Fleet interface {
 	Found() []Found
 	Changed() <-chan struct{} // closed at the next change
 }
 
-// discovery makes engines of what members publish. Run owns it.
+// discovery makes engines from what members publish. Run owns it.
 type discovery struct {
 	p     *Proxy
 	fleet Fleet
@@ -140,13 +140,13 @@ func chosen(found []Found, allow []hosts) (list []Found, problems []string) {
 		case !f.ownHost() && !slices.ContainsFunc(allow, func(h hosts) bool {
 			return h.have(u.Hostname())
 		}):
-			reject(&f, "it is on another host than that member: name this host in allow if the member "+
-				"may do that")
+			reject(&f, "it is on another host than that member: add this host to allow if the member "+
+				"may publish it")
 		case len(list) > 0 && list[len(list)-1].URL == f.URL:
-			// A process that has restarted, or ranks of one engine on several nodes, publish the same.
+			// Two sidecars publish one URL after a restart, or if an engine has ranks on several nodes.
 			if x := &list[len(list)-1]; x.Role != f.Role && !f.Lost {
-				reject(&f, "%s publishes the same URL with the role %s, and this one %s: the first one "+
-					"counts", x.Member, x.Role, f.Role)
+				reject(&f, "%s publishes the same URL with the role %s, and this one %s: the router uses "+
+					"the first one", x.Member, x.Role, f.Role)
 			}
 		case len(list) == maxFound:
 			reject(&f, "the router takes at most %d engines", maxFound)
@@ -178,8 +178,8 @@ func shown(raw string) string {
 	return fmt.Sprintf("%q", raw)
 }
 
-// unlike lists the engines, by their number, that have a name for another model than the majority
-// of the engines with that name. names has the models of each; none: they are unknown.
+// unlike lists the engines, by their index, that serve another model than most engines with the
+// same model name. names has the model names of each engine; none: they are unknown.
 func unlike(list []Found, names [][]string) map[int]string {
 	votes := map[string]map[string]int{} // by the name, by the fingerprint
 	for i, f := range list {
@@ -226,7 +226,7 @@ func (d *discovery) run(ctx context.Context) {
 	}
 }
 
-// look takes the engines that the fleet has now.
+// look updates the router's engines to those that the fleet has now.
 func (d *discovery) look() {
 	list, problems := chosen(d.fleet.Found(), d.allow)
 	list = slices.DeleteFunc(list, func(f Found) bool {
@@ -234,7 +234,7 @@ func (d *discovery) look() {
 	})
 	for i := range list {
 		if list[i].Lost {
-			list[i].Role = roleDecode // without its sidecar it moves nothing
+			list[i].Role = roleDecode // without its sidecar it cannot send caches
 		}
 	}
 	names, models := make([][]string, len(list)), map[string][]string{}
@@ -249,8 +249,9 @@ func (d *discovery) look() {
 	d.models = models
 	out := unlike(list, names)
 	for _, i := range slices.Sorted(maps.Keys(out)) {
-		problems = append(problems, fmt.Sprintf("engine %s of %s: it serves another model as %q than "+
-			"other engines: give it another name", shown(list[i].URL), list[i].Member, out[i]))
+		problems = append(problems, fmt.Sprintf("engine %s of %s: it serves another model than most "+
+			"engines with the name %q: give its model another name", shown(list[i].URL), list[i].Member,
+			out[i]))
 	}
 	d.mu.Lock()
 	prefill, decode := slices.Clone(d.prefill), slices.Clone(d.decode)
@@ -313,7 +314,7 @@ func (d *discovery) modelsOf(f *Found) []string {
 	return nil
 }
 
-// approve lets engines have requests whose models are known, and that were no contradiction.
+// approve permits requests to engines whose models are known and consistent.
 func (d *discovery) approve(list []Found, names [][]string) {
 	for i, f := range list {
 		if len(names[i]) == 0 {

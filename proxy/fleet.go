@@ -35,10 +35,10 @@ func (m *member) idle() bool {
 	})
 }
 
-// SetEngines replaces the engines of the router. One in both lists is one engine. An engine that is
-// as it was goes on. One that is left out gets no new requests; those in flight there go on. After
-// an error the engines are those from before. Goroutines may call it at the same time.
-// With Config.Fleet they are those besides the found ones.
+// SetEngines replaces the configured engines; those found by Config.Fleet stay. An engine in both
+// lists is one engine. Unchanged engines keep their state. An engine that is left out gets no new
+// requests and finishes those in flight. After an error the engines are those from before.
+// Goroutines may call it at the same time.
 func (p *Proxy) SetEngines(prefill, decode []Engine) error {
 	if p.discovery != nil {
 		return p.discovery.list(prefill, decode)
@@ -83,13 +83,13 @@ func (p *Proxy) setEngines(prefill, decode []Engine) error {
 	p.decode.set(dec)
 	select {
 	case p.changed <- struct{}{}:
-	default: // Watch has not taken the one before
+	default: // Watch has not read the previous value
 	}
 	return nil
 }
 
-// inherit gives an engine that has changed, for instance its role, what is known of it: of two
-// roles the worse condition.
+// inherit copies the state of an engine that has changed, for instance its role, to the new back
+// ends: of two roles the worse condition.
 func (p *Proxy) inherit(m *member) {
 	for _, old := range p.members {
 		x := slices.MaxFunc(old.roles(), func(a, b *backend) int {
@@ -144,7 +144,7 @@ func (p *Proxy) join(prefill, decode []Engine) ([]*member, error) {
 	return all, nil
 }
 
-// number gives the policy new engines.
+// number adds new engines to the policy.
 func (p *Proxy) number(fresh []*member) error {
 	if p.placing == nil {
 		return nil
@@ -301,7 +301,7 @@ func (p *Proxy) run(ctx context.Context, m *member) {
 		asked := make(chan struct{})
 		shown := asked
 		if b.sidecar.IsZero() || b.found {
-			close(asked) // discovery shows already whether it leaves
+			close(asked) // discovery has this mark already
 			shown = make(chan struct{})
 		}
 		if !b.sidecar.IsZero() {

@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// guard ends a request whose engine shows no sign of life, or gives no first byte in time. A stream
-// costs no goroutine and no timer of its own: Watch looks at all guards of an engine.
+// guard ends a request whose engine is silent, or sends no first byte in time. It needs no
+// goroutine or timer for each stream: Watch checks all guards of an engine.
 type guard struct {
 	ctx    context.Context
 	cancel context.CancelCauseFunc

@@ -12,12 +12,12 @@ import (
 
 const (
 	modelsEvery   = 10 * time.Second // engines load adapters while they run
-	modelsAgain   = 5 * time.Second  // after a question without an answer
+	modelsAgain   = 5 * time.Second  // after a request without an answer
 	modelsTimeout = time.Second
 	maxModels     = 4 << 20 // bytes of an engine's list of models
 )
 
-// serves is whether an engine serves a model. Choices prefer a higher one.
+// serves is whether an engine serves a model. The router prefers higher values.
 type serves int8
 
 const (
@@ -30,11 +30,11 @@ const (
 type models struct {
 	cards    map[string]json.RawMessage // by name; nil: unknown
 	adapters map[string]bool            // of cards, those of a LoRA adapter
-	due      time.Time                  // of the next question for them
-	unlisted bool                       // a line that the engine does not list them was logged
+	due      time.Time                  // time of the next request for them
+	unlisted bool                       // the log has a line about the missing list
 }
 
-// serve looks for a model; an empty one is the engine's own.
+// serve looks up a model; an empty name is the engine's default.
 func (m *models) serve(model string) serves {
 	switch {
 	case m.cards == nil:
@@ -51,7 +51,7 @@ func (m *models) base(model string) bool {
 	return m.serve(model) == servesIt && !m.adapters[model]
 }
 
-// learnModels asks an engine now and then for its models.
+// learnModels requests an engine's list of models when it is due.
 func (p *Proxy) learnModels(ctx context.Context, b *backend) {
 	b.mu.Lock()
 	now := time.Now()
@@ -108,7 +108,7 @@ func (p *Proxy) learnModels(ctx context.Context, b *backend) {
 	}
 }
 
-// forgetModels makes the next check ask again: another process may serve another model.
+// forgetModels makes the next check request the list again: a new process may serve other models.
 func (b *backend) forgetModels() {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -121,9 +121,9 @@ func withoutParams(fields map[string]json.RawMessage) bool {
 	return some
 }
 
-// splitObject finds the fields of an object, of which the last one of each name counts, as it does
-// for engines. It checks no more than where values end: a body that is not correct JSON is not
-// correct in its parts either, and engines refuse those. twice: a name comes twice.
+// splitObject finds the fields of an object. Of fields with the same name it keeps the last one, as
+// engines do. It only finds where values end: if the body is not valid JSON, one of its parts is
+// not either, and engines refuse that part. twice: two fields have the same name.
 func splitObject(raw []byte) (fields map[string]json.RawMessage, twice, ok bool) {
 	at := skipSpace(raw, 0)
 	if at == len(raw) || raw[at] != '{' {

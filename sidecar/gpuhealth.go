@@ -21,28 +21,28 @@ import (
 )
 
 const (
-	// driverRetry is the time between two tries to load the GPUs' management library: a driver may
-	// come after the sidecar.
+	// driverRetry is the time between two attempts to load the GPUs' management library: a driver may
+	// be installed after the start of the sidecar.
 	driverRetry = time.Minute
-	// maxGPUsWatched bounds the GPUs that are judged: a host has 16 at most.
+	// maxGPUsWatched bounds the GPUs that have a state here: a host has at most 16.
 	maxGPUsWatched = 64
 )
 
-// gpuDriver is *health.Driver, or what a test has instead.
+// gpuDriver is *health.Driver, or a fake of a test.
 type gpuDriver interface {
 	Look() []health.Reading
 	Wait(longest time.Duration) (health.Event, bool, error)
 	Close() error
 }
 
-// gpuHealth judges the GPUs of this host, and keeps engines from memory that is lost or wrong.
+// gpuHealth detects faults of the GPUs of this host, and fails leases in memory of failed GPUs.
 type gpuHealth struct {
 	policy  string // health.gpus
 	open    func() (gpuDriver, error)
 	now     func() time.Time
 	workers func() []*engines.Worker
-	// fail sets why all leases of a worker fail; empty: they do not. False: the worker is not known
-	// yet, or gone.
+	// fail sets the reason why all leases of a worker fail; empty: they do not. It returns false if
+	// the worker has not registered yet, or has ended.
 	fail   func(w *engines.Worker, why string) bool
 	log    *slog.Logger
 	errors admit.Log // engines can cause many
@@ -51,8 +51,8 @@ type gpuHealth struct {
 
 	mu     sync.Mutex // protects all below
 	gpus   map[string]*health.GPU
-	struck map[*engines.Worker]string // used a GPU when it failed: only another process may use it
-	set    map[*engines.Worker]string // what fail has
+	struck map[*engines.Worker]string // workers that used a GPU when it failed, with the reason
+	set    map[*engines.Worker]string // the reasons set by fail
 	xids   map[string]uint64          // by class
 }
 
@@ -88,7 +88,7 @@ func (h *gpuHealth) watch(ctx context.Context) {
 		}
 		if err != nil && !errors.Is(err, fs.ErrNotExist) && err.Error() != logged {
 			logged = err.Error()
-			h.log.Warn("faults of GPUs are not seen, retrying", "err", err)
+			h.log.Warn("faults of GPUs cannot be read, retrying", "err", err)
 		}
 		select {
 		case <-ctx.Done():
@@ -97,7 +97,7 @@ func (h *gpuHealth) watch(ctx context.Context) {
 	}
 }
 
-// follow takes events and readings until ctx ends.
+// follow handles events and readings until ctx ends.
 func (h *gpuHealth) follow(ctx context.Context, d gpuDriver) {
 	var next time.Time // of a reading
 	for ctx.Err() == nil {
@@ -115,7 +115,7 @@ func (h *gpuHealth) follow(ctx context.Context, d gpuDriver) {
 			}
 		case came:
 			h.event(e)
-			next = minTime(next, h.now().Add(health.WaitEvery)) // the driver's own verdict
+			next = minTime(next, h.now().Add(health.WaitEvery)) // the driver's recovery action
 		}
 		select {
 		case <-h.news:
@@ -132,7 +132,7 @@ func minTime(a, b time.Time) time.Time {
 	return b
 }
 
-// event takes an error that the driver reported.
+// event handles an error that the driver reported.
 func (h *gpuHealth) event(e health.Event) {
 	h.mu.Lock()
 	if e.Xid != 0 {
@@ -170,8 +170,8 @@ func (h *gpuHealth) gpuLocked(pci string) *health.GPU {
 	return h.gpus[pci]
 }
 
-// notedLocked logs a change, and marks the engines that use a GPU that has failed: all workers of
-// an engine, which cannot work without one of them.
+// notedLocked logs a change, and marks all workers of the engines that use a failed GPU: an engine
+// cannot work without one of its workers.
 func (h *gpuHealth) notedLocked(pci string, before health.Fault, strikes bool) {
 	now := h.gpus[pci].Fault()
 	switch {
@@ -216,7 +216,7 @@ func gpusOf(w *engines.Worker) (out []string) {
 	return out
 }
 
-// failedLocked is why leases of a worker fail; empty: they do not.
+// failedLocked is the reason why leases of a worker fail; empty: they do not.
 func (h *gpuHealth) failedLocked(w *engines.Worker) string {
 	if why := h.struck[w]; why != "" {
 		return why
@@ -229,7 +229,7 @@ func (h *gpuHealth) failedLocked(w *engines.Worker) string {
 	return ""
 }
 
-// apply makes leases of workers fail, or ends that, and forgets workers that are gone.
+// apply sets or clears the faults of workers, and forgets workers that have ended.
 func (h *gpuHealth) apply() {
 	all := h.workers()
 	type change struct {
@@ -279,7 +279,7 @@ func (n *Node) failWorker(w *engines.Worker, why string) (known bool) {
 	return known || w.Layout == nil // without a layout it has no leases there
 }
 
-// health is the verdict of all devices, for routers and people.
+// health describes the faults of all devices, for routers and operators.
 func (n *Node) health() nodeapi.Health {
 	v := n.devices.view()
 	for name, f := range n.rails.links.faults() {

@@ -18,7 +18,7 @@ const (
 	idleLinkLooks = 10          // otherwise, as a multiple of linkLooks
 )
 
-// linkHealth judges the interfaces of rails by their counters.
+// linkHealth detects faults of the rails' interfaces by their counters.
 type linkHealth struct {
 	policy string           // health.rails
 	root   string           // of /sys; empty: this machine's
@@ -33,7 +33,7 @@ func newLinkHealth(policy string) *linkHealth {
 }
 
 // look reads the counters of the rails' interfaces, and forgets other interfaces. It reports
-// whether a verdict has changed.
+// whether a fault has begun or ended.
 func (l *linkHealth) look(h *topo.Host, rails ...[]rail) (changed bool) {
 	if l.policy == config.Off {
 		return false
@@ -75,8 +75,8 @@ func (l *linkHealth) keep(rails ...[]rail) {
 	}
 }
 
-// exclude takes the rails of one transport out of use whose interfaces are not fit. If no other
-// rail has a link, all stay: a bad rail is better than none.
+// exclude takes the rails of one transport whose interfaces have a fault out of use. If no other
+// rail has a link, it keeps all in use: a bad rail is better than none.
 func (l *linkHealth) exclude(rails []rail) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -20,7 +20,7 @@ import (
 	"github.com/kvspray/kvspray/internal/origin"
 )
 
-// served describes to routers where the engines of this node answer clients.
+// served describes the API servers of this node's engines for routers.
 type served struct {
 	cfg     *config.Engine
 	leaving func() bool
@@ -34,8 +34,8 @@ type served struct {
 	roles map[string]string // that were set, by URL; guarded by mu
 }
 
-// of describes the engines that have registered. One that cannot be described is left out, with the
-// reason among the problems.
+// of describes the engines that have registered. It leaves out an engine without a valid URL and
+// role, and adds the reason to the problems.
 func (s *served) of(workers []*engines.Worker) cluster.Serving {
 	slices.SortFunc(workers, func(a, b *engines.Worker) int { return strings.Compare(a.Name, b.Name) })
 	byURL, why := map[string]*cluster.API{}, map[string]string{}
@@ -84,7 +84,7 @@ func (s *served) of(workers []*engines.Worker) cluster.Serving {
 	return out
 }
 
-// api is what a worker shows of its engine, without ranks.
+// api describes the engine of a worker, without ranks.
 func (s *served) api(w *engines.Worker) (cluster.API, error) {
 	a := cluster.API{URL: s.cfg.API, Role: s.cfg.Role, Engine: w.Place.Engine,
 		Version: w.Engine.Version}
@@ -165,7 +165,7 @@ func (s *served) setRole(workers []*engines.Worker, engine, role string) error {
 func (s *served) announcedURL(raw string) error {
 	u, err := url.Parse(raw)
 	if _, perr := origin.Parse(raw); err != nil || perr != nil || u.User != nil {
-		return errors.New("what it announces as its API server is no URL of a server")
+		return errors.New("the API server that it announces is no URL of a server")
 	}
 	addr, err := netip.ParseAddr(u.Hostname())
 	if err != nil || !s.own(addr) {

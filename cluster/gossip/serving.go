@@ -19,28 +19,28 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// What a member serves does not fit into memberlist's metadata, which has its revision only. A
-// router asks each member whose revision it lacks, over memberlist's encrypted streams. The member
-// then sends that router each change, too: the news of a revision needs a few rounds of gossip. No
-// member keeps what others serve.
+// A member's Serving does not fit into memberlist's metadata, which has only its revision. If a
+// router lacks a revision, it asks the member over memberlist's encrypted streams. The member then
+// also sends that router each later Serving directly, because a revision takes a few rounds of
+// gossip to arrive. Only routers keep the Serving of others.
 const (
-	askEvery    = 500 * time.Millisecond // between two questions to one member
-	askLook     = 100 * time.Millisecond // between two looks for what to ask
-	maxRouters  = 64                     // that get each change; another one asks at each revision
+	askEvery    = 500 * time.Millisecond // between two requests to one member
+	askLook     = 100 * time.Millisecond // between two searches for members to ask
+	maxRouters  = 64                     // that get each change directly; others ask for each revision
 	maxPost     = 1024                   // messages that wait
-	postAtOnce  = 16                     // messages on their way
-	maxServed   = 1024                   // members of which a router keeps what they serve
-	keepLost    = 10 * time.Minute       // what one serves that has ended, or does not answer
+	postAtOnce  = 16                     // messages being sent
+	maxServed   = 1024                   // members whose Serving a router keeps
+	keepLost    = 10 * time.Minute       // a Serving after its member is lost
 	maxRevision = 1<<63 - 1
 )
 
-// serving is a part of self: what this member serves and which routers get it, or, for a router,
-// what the others serve.
+// serving is a part of self. In a member it has the member's Serving, and the routers that get it.
+// In a router it has the Serving of each member.
 type serving struct {
 	observe  bool
-	revision uint64 // 0: nothing was served
+	revision uint64 // 0: no Serving yet
 	own      cluster.Serving
-	asked    []string // routers, by memberlist's name, the last one that asked at the end
+	asked    []string // names of routers in memberlist, the last one that asked at the end
 	post     *post
 
 	routers map[string]string // addresses of nodes without a boot, by memberlist's name
@@ -57,7 +57,7 @@ type have struct {
 	revision uint64
 	member   cluster.Member
 	serving  cluster.Serving
-	lost     time.Time // since when it is no member; zero: it is one
+	lost     time.Time // when it was lost; zero: it is a member
 }
 
 func newServing(observe bool) serving {
@@ -65,11 +65,11 @@ func newServing(observe bool) serving {
 		wanted: map[string]wanted{}, have: map[string]have{}}
 }
 
-// wantLocked notes the revision of what a member serves.
+// wantLocked notes the newest revision of a member's Serving.
 func (s *serving) wantLocked(name string, revision uint64) {
 	switch _, known := s.wanted[name]; {
 	case !s.observe || revision == 0 || revision > maxRevision:
-	case !known && len(s.wanted) >= maxServed: // until another one leaves
+	case !known && len(s.wanted) >= maxServed: // until a member leaves
 	default:
 		w := s.wanted[name]
 		s.wanted[name] = wanted{max(w.revision, revision), w.asked}
@@ -80,8 +80,8 @@ func (s *serving) wantLocked(name string, revision uint64) {
 	}
 }
 
-// loseLocked takes the end of a member. Its engines may live, as during the restart of a sidecar:
-// the router's own checks show that.
+// loseLocked handles the loss of a member. Its engines may still run, for example during a restart
+// of the sidecar, which the router's health checks detect.
 func (s *serving) loseLocked(name string, now time.Time) {
 	h, ok := s.have[name]
 	s.forgetLocked(name)
@@ -115,7 +115,7 @@ func (s *serving) dueLocked(now time.Time) (names []string) {
 	return names
 }
 
-// askedLocked notes a router that gets each change from now on.
+// askedLocked adds a router to those that get each change.
 func (s *serving) askedLocked(name string) {
 	s.asked = slices.DeleteFunc(s.asked, func(x string) bool { return x == name })
 	if len(s.asked) >= maxRouters {
@@ -124,7 +124,7 @@ func (s *serving) askedLocked(name string) {
 	s.asked = append(s.asked, name)
 }
 
-// tookLocked takes what a member serves, and reports whether it is news.
+// tookLocked stores the Serving of a member, and reports whether it is newer than the stored one.
 func (d *self) tookLocked(m *peerv1.Serving) bool {
 	for name, x := range d.members {
 		if string(x.Boot[:]) != string(m.Boot) {
@@ -141,7 +141,7 @@ func (d *self) tookLocked(m *peerv1.Serving) bool {
 	return false
 }
 
-// servingOf reads what a member serves. It is foreign: what exceeds the bounds is left out.
+// servingOf reads a Serving of another process, and leaves out what exceeds the bounds.
 func servingOf(m *peerv1.Serving) cluster.Serving {
 	out := cluster.Serving{Leaving: m.Leaving, Started: time.UnixMilli(m.Started)}
 	if len(m.Http) <= cluster.MaxURLBytes {
@@ -170,7 +170,7 @@ func servingOf(m *peerv1.Serving) cluster.Serving {
 
 const fingerprintBytes = 32
 
-// messageOf encodes what this member serves, with as many of its APIs as fit.
+// messageOf encodes a Serving, with as many of its APIs as fit.
 func messageOf(boot transfer.Boot, revision uint64, s *cluster.Serving) ([]byte, error) {
 	m := &peerv1.Serving{Boot: boot[:], Revision: revision, Http: s.HTTP, Leaving: s.Leaving,
 		Started: s.Started.UnixMilli()}
@@ -192,18 +192,18 @@ func messageOf(boot transfer.Boot, revision uint64, s *cluster.Serving) ([]byte,
 	}
 }
 
-// post is messages that wait to be sent.
+// post is the queue of routers that get the Serving.
 type post struct {
 	wake chan struct{}
 
 	mu      sync.Mutex // protects all below
-	pending []string   // names of nodes: routers that get what is served
+	pending []string   // names of routers
 }
 
 func newPost() *post { return &post{wake: make(chan struct{}, 1)} }
 
-// add queues what is served for routers. What exceeds maxPost is left out: the revision in the
-// metadata makes the router ask again.
+// add queues routers, at most maxPost. A router that was left out asks again when it gets the
+// revision by gossip.
 func (p *post) add(names ...string) {
 	p.mu.Lock()
 	for _, n := range names {
@@ -226,7 +226,7 @@ func (p *post) take() []string {
 	return out
 }
 
-// NotifyMsg takes a message of a node that has the key. memberlist's reader waits for it.
+// NotifyMsg handles a message of a node that has the key. memberlist's reader waits for its return.
 func (d *self) NotifyMsg(b []byte) {
 	var m peerv1.GossipMessage
 	if len(b) > cluster.MaxServing || proto.Unmarshal(b, &m) != nil {
@@ -247,7 +247,7 @@ func (d *self) NotifyMsg(b []byte) {
 	}
 }
 
-// deliver sends what waits, and asks members, until ctx ends.
+// deliver sends the Serving to queued routers, and asks members for theirs, until ctx ends.
 func (g *Gossip) deliver(ctx context.Context) {
 	var sent sync.WaitGroup
 	defer sent.Wait()
@@ -292,7 +292,7 @@ func (g *Gossip) deliver(ctx context.Context) {
 	}
 }
 
-// message is what this member serves now.
+// message encodes this member's present Serving.
 func (d *self) message() ([]byte, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -304,7 +304,7 @@ func (g *Gossip) question() ([]byte, error) {
 		Body: &peerv1.GossipMessage_Ask{Ask: g.list.LocalNode().Name}})
 }
 
-// send sends one message to a node of the membership. A lost one is asked for again.
+// send sends one message to a node of the membership. If it is lost, the router asks again.
 func (g *Gossip) send(name string, message func() ([]byte, error)) {
 	d := g.self
 	d.mu.Lock()

@@ -276,5 +276,5 @@ def test_engines_with_other_cache_modes_are_refused_by_name(unlike: Cluster) -> 
         got = c.both(prompt)
     compare(c, prompt, got)
     assert moved.loaded == moved.bytes == 0, vars(moved)
-    said = c.sp.log.read_text() + c.sd.log.read_text()
-    assert "identity.states" in said and "float32 align" in said and "float32 none" in said
+    logs = c.sp.log.read_text() + c.sd.log.read_text()
+    assert "identity.states" in logs and "float32 align" in logs and "float32 none" in logs

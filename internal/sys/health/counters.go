@@ -21,12 +21,12 @@ func Counters(root string, up bool, ports []Port) Sample {
 		net := filepath.Join(root, "/sys/class/net", p.NIC)
 		s.Losses += number(net, "carrier_down_count")
 		s.Packets += number(net, "statistics/rx_packets") + number(net, "statistics/tx_packets")
-		// The kernel counts a frame that the host had no room for elsewhere (rx_missed_errors).
+		// rx_errors excludes frames for which the host had no room (rx_missed_errors).
 		s.Errors += number(net, "statistics/rx_errors") + number(net, "statistics/tx_errors")
 		if p.RDMA == "" {
 			continue
 		}
-		// RDMA is not among the packets of the interface.
+		// The interface's packets do not include those of RDMA.
 		ib := filepath.Join(root, "/sys/class/infiniband", p.RDMA, "ports/1")
 		sent := number(ib, "counters/port_xmit_packets")
 		s.Sent += sent

@@ -23,7 +23,7 @@ type library interface {
 	EventSetCreate() (nvml.EventSet, nvml.Return)
 }
 
-// shared is the package's library, which counts its users: package topo is another one.
+// shared is go-nvml's library, which counts its users. Package topo is also one.
 type shared struct{}
 
 func (shared) Init() nvml.Return                  { return nvml.Init() }
@@ -34,7 +34,7 @@ func (shared) DeviceGetHandleByIndex(i int) (nvml.Device, nvml.Return) {
 }
 func (shared) EventSetCreate() (nvml.EventSet, nvml.Return) { return nvml.EventSetCreate() }
 
-// slowdownSymbol is absent from drivers before R535. A call of it would end the process.
+// slowdownSymbol is absent from drivers before R535. Calling it there would end the process.
 const slowdownSymbol = "nvmlDeviceGetCurrentClocksEventReasons"
 
 func hasSlowdown(lib library) bool {
@@ -42,7 +42,7 @@ func hasSlowdown(lib library) bool {
 	return !driver || nvml.Extensions().LookupSymbol(slowdownSymbol) == nil
 }
 
-// events are those that this package understands.
+// events are the types of events that this package handles.
 const events = nvml.EventTypeXidCriticalError | nvml.EventTypeDoubleBitEccError |
 	nvml.EventTypeGpuUnavailableError | nvml.EventTypeGpuRecoveryAction
 
@@ -61,10 +61,10 @@ type device struct {
 	supported uint64 // types of events
 }
 
-// Open loads the library. fs.ErrNotExist: this host has none.
+// Open loads the library. The error is fs.ErrNotExist if this host has none.
 func Open() (*Driver, error) { return open(shared{}) }
 
-// open returns also what could not be opened, beside a driver with the rest.
+// open returns a driver with the GPUs that it could open, and an error for the others.
 func open(lib library) (*Driver, error) {
 	if r := lib.Init(); r != nvml.SUCCESS {
 		err := fmt.Errorf("health: libnvidia-ml.so.1: %s", nvml.ErrorString(r))
@@ -112,7 +112,7 @@ func (d *Driver) find() error {
 	return nil
 }
 
-// Close gives the library back.
+// Close releases the library.
 func (d *Driver) Close() error {
 	if d.set != nil {
 		_ = d.set.Free() // the library's end frees it, too
@@ -123,8 +123,8 @@ func (d *Driver) Close() error {
 	return nil
 }
 
-// Wait waits for an error, for the given time at most; false: there was none. An error means that
-// events cannot be read at present; readings show why.
+// Wait waits for an event, at most for the given time; false: there was none. It fails if events
+// cannot be read at present; readings show why.
 func (d *Driver) Wait(longest time.Duration) (Event, bool, error) {
 	e, r := d.set.Wait(uint32(longest.Milliseconds()))
 	switch {

@@ -10,14 +10,14 @@ import (
 const (
 	// LookEvery is the time between two readings of a GPU. Errors come as events, at once.
 	LookEvery = 5 * time.Second
-	// WaitEvery is how long a Driver waits for an event at most: it cannot be interrupted, and delays
-	// the end of a sidecar by as much.
+	// WaitEvery bounds a Driver's wait for an event. Nothing can interrupt this wait, so it also
+	// delays the end of a sidecar.
 	WaitEvery = 500 * time.Millisecond
-	// gpuQuiet is how long a GPU has to be without errors before its fault ends.
+	// gpuQuiet is the time without errors after which a GPU's fault ends.
 	gpuQuiet = 10 * time.Second
-	// throttleAfter is how long a GPU is throttled before it counts: short peaks are normal.
+	// throttleAfter is the time after which throttling is a fault: short peaks are normal.
 	throttleAfter = 15 * time.Second
-	// throttleQuiet is how long it has to be without throttling before it is fit again.
+	// throttleQuiet is the time without throttling after which the GPU is fit again.
 	throttleQuiet = time.Minute
 )
 
@@ -51,8 +51,8 @@ var actions = map[Action]Fault{
 		Text: "the driver demands a reset after open work has ended"},
 }
 
-// Slowdown are reasons for a lower clock that are faults. A power limit, or a clock that the
-// operator has set, is none.
+// Slowdown is a set of reasons for lower clocks that are faults. A power limit or a clock that the
+// operator has set is not a fault.
 type Slowdown uint8
 
 // The reasons.
@@ -93,9 +93,9 @@ type Event struct {
 
 // GPU is the verdict of one GPU.
 type GPU struct {
-	fault     Fault // of an error or a reading; the worst one
+	fault     Fault // the worst one of an error or a reading
 	last      time.Time
-	lost      bool // it did not answer at some time of this fault
+	lost      bool // it did not answer at some time during this fault
 	read      bool // uncorrected is known
 	errors    uint64
 	slow      Slowdown
@@ -104,8 +104,8 @@ type GPU struct {
 	throttled bool
 }
 
-// Event takes an error. It reports whether memory of the GPU must not be used any more by processes
-// that use it now: its bytes may be wrong, or nothing reaches them.
+// Event handles an error. It reports whether the processes that use the GPU now must stop using its
+// memory: its content may be wrong, or it cannot be accessed.
 func (g *GPU) Event(now time.Time, e Event) (strikes bool) {
 	if e.Memo {
 		return g.strike(now, Fault{Kind: Memory, Level: Failed, Remedy: RestartEngine,
@@ -118,7 +118,8 @@ func (g *GPU) Event(now time.Time, e Event) (strikes bool) {
 	return g.strike(now, Fault{Kind: Xid, Level: x.level, Remedy: x.remedy, Text: xidText(e.Xid)})
 }
 
-// strike adds a fault. Of two with equal effects the first stands: later errors follow from it.
+// strike adds a fault. Of two faults with equal effects it keeps the first one, which probably
+// caused the other.
 func (g *GPU) strike(now time.Time, f Fault) bool {
 	g.last = now
 	f.Since = now
@@ -129,7 +130,7 @@ func (g *GPU) strike(now time.Time, f Fault) bool {
 	return f.Level == Failed
 }
 
-// Look takes a reading, and ends what is over. strikes is as for Event.
+// Look handles a reading, and ends faults that are over. strikes is the result of Event.
 func (g *GPU) Look(now time.Time, r Reading) (strikes bool) {
 	standing := Fault{}
 	switch {
@@ -161,8 +162,8 @@ func (g *GPU) Look(now time.Time, r Reading) (strikes bool) {
 	return strikes
 }
 
-// over reports whether a fault can have ended. Without the driver's recovery action, a GPU that has
-// to be reset shows that only if it did not answer in between; otherwise the fault lasts as long as
+// over reports whether a fault can have ended. If the driver reports no recovery action, a reset
+// can be detected only if the GPU did not answer in between. Otherwise the fault lasts as long as
 // this process, which has to stop for a reset anyway.
 func (g *GPU) over(r Reading) bool {
 	return r.Action == ActionNone || g.fault.Remedy <= RestartEngine || g.lost
@@ -182,7 +183,7 @@ func (g *GPU) throttle(now time.Time, s Slowdown) {
 	}
 }
 
-// Fault is what restricts the use of the GPU.
+// Fault is the worst present fault of the GPU.
 func (g *GPU) Fault() Fault {
 	if g.throttled && g.fault.Level <= Degraded {
 		return Fault{Kind: Throttled, Level: Degraded, Text: "throttled: " + g.slow.String(),

@@ -2,16 +2,16 @@
 // drivers report: Xid errors, memory errors, a lost GPU, throttling; errors, retransmissions and
 // lost carriers of a link.
 //
-// Invariants: a GPU and a Link have no clock and do no I/O: times and readings are arguments. Their
-// state is bounded. A fault ends only after a quiet time. Readings that a driver does not provide
-// restrict nothing.
+// Invariants: GPU and Link have no clock and do no I/O: times and readings are arguments. Their
+// state is bounded. A fault ends only after a time without errors. A reading that a driver does not
+// provide has no effect.
 //
 // Goroutines: none.
 package health
 
 import "time"
 
-// Kind is what is wrong with a device.
+// Kind is the kind of a fault.
 type Kind string
 
 // The kinds.
@@ -26,7 +26,7 @@ const (
 	Resends   Kind = "retransmissions"
 )
 
-// Fault is why a device is not fit.
+// Fault is the reason why a device is not fit.
 type Fault struct {
 	Kind   Kind // empty: it is fit
 	Level  Level

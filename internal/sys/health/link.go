@@ -5,26 +5,25 @@ import (
 	"time"
 )
 
-// Bounds of links. A link that is out of use gets no traffic, and so shows no errors: it is tried
-// again after a time that doubles, so that a bad link does not change the routes again and again.
+// Bounds of links. A link that is out of use gets no traffic, and so shows no errors. It is used
+// again after a hold. The hold doubles each time, so that a bad link rarely changes the routes.
 const (
-	// flapLimit losses of the carrier within flapWindow are flaps. A link that comes back from fewer
-	// is used at once.
+	// flapLimit losses of the carrier within flapWindow are flaps. After fewer losses, a link is used
+	// as soon as its carrier is back.
 	flapLimit  = 3
 	flapWindow = time.Minute
-	// A reading is bad if it has minErrors at least, and they are the given share of the packets. TCP
-	// resends a lost packet; at 1 in 10,000 its rate on a fast link drops to a fraction, and a NIC
-	// with RDMA resends all packets behind a lost one.
+	// A reading is bad if it has at least minErrors errors, and at least errorShare of the packets
+	// have one. With 1 lost packet in 10,000, TCP's rate on a fast link drops to a fraction, and
+	// RDMA resends all packets behind the lost one.
 	minErrors  = 10
 	errorShare = 1e-4
-	// Retransmissions have their causes at the other end or in a switch, too: only a link that is
-	// hardly usable counts.
+	// resendShare is higher, because the other end or a switch can also cause retransmissions.
 	resendShare = 1e-2
 	badLooks    = 2 // bad readings in a row
 	minLook     = 500 * time.Millisecond
 	firstHold   = 30 * time.Second
 	longestHold = 15 * time.Minute
-	forgiven    = 4 // times the last hold without a fault: the next one is short again
+	forgiven    = 4 // after this many times the doubled hold without a fault, the next is firstHold
 )
 
 // Sample has the counters of a link since the start of its driver.
@@ -53,7 +52,7 @@ type Link struct {
 // Look takes the counters.
 func (l *Link) Look(now time.Time, s Sample) {
 	was, first := l.last, !l.known
-	// A counter that fell is of a driver that started again.
+	// A counter falls when the driver restarts.
 	first = first || s.Losses < was.Losses || s.Packets < was.Packets || s.Errors < was.Errors ||
 		s.Sent < was.Sent || s.Resent < was.Resent
 	if first {
@@ -120,5 +119,5 @@ func (l *Link) settle(now time.Time, up bool) {
 	}
 }
 
-// Fault is why the link should not be used; Kind is empty: it may be.
+// Fault is the reason not to use the link; with an empty Kind it may be used.
 func (l *Link) Fault() Fault { return l.fault }

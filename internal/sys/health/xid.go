@@ -14,7 +14,7 @@ const (
 
 func (l Level) String() string { return [...]string{"fit", "degraded", "failed"}[l] }
 
-// Remedy is what ends a fault of a GPU. Each includes those before it.
+// Remedy ends a fault of a GPU. Each one includes those before it.
 type Remedy uint8
 
 // The remedies.
@@ -41,10 +41,10 @@ type xid struct {
 // xids are the Xid errors of data center GPUs since Ampere that have a meaning here. Their remedies
 // are the immediate actions of NVIDIA's catalog,
 // https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html: RESTART_APP, RESET_GPU,
-// RESTART_BM and RESTART_VM. Level Fit: the catalog blames the application (CHECK_APP), whose
-// process ends by itself, or has the action IGNORE. For errors that are not here, and for those
-// with a workflow instead of an action (74, 144 to 150), the recovery action that the driver
-// reports decides.
+// RESTART_BM and RESTART_VM. Errors of level Fit have the action IGNORE, or their cause is in the
+// application (CHECK_APP), whose process ends by itself. Errors that are not listed, among them
+// those with a workflow instead of an action (74, 144 to 150), have no effect: only the recovery
+// action that the driver reports has.
 var xids = map[uint64]xid{
 	8:   {"GPU stopped processing", Fit, NoRemedy},
 	11:  {"invalid push buffer", Fit, NoRemedy},

@@ -74,8 +74,8 @@ func CRC32C(crc uint32, p []byte) uint32 {
 //go:noinline
 func crcPiece(crc uint32, p []byte) uint32 { return sum(crc, p) }
 
-// CopyCRC32C is Copy of len(src) bytes and CRC32C of them in one pass: it reads each byte of src
-// once, so the sum is that of what dst has, even where src changes meanwhile.
+// CopyCRC32C copies len(src) bytes and computes their CRC32C in one pass. It reads each byte of src
+// once, so the sum is that of the bytes in dst, even if src changes meanwhile.
 func CopyCRC32C(crc uint32, dst, src []byte) uint32 {
 	dst = dst[:len(src)]
 	for len(src) > copyPiece {
@@ -91,7 +91,7 @@ func crcCopyPiece(crc uint32, dst, src []byte) uint32 { return copySum(crc, dst,
 // throughs are buffers of copySumThrough, which fit into the first-level cache.
 var throughs = sync.Pool{New: func() any { return new([8 << 10]byte) }}
 
-// copySumThrough is copySum for processors without a loop for it.
+// copySumThrough is copySum for processors without an assembly loop.
 func copySumThrough(crc uint32, dst, src []byte) uint32 {
 	b := throughs.Get().(*[8 << 10]byte)
 	defer throughs.Put(b)

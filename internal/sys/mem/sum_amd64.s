@@ -1,6 +1,7 @@
 #include "textflag.h"
 
-// FOLD multiplies x, 64 bytes of the message so far, by the power of x that k has for each half, and adds next.
+// FOLD folds the 64 bytes of x into next, with the result in x: it multiplies each half of 16 bytes
+// of x by the power in k, and adds next.
 #define FOLD(x, k, next, t) \
 	VPCLMULQDQ $0x00, k, x, t \
 	VPCLMULQDQ $0x11, k, x, x \
@@ -13,14 +14,14 @@
 	VMOVDQU64 128(SI), c \
 	VMOVDQU64 192(SI), d
 
-// STORE stores 256 bytes around the caches.
+// STORE stores 256 bytes without filling the caches.
 #define STORE(a, b, c, d) \
 	VMOVNTDQ a, 0(DI) \
 	VMOVNTDQ b, 64(DI) \
 	VMOVNTDQ c, 128(DI) \
 	VMOVNTDQ d, 192(DI)
 
-// BEGIN loads the constants, and adds the register in AX to the first bytes of the message.
+// BEGIN loads the constants, and adds the CRC register in AX to the first 4 bytes of the message.
 #define BEGIN \
 	VBROADCASTI32X4 0(R8), Z30 \
 	VBROADCASTI32X4 16(R8), Z31 \
@@ -34,7 +35,7 @@
 	FOLD(Z2, Z30, Z18, Z22) \
 	FOLD(Z3, Z30, Z19, Z23)
 
-// END folds Z0 to Z3 to 64 bytes. AX becomes their sum, as of a message of its own.
+// END folds Z0 to Z3 to 64 bytes. AX becomes the CRC register of these 64 bytes alone.
 #define END \
 	FOLD(Z0, Z31, Z1, Z20) \
 	FOLD(Z0, Z31, Z2, Z20) \
@@ -53,7 +54,7 @@
 
 // func foldSum(crc uint32, k *[4]uint64, p *byte, n uintptr) uint32
 //
-// Continues the register crc over n bytes, a multiple of 256 and not 0.
+// foldSum continues the CRC register crc over n bytes. n is a positive multiple of 256.
 TEXT ·foldSum(SB), NOSPLIT, $64-36
 	MOVL crc+0(FP), AX
 	MOVQ k+8(FP), R8
@@ -75,8 +76,9 @@ whole:
 
 // func foldCopy(crc uint32, k *[4]uint64, dst, src *byte, n uintptr) uint32
 //
-// Copies n bytes, a multiple of 256 and not 0, to dst, which is aligned to 64, and continues the register crc over them. Each
-// byte is read once. The fence orders the stores before whatever the caller publishes next.
+// foldCopy copies n bytes to dst, and continues the CRC register crc over them. n is a positive
+// multiple of 256, and dst is aligned to 64. The loop reads each byte once. The fence orders the
+// non-temporal stores before later stores of the caller.
 TEXT ·foldCopy(SB), NOSPLIT, $64-44
 	MOVL crc+0(FP), AX
 	MOVQ k+8(FP), R8
@@ -101,14 +103,15 @@ whole:
 	MOVL AX, ret+40(FP)
 	RET
 
-// NARROW is FOLD of 16 bytes.
+// NARROW is FOLD for 16 bytes.
 #define NARROW(x, k, next, t) \
 	VPCLMULQDQ $0x00, k, x, t \
 	VPCLMULQDQ $0x11, k, x, x \
 	VPXOR t, x, x \
 	VPXOR next, x, x
 
-// FIRST copies the first 16 bytes that x has, LANE copies the next ones and folds them.
+// FIRST loads the first 16 bytes into x and stores them. LANE does so with the next 16 bytes, and
+// folds x into them.
 #define FIRST(at, x) \
 	VMOVDQU at(SI), x \
 	VMOVNTDQ x, at(DI)
@@ -119,7 +122,8 @@ whole:
 
 // func narrowCopy(crc uint32, k *[4]uint64, dst, src *byte, n uintptr) uint32
 //
-// foldCopy for processors without AVX-512: n is a multiple of 128 and not 0. A prefetch never faults.
+// narrowCopy is foldCopy for processors without AVX-512. n is a positive multiple of 128. A
+// prefetch beyond the source does not fault.
 TEXT ·narrowCopy(SB), NOSPLIT, $0-44
 	MOVL crc+0(FP), AX
 	MOVQ k+8(FP), R8
@@ -174,7 +178,7 @@ whole:
 
 // func wordsCopy(crc uint32, dst, src *byte, n uintptr) uint32
 //
-// foldCopy for a few bytes: any number at any place, with ordinary stores.
+// wordsCopy is foldCopy for any number of bytes at any alignment, with ordinary stores.
 TEXT ·wordsCopy(SB), NOSPLIT, $0-36
 	MOVL crc+0(FP), AX
 	MOVQ dst+8(FP), DI

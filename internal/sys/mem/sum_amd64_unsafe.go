@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/cpu"
 )
 
-// These are in sum_amd64.s. A register is the complement of a sum.
+// These functions are in sum_amd64.s. Their crc is the CRC register, the complement of a sum.
 
 //go:noescape
 func foldSum(crc uint32, k *[4]uint64, p *byte, n uintptr) uint32
@@ -23,7 +23,7 @@ func narrowCopy(crc uint32, k *[4]uint64, dst, src *byte, n uintptr) uint32
 //go:noescape
 func wordsCopy(crc uint32, dst, src *byte, n uintptr) uint32
 
-// Bytes that a loop takes at a time, and those of one of its registers.
+// Bytes of one iteration of a loop, and of one of its vector registers.
 const (
 	foldStep   = 256
 	foldWide   = 64
@@ -32,7 +32,7 @@ const (
 )
 
 var (
-	// Intel's processors since Ice Lake, AMD's since Zen 4.
+	// Intel processors since Ice Lake and AMD processors since Zen 4 have these.
 	folding = cpu.X86.HasAVX512F && cpu.X86.HasAVX512VPCLMULQDQ && cpu.X86.HasSSE42
 	narrow  = cpu.X86.HasAVX && cpu.X86.HasPCLMULQDQ && cpu.X86.HasSSE42
 
@@ -40,14 +40,14 @@ var (
 	narrowFactors = factors(narrowStep, narrowWide)
 )
 
-// factors move the low and the high half of 16 bytes by a step, and by one register. Their product
-// with 64 bits counts one bit too few.
+// factors are the powers of x that move the low and the high half of 16 bytes by a step, and by one
+// vector register. The exponents compensate the carry-less product, which has 127 bits, not 128.
 func factors(step, wide int) [4]uint64 {
 	return [4]uint64{power(8*step+63) << 32, power(8*step-1) << 32, power(8*wide+63) << 32,
 		power(8*wide-1) << 32}
 }
 
-// power is x^n modulo the polynomial of CRC-32C, the highest power in the lowest bit.
+// power is x^n modulo the polynomial of CRC-32C, with the highest power in the lowest bit.
 func power(n int) uint64 {
 	p := uint32(1 << 31)
 	for range n {
@@ -56,7 +56,7 @@ func power(n int) uint64 {
 	return uint64(p)
 }
 
-// sum continues a sum. Folding takes 64 bytes a cycle, the crc32 instruction 8.
+// sum continues a sum. Folding processes 64 bytes in a cycle, the crc32 instruction 8.
 func sum(crc uint32, p []byte) uint32 {
 	if body := len(p) &^ (foldStep - 1); folding && body > 0 {
 		crc = ^foldSum(^crc, &foldFactors, &p[0], uintptr(body))
@@ -75,7 +75,7 @@ func copySum(crc uint32, dst, src []byte) uint32 {
 	return copySumThrough(crc, dst, src)
 }
 
-// copySumBy copies by the loop with a step.
+// copySumBy copies with the loop whose step is given.
 func copySumBy(step int, crc uint32, dst, src []byte) uint32 {
 	n := len(src)
 	to, from := unsafe.SliceData(dst[:n]), unsafe.SliceData(src)

@@ -54,9 +54,9 @@ def check_store(config: VllmConfig, kv: KVCacheConfig) -> None:
         )
     if identity_of_states(kv):
         raise Unsupported(
-            "kvspray: store is on, and the model has recurrent states (MambaSpec): a page without "
-            "the state of its last token would be of no use, and states are not stored; set store "
-            "to false"
+            "kvspray: store is on, and the model has recurrent states (MambaSpec): a page cannot "
+            "be used without the state of its last token, and the store does not save states; set "
+            "store to false"
         )
     if len(kv.kv_cache_groups) != 1 or any(windows_of(kv)):
         raise Unsupported(

@@ -324,9 +324,10 @@ class SchedulerSide:
             self._shorten(request, len(tokens) - self._backoff)
 
     def _shorten(self, request: Request, tokens: int) -> None:
-        """The engine computes exactly what decode loads, and its recurrent states are then those of
-        the last token that moves. What it answers, one token, is of a shorter prompt: the router
-        takes nothing of it. vLLM's front end has lists of its own, or this very one."""
+        """Shortens the prompt to the tokens that the decode engine loads, so that the recurrent
+        states are those after the last of them. The router ignores the one token that the engine
+        then generates. prompt_token_ids is not changed in place, because vLLM's front end may use
+        the same list."""
         assert request.prompt_token_ids is not None
         request.prompt_token_ids = request.prompt_token_ids[:tokens]
         del request._all_token_ids[tokens:]

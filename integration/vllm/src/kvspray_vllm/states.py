@@ -1,8 +1,8 @@
 """Recurrent states (Mamba 1 and 2, gated delta nets, KDA, short convolutions): what a page of
 vLLM's MambaSpec holds, and which engines with such layers are served.
 
-A state is that of one token, the last one that was computed. So it moves whole or not at all, once
-the prefill has computed exactly the tokens that decode loads; see scheduler.py.
+A state is that after the last computed token. So it moves as a whole, after the prefill engine has
+computed exactly the tokens that the decode engine loads; see scheduler.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-# Of each backend the strategy of its pages, and how many states a page has: the history of the
-# convolution, and the recurrent state.
+# For each backend: the strategy of its pages, and the number of states in a page (the history of
+# the convolution, and the recurrent state).
 BACKENDS: Mapping[str, tuple[str, int]] = {
     "GDN_ATTN": ("gdn_state", 2),  # Kimi-Linear's KDA, too
     "KIMI_K3_KDA": ("kda_state", 2),
@@ -28,7 +28,7 @@ BACKENDS: Mapping[str, tuple[str, int]] = {
     "LINEAR_ATTN": ("gdn_state", 1),
 }
 SHORT_CONV = "SHORT_CONV"
-# Names that models have for the groups of B and C.
+# Names of the field for the groups of B and C in the configurations of models.
 GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
 
@@ -67,8 +67,8 @@ def check_states(config: VllmConfig, kv: KVCacheConfig) -> None:
     if config.speculative_config is not None:
         raise Unsupported(
             f"kvspray: speculative_config.method is {config.speculative_config.method}, and the "
-            "model has recurrent states (MambaSpec): a state for each drafted token is not "
-            "followed, serve the model without speculation"
+            "model has recurrent states (MambaSpec): a state for each draft token is not "
+            "supported, serve the model without speculation"
         )
 
 
@@ -95,15 +95,15 @@ def state_kind(spec: KVCacheSpec, backend: str, ranks: Ranks, groups: int, devic
     """The strategy of a layer with states, and its parameters. groups: of groups_of."""
     if backend not in BACKENDS:
         raise Unsupported(
-            f"kvspray: the backend of a recurrent state is {backend or 'unknown'}; what its pages "
-            f"hold is known of {', '.join(BACKENDS)}; serve the model without kvspray"
+            f"kvspray: the backend of a recurrent state is {backend or 'unknown'}; supported "
+            f"are {', '.join(BACKENDS)}; serve the model without kvspray"
         )
     strategy, count = BACKENDS[backend]
     shapes = [tuple(int(n) for n in shape) for shape in spec.shapes]
     if len(shapes) != count:
         raise Unsupported(
-            f"kvspray: a layer of {backend} has {len(shapes)} states in a page, of which {count} "
-            "are known; serve the model without --use-replayssm"
+            f"kvspray: a layer of {backend} has {len(shapes)} states in a page, and {count} "
+            "are supported; serve the model without --use-replayssm"
         )
     if spec.tp_replicated and ranks.tp_size > 1:
         raise Unsupported(
@@ -154,7 +154,7 @@ def _equal(backend: str, got: int, want: int) -> None:
     if got != want or not want:
         raise Unsupported(
             f"kvspray: the convolution of {backend} has {got} channels where its recurrent state "
-            f"has {want}; such states are not known, serve the model without kvspray"
+            f"has {want}; such states are not supported, serve the model without kvspray"
         )
 
 
