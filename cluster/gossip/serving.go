@@ -69,7 +69,7 @@ func newServing(observe bool) serving {
 func (s *serving) wantLocked(name string, revision uint64) {
 	switch _, known := s.wanted[name]; {
 	case !s.observe || revision == 0 || revision > maxRevision:
-	case !known && len(s.wanted) >= maxServed: // until another one leaves
+	case !known && len(s.wanted) >= maxServed && !s.dropLostLocked(): // until its next change
 	default:
 		w := s.wanted[name]
 		s.wanted[name] = wanted{max(w.revision, revision), w.asked}
@@ -90,6 +90,21 @@ func (s *serving) loseLocked(name string, now time.Time) {
 		s.have[name] = h
 		s.wanted[name] = wanted{revision: h.revision}
 	}
+}
+
+// dropLostLocked forgets the member that was lost first; false: all are there.
+func (s *serving) dropLostLocked() bool {
+	first := ""
+	for name, h := range s.have {
+		if !h.lost.IsZero() && (first == "" || h.lost.Before(s.have[first].lost)) {
+			first = name
+		}
+	}
+	if first == "" {
+		return false
+	}
+	s.forgetLocked(first)
+	return true
 }
 
 func (s *serving) forgetLocked(name string) {
