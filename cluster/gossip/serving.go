@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -191,8 +192,9 @@ func messageOf(boot transfer.Boot, revision uint64, s *cluster.Serving) ([]byte,
 		Started: s.Started.UnixMilli()}
 	for _, a := range s.APIs[:min(len(s.APIs), cluster.MaxAPIs)] {
 		print, _ := hex.DecodeString(a.Fingerprint) // another form: unknown
-		m.Apis = append(m.Apis, &peerv1.Api{Url: a.URL, Role: a.Role, Engine: a.Engine,
-			Version: a.Version, Fingerprint: print, World: uint32(a.World), Ranks: a.Ranks})
+		valid := func(s string) string { return strings.ToValidUTF8(s, "?") } // engines name them
+		m.Apis = append(m.Apis, &peerv1.Api{Url: valid(a.URL), Role: a.Role, Engine: valid(a.Engine),
+			Version: valid(a.Version), Fingerprint: print, World: uint32(a.World), Ranks: a.Ranks})
 	}
 	for {
 		b, err := proto.Marshal(&peerv1.GossipMessage{

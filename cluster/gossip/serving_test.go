@@ -172,6 +172,10 @@ func TestServingIsBounded(t *testing.T) {
 	if len(w.wanted) != maxServed {
 		t.Errorf("%d members", len(w.wanted))
 	}
+	broken := cluster.Serving{APIs: []cluster.API{{URL: "http://a:1", Engine: "\xff", Version: "\xff"}}}
+	if b, err := messageOf(transfer.Boot{1}, 1, &broken); err != nil || len(b) == 0 {
+		t.Errorf("an engine with a broken name hides those of its node: %v", err)
+	}
 	// In a full table new members get the places of those that were lost, the oldest first.
 	for i, name := range []string{"7", "5"} {
 		w.have[name] = have{revision: 1, serving: cluster.Serving{APIs: make([]cluster.API, 1)}}
