@@ -191,7 +191,7 @@ func messageOf(boot transfer.Boot, revision uint64, s *cluster.Serving) ([]byte,
 	m := &peerv1.Serving{Boot: boot[:], Revision: revision, Http: s.HTTP, Leaving: s.Leaving,
 		Started: s.Started.UnixMilli()}
 	for _, a := range s.APIs[:min(len(s.APIs), cluster.MaxAPIs)] {
-		print, _ := hex.DecodeString(a.Fingerprint) // another form: unknown
+		print, _ := hex.DecodeString(a.Fingerprint)                           // another form: unknown
 		valid := func(s string) string { return strings.ToValidUTF8(s, "?") } // engines name them
 		m.Apis = append(m.Apis, &peerv1.Api{Url: valid(a.URL), Role: a.Role, Engine: valid(a.Engine),
 			Version: valid(a.Version), Fingerprint: print, World: uint32(a.World), Ranks: a.Ranks})

@@ -172,7 +172,7 @@ func TestServingIsBounded(t *testing.T) {
 	if len(w.wanted) != maxServed {
 		t.Errorf("%d members", len(w.wanted))
 	}
-	broken := cluster.Serving{APIs: []cluster.API{{URL: "http://a:1", Engine: "\xff", Version: "\xff"}}}
+	broken := cluster.Serving{APIs: []cluster.API{{URL: "http://a", Engine: "\xff", Version: "\xff"}}}
 	if b, err := messageOf(transfer.Boot{1}, 1, &broken); err != nil || len(b) == 0 {
 		t.Errorf("an engine with a broken name hides those of its node: %v", err)
 	}
