@@ -107,7 +107,23 @@ func (h hosts) have(host string) bool {
 // chosen is the engines of a router out of what members publish, with reasons against the others.
 // The order of the argument is of no importance.
 func chosen(found []Found, allow []hosts) (list []Found, problems []string) {
-	found = slices.Clone(found)
+	reject := func(f *Found, why string, args ...any) {
+		problems = append(problems, fmt.Sprintf("engine %s of %s: ", shown(f.URL), f.Member)+
+			fmt.Sprintf(why, args...))
+	}
+	found = slices.DeleteFunc(slices.Clone(found), func(f Found) bool {
+		u, err := url.Parse(f.URL)
+		_, oerr := origin.Parse(f.URL)
+		wrong := err != nil || oerr != nil || u.User != nil
+		if wrong {
+			reject(&f, "its URL is not one of a server")
+		}
+		return wrong
+	})
+	for i := range found {
+		at, _ := origin.Parse(found[i].URL) // it was checked
+		found[i].URL = at.String()          // two spellings are one engine
+	}
 	rank := func(f *Found) int { // of two with one URL
 		switch {
 		case f.Lost:
@@ -121,24 +137,12 @@ func chosen(found []Found, allow []hosts) (list []Found, problems []string) {
 		return cmp.Or(cmp.Compare(a.URL, b.URL), cmp.Compare(rank(&a), rank(&b)),
 			b.Started.Compare(a.Started), cmp.Compare(a.ID, b.ID), cmp.Compare(a.Role, b.Role))
 	})
-	reject := func(f *Found, why string, args ...any) {
-		problems = append(problems, fmt.Sprintf("engine %s of %s: ", shown(f.URL), f.Member)+
-			fmt.Sprintf(why, args...))
-	}
 	for _, f := range found {
-		at, err := origin.Parse(f.URL)
-		u, perr := url.Parse(f.URL)
-		switch {
-		case err != nil || perr != nil || u.User != nil:
-			reject(&f, "its URL is not one of a server")
-			continue
-		}
-		f.URL = at.String()
 		switch {
 		case f.Role != rolePrefill && f.Role != roleDecode && f.Role != roleBoth:
 			reject(&f, "its role %q is not one of prefill, decode, both", f.Role)
 		case !f.ownHost() && !slices.ContainsFunc(allow, func(h hosts) bool {
-			return h.have(u.Hostname())
+			return h.have(hostOf(f.URL))
 		}):
 			reject(&f, "it is on another host than that member: add this host to allow if the member "+
 				"may publish it")
@@ -159,15 +163,20 @@ func chosen(found []Found, allow []hosts) (list []Found, problems []string) {
 
 // ownHost reports whether an engine is on the host of its member.
 func (f *Found) ownHost() bool {
-	u, err := url.Parse(f.URL)
-	if err != nil {
-		return false
-	}
-	a, err := netip.ParseAddr(u.Hostname())
+	a, err := netip.ParseAddr(hostOf(f.URL))
 	return err == nil && slices.ContainsFunc(f.Hosts, func(h string) bool {
 		b, err := netip.ParseAddr(h)
 		return err == nil && a.Unmap() == b.Unmap()
 	})
+}
+
+// hostOf is the host of a URL; empty: it has none.
+func hostOf(raw string) string {
+	u, err := url.Parse(raw)
+	if err != nil {
+		return ""
+	}
+	return u.Hostname()
 }
 
 // shown is a URL for the operator.
@@ -281,9 +290,12 @@ func (d *discovery) look() {
 			decode = append(decode, f.Engine)
 		}
 	}
+	err := d.p.setEngines(prefill, decode)
+	if err != nil {
+		problems = append([]string{err.Error()}, problems...)
+	}
 	d.note(problems)
-	if err := d.p.setEngines(prefill, decode); err != nil {
-		d.note([]string{err.Error()})
+	if err != nil {
 		return
 	}
 	d.report(now)

@@ -425,8 +425,9 @@ func (j *job) askDecode(ctx context.Context, b *backend, params json.RawMessage)
 	j.routed.Decode, j.routed.DecodeSidecar = b.url.String(), b.sidecar.String()
 	hop := j.trace.hop(true)
 	hop.begin(b)
+	skip := maps.Clone(j.skips(params)) // Watch looks at it while the request goes on
 	g := newGuard(ctx, b, j.p.times.FirstByte, func() bool {
-		return j.p.decode.any(j.skips(params), j.req.model, candidate.takes)
+		return j.p.decode.any(skip, j.req.model, candidate.takes)
 	})
 	a, err := j.beginDecode(g, b, j.req.forDecode(params))
 	switch {

@@ -3,6 +3,8 @@ package proxy
 import (
 	"context"
 	"errors"
+	"net/http"
+	"net/http/httptest"
 	"testing"
 	"time"
 
@@ -45,6 +47,35 @@ func TestGuardLeavesABegunAnswer(t *testing.T) {
 				t.Errorf("the engine is down, and the answer is ended: %v", c)
 			}
 		})
+	}
+}
+
+// Watch may look at a guard while its request goes on to other engines: what it looks at must not
+// change meanwhile.
+func TestGuardLooksWhileItsRequestGoesOn(t *testing.T) {
+	e := newEngine(t, nil)
+	p, err := New(Config{Decode: decoders(e.URL, "http://127.0.0.1:1")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, next := p.decode.list()[0], p.decode.list()[1]
+	var g *guard
+	e.answer = func(w http.ResponseWriter, _ *http.Request, _ seen) {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		for g = range b.guards {
+			w.WriteHeader(http.StatusInternalServerError)
+		}
+	}
+	j := &job{p: p, req: &request{kind: kindCompletion, raw: []byte("{}")},
+		in:    httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", http.NoBody),
+		tried: map[*backend]bool{b: true}}
+	if _, err := j.askDecode(t.Context(), b, nil); err == nil || g == nil {
+		t.Fatalf("%v, guard %v", err, g)
+	}
+	j.tried[next] = true
+	if !g.other() {
+		t.Error("an old guard follows the request's further tries")
 	}
 }
 

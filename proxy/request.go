@@ -51,11 +51,9 @@ var errNotObject = errors.New(
 func parseRequest(k kind, body []byte) (*request, error) {
 	r := &request{kind: k, raw: body, prompts: 1, n: 1}
 	if k == kindPassed {
-		var x struct {
-			Model string `json:"model"`
+		if fields, _, ok := splitObject(body); ok {
+			_ = json.Unmarshal(fields["model"], &r.model) // another form: the engine refuses it
 		}
-		_ = json.Unmarshal(body, &x) // another form names none: the engine refuses it
-		r.model = x.Model
 		return r, nil
 	}
 	fields, twice, ok := splitObject(body)

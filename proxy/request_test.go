@@ -57,6 +57,18 @@ func TestNoParamsByTheBackDoor(t *testing.T) {
 	}
 }
 
+// The router reads the model that the engine will read.
+func TestModelOfARequest(t *testing.T) {
+	for _, k := range []kind{kindChat, kindPassed} {
+		for _, body := range []string{`{"model":"a","Model":"b","MODEL":"c"}`,
+			`{"model":"b","mod\u0065l":"a"}`, `{"x":{"model":"b"},"model":"a"}`} {
+			if r, err := parseRequest(k, []byte(body)); err != nil || r.model != "a" {
+				t.Errorf("kind %d, %s: %+v, %v", k, body, r, err)
+			}
+		}
+	}
+}
+
 func TestBadBodies(t *testing.T) {
 	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
 	_, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "a:1"}}, Decode: decoders(d.URL),

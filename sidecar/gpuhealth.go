@@ -271,12 +271,13 @@ func (h *gpuHealth) apply() {
 // failWorker implements gpuHealth.fail.
 func (n *Node) failWorker(w *engines.Worker, why string) (known bool) {
 	n.driver.Do(func(ex *exec.Exec, now exec.Instant) { known = ex.SetFault(now, w, why) })
+	known = known || w.Layout == nil // without a layout it has no leases there
 	var err error
-	if why != "" {
+	if why != "" && known { // nothing would end the fault of one that is gone
 		err = errors.New(why)
 	}
 	n.local.SetFault(w, err)
-	return known || w.Layout == nil // without a layout it has no leases there
+	return known
 }
 
 // health describes the faults of all devices, for routers and operators.

@@ -14,6 +14,7 @@ import (
 	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/sys/health"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/faulttest"
 	"github.com/kvspray/kvspray/transport/transporttest"
@@ -277,6 +278,20 @@ func TestContainedError(t *testing.T) {
 	until(t, func() bool { v = nodeOf(t, n); return !v.Leaving })
 	if len(v.Health.Failed) != 1 {
 		t.Errorf("with a new engine: %+v", v)
+	}
+}
+
+// TestFaultOfWorkerThatIsGone: a worker that went away while its GPU failed is not kept.
+func TestFaultOfWorkerThatIsGone(t *testing.T) {
+	n := start(t, nil)
+	gone := &engines.Worker{Layout: &layout.Layout{}}
+	if n.failWorker(gone, "its GPU has failed") {
+		t.Error("a worker without a session is known")
+	}
+	ctx, end := n.local.Open(gone, 1, time.Hour)
+	defer end()
+	if ctx.Err() != nil {
+		t.Error("its fault is kept, and nothing will end that")
 	}
 }
 

@@ -126,7 +126,7 @@ func New(opt Options) (*Node, error) {
 		return nil, err
 	}
 	n.join(self)
-	n.served = &served{cfg: &n.cfg.Engine,
+	n.served = &served{cfg: &n.cfg.Engine, health: n.devices.view,
 		leaving: func() bool { return n.Leaving() > 0 }, own: ownAddress(n.cfg), started: time.Now(),
 		roles: map[string]string{}}
 	n.web = web.New(web.Options{Node: n.cfg.Node, Version: n.version, Boot: n.boot, Gather: n.registry,

@@ -17,6 +17,7 @@ import (
 	"github.com/kvspray/kvspray/cluster"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/internal/origin"
 )
 
@@ -24,6 +25,7 @@ import (
 type served struct {
 	cfg     *config.Engine
 	leaving func() bool
+	health  func() nodeapi.Health // of the devices
 	own     func(netip.Addr) bool // an address is this host's
 	started time.Time
 	http    string // set before the first description
@@ -40,6 +42,7 @@ func (s *served) of(workers []*engines.Worker) cluster.Serving {
 	slices.SortFunc(workers, func(a, b *engines.Worker) int { return strings.Compare(a.Name, b.Name) })
 	byURL, why := map[string]*cluster.API{}, map[string]string{}
 	counted := map[string]bool{} // engines
+	health := s.health()
 	for _, w := range workers {
 		if w.Internal {
 			continue
@@ -47,6 +50,10 @@ func (s *served) of(workers []*engines.Worker) cluster.Serving {
 		name := w.Place.Engine
 		if s.cfg.API == "" && w.Engine.API == "" {
 			continue // it is for routers with a list, or the leader of its engine is elsewhere
+		}
+		if slices.Contains(health.Failed, name) {
+			why[name] = "a device that it uses has failed"
+			continue
 		}
 		a, err := s.api(w)
 		if err != nil {
@@ -72,7 +79,7 @@ func (s *served) of(workers []*engines.Worker) cluster.Serving {
 		}
 		x.Ranks = append(x.Ranks, w.Place.Rank())
 	}
-	out := cluster.Serving{HTTP: s.http, Leaving: s.leaving(), Started: s.started}
+	out := cluster.Serving{HTTP: s.http, Leaving: s.leaving() || health.Leaving, Started: s.started}
 	for _, u := range slices.Sorted(maps.Keys(byURL)) {
 		out.APIs = append(out.APIs, *byURL[u])
 	}

@@ -9,6 +9,7 @@ import (
 	"github.com/kvspray/kvspray/cluster"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/layout"
 )
 
@@ -68,7 +69,8 @@ func TestServedEngines(t *testing.T) {
 			problem: "vllm/b: its role is prefill, and engine vllm/a has the same URL"},
 	} {
 		s := &served{cfg: &config.Engine{API: c.api, Role: c.role}, leaving: func() bool { return true },
-			own: func(a netip.Addr) bool { return a.IsLoopback() }, http: "http://127.0.0.1:7651"}
+			health: fit,
+			own:    func(a netip.Addr) bool { return a.IsLoopback() }, http: "http://127.0.0.1:7651"}
 		got := s.of(c.workers)
 		if !got.Leaving || got.HTTP != s.http {
 			t.Errorf("%s: %+v", name, got)
@@ -84,10 +86,45 @@ func TestServedEngines(t *testing.T) {
 	}
 }
 
+func fit() nodeapi.Health { return nodeapi.Health{} }
+
+// Routers that find engines by gossip get none whose device has failed, and leave a node without a
+// working one, also where they cannot reach its HTTP listener.
+func TestServedEnginesOfFailedDevices(t *testing.T) {
+	var health nodeapi.Health
+	s := &served{cfg: &config.Engine{}, leaving: func() bool { return false },
+		health: func() nodeapi.Health { return health }, own: func(netip.Addr) bool { return true }}
+	var workers []*engines.Worker
+	for i, id := range []string{"a", "b"} {
+		workers = append(workers, &engines.Worker{Name: id, Place: engines.Place{Engine: "vllm/" + id},
+			Engine: engines.About{API: fmt.Sprintf("http://127.0.0.1:%d", i+1), Role: "both"}})
+	}
+	for _, c := range []struct {
+		health nodeapi.Health
+		urls   string
+	}{
+		{nodeapi.Health{}, "http://127.0.0.1:1 http://127.0.0.1:2"},
+		{nodeapi.Health{State: nodeapi.HealthFailed, Failed: []string{"vllm/a"}}, "http://127.0.0.1:2"},
+		{nodeapi.Health{State: nodeapi.HealthFailed, Failed: []string{"vllm/a", "vllm/b"},
+			Leaving: true}, ""},
+	} {
+		health = c.health
+		got := s.of(workers)
+		var urls []string
+		for _, a := range got.APIs {
+			urls = append(urls, a.URL)
+		}
+		if strings.Join(urls, " ") != c.urls || got.Leaving != health.Leaving ||
+			len(*s.problems.Load()) != len(health.Failed) {
+			t.Errorf("%+v: %+v, problems %q", health, got, *s.problems.Load())
+		}
+	}
+}
+
 // A role that is set lasts for the engine's URL, and cannot exceed what the engine announces.
 func TestSetRole(t *testing.T) {
 	s := &served{cfg: &config.Engine{}, leaving: func() bool { return false },
-		own: func(netip.Addr) bool { return true }, roles: map[string]string{}}
+		health: fit, own: func(netip.Addr) bool { return true }, roles: map[string]string{}}
 	var workers []*engines.Worker
 	if err := s.setRole(workers, "a", "decode"); err == nil ||
 		!strings.Contains(err.Error(), "no engine with a URL: set engine.api") {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -69,7 +70,7 @@ func newServing(observe bool) serving {
 func (s *serving) wantLocked(name string, revision uint64) {
 	switch _, known := s.wanted[name]; {
 	case !s.observe || revision == 0 || revision > maxRevision:
-	case !known && len(s.wanted) >= maxServed: // until a member leaves
+	case !known && len(s.wanted) >= maxServed && !s.dropLostLocked(): // until a member leaves
 	default:
 		w := s.wanted[name]
 		s.wanted[name] = wanted{max(w.revision, revision), w.asked}
@@ -90,6 +91,21 @@ func (s *serving) loseLocked(name string, now time.Time) {
 		s.have[name] = h
 		s.wanted[name] = wanted{revision: h.revision}
 	}
+}
+
+// dropLostLocked forgets the member that was lost first; false: all are there.
+func (s *serving) dropLostLocked() bool {
+	first := ""
+	for name, h := range s.have {
+		if !h.lost.IsZero() && (first == "" || h.lost.Before(s.have[first].lost)) {
+			first = name
+		}
+	}
+	if first == "" {
+		return false
+	}
+	s.forgetLocked(first)
+	return true
 }
 
 func (s *serving) forgetLocked(name string) {
@@ -175,9 +191,10 @@ func messageOf(boot transfer.Boot, revision uint64, s *cluster.Serving) ([]byte,
 	m := &peerv1.Serving{Boot: boot[:], Revision: revision, Http: s.HTTP, Leaving: s.Leaving,
 		Started: s.Started.UnixMilli()}
 	for _, a := range s.APIs[:min(len(s.APIs), cluster.MaxAPIs)] {
-		print, _ := hex.DecodeString(a.Fingerprint) // another form: unknown
-		m.Apis = append(m.Apis, &peerv1.Api{Url: a.URL, Role: a.Role, Engine: a.Engine,
-			Version: a.Version, Fingerprint: print, World: uint32(a.World), Ranks: a.Ranks})
+		print, _ := hex.DecodeString(a.Fingerprint)                           // another form: unknown
+		valid := func(s string) string { return strings.ToValidUTF8(s, "?") } // engines name them
+		m.Apis = append(m.Apis, &peerv1.Api{Url: valid(a.URL), Role: a.Role, Engine: valid(a.Engine),
+			Version: valid(a.Version), Fingerprint: print, World: uint32(a.World), Ranks: a.Ranks})
 	}
 	for {
 		b, err := proto.Marshal(&peerv1.GossipMessage{

@@ -172,6 +172,24 @@ func TestServingIsBounded(t *testing.T) {
 	if len(w.wanted) != maxServed {
 		t.Errorf("%d members", len(w.wanted))
 	}
+	broken := cluster.Serving{APIs: []cluster.API{{URL: "http://a", Engine: "\xff", Version: "\xff"}}}
+	if b, err := messageOf(transfer.Boot{1}, 1, &broken); err != nil || len(b) == 0 {
+		t.Errorf("an engine with a broken name hides those of its node: %v", err)
+	}
+	// In a full table new members get the places of those that were lost, the oldest first.
+	for i, name := range []string{"7", "5"} {
+		w.have[name] = have{revision: 1, serving: cluster.Serving{APIs: make([]cluster.API, 1)}}
+		w.loseLocked(name, time.Unix(int64(i+1), 0))
+	}
+	for i, name := range []string{"new", "newer", "newest"} {
+		w.wantLocked(name, 1)
+		_, there := w.wanted[name]
+		_, first := w.have["7"]
+		_, second := w.have["5"]
+		if there != (i < 2) || first || second != (i < 1) || len(w.wanted) != maxServed {
+			t.Errorf("%s in a full table: %v; those that were lost: %v, %v", name, there, first, second)
+		}
+	}
 	p := newPost()
 	for i := range 2 * maxPost {
 		p.add(fmt.Sprint(i))

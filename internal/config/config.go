@@ -233,7 +233,7 @@ func (c *Config) GossipOn() bool {
 
 // Health configures what faults of devices do.
 type Health struct {
-	GPUs  string `yaml:"gpus" unit:"leave, report or off" doc:"A GPU whose driver reports a fault of its own (docs/health.md). leave: leases of its engine fail, and routers send the engine nothing; if the GPU is only slow, routers prefer other engines. report: only status, doctor and metrics show it. off: GPUs are not watched."`
+	GPUs  string `yaml:"gpus" unit:"leave, report or off" doc:"A GPU whose driver reports a fault of its own (docs/health.md). leave: leases of its engine fail, and routers send nothing to an engine that they have found by --join, nor to a sidecar whose engines have all failed; if the GPU is only slow, or other engines of a listed sidecar work, routers prefer other engines. report: only status, doctor and metrics show it. off: GPUs are not watched."`
 	Rails string `yaml:"rails" unit:"exclude, report or off" doc:"An interface of a rail whose link flaps or whose counters show many errors. exclude: the rail is out of use for a time, unless it is the last one of its transport. report: only status, doctor and metrics show it. off: counters are not read. A link without a carrier is out of use in any case."`
 }
 

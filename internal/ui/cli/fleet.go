@@ -77,10 +77,9 @@ func (f *fleet) Found() (list []proxy.Found) {
 	for _, s := range f.Served() {
 		x := proxy.Found{Engine: proxy.Engine{Sidecar: s.HTTP, Peer: s.Endpoint}, Member: s.Node,
 			Started: s.Started, ID: s.Boot.String(), Leaving: s.Leaving, Lost: s.Lost}
-		for _, addr := range []string{s.Address, s.Endpoint} {
-			if host, _, err := net.SplitHostPort(addr); err == nil {
-				x.Hosts = append(x.Hosts, host)
-			}
+		// Gossip probes this address. Nothing has shown that the member is at its endpoint.
+		if host, _, err := net.SplitHostPort(s.Address); err == nil {
+			x.Hosts = []string{host}
 		}
 		for _, a := range s.APIs {
 			x.URL, x.Role, x.Model = a.URL, a.Role, a.Fingerprint
