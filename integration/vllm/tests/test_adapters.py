@@ -449,8 +449,9 @@ def test_only_this_prompt_is_declined_if_the_prefill_names_the_adapter(
 
 
 def test_a_prompt_whose_adapter_cannot_be_read_is_declined(
-    e: Engine, tmp_path: pathlib.Path
+    e: Engine, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvspray_vllm.scheduler.CHECK_WAIT_S", 60.0)  # of a busy machine, too
     add(e, "r", 40, prefill_first(), lora(tmp_path / "none"))
     ((_, hash, _, why),) = e.scheduler_shim.declined
     assert hash == bytes(32) and "cannot be read" in why
