@@ -194,7 +194,7 @@ func TestSignOfError(t *testing.T) {
 	}{
 		{"refused", dial(call(syscall.ECONNREFUSED)), signRefused, false},
 		{"no route", dial(call(syscall.EHOSTUNREACH)), signRefused, false},
-		{"dial timed out", dial(os.ErrDeadlineExceeded), signRefused, false},
+		{"dial timed out", dial(os.ErrDeadlineExceeded), signLate, false},
 		{"reset", read(call(syscall.ECONNRESET)), signLost, true},
 		{"closed before an answer", fmt.Errorf("x: %w", io.ErrUnexpectedEOF), signLost, true},
 		{"deadline", context.DeadlineExceeded, signLate, true},

@@ -59,7 +59,7 @@ const (
 	maxInFlight      = 4096 // requests
 	checkEvery       = time.Second
 	sidecarTimeout   = 2 * time.Second
-	dialTimeout      = time.Second      // to an engine: another one takes the request then
+	dialTimeout      = 3 * time.Second
 	headerTimeout    = 10 * time.Second // to read a client's header
 	maxHeader        = 64 << 10         // bytes
 	writeTimeout     = 2 * time.Minute  // for a part of an answer, to a client that does not read

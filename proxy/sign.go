@@ -62,13 +62,13 @@ func signOfError(err error) sign {
 		return signNone // the resolver failed: this does not show that the name does not exist
 	case errors.As(err, &dns):
 		return signRefused
-	case errors.As(err, &op) && op.Op == "dial":
-		return signRefused // or not accepted in time, as by a host that is gone
 	case errors.Is(err, errEmpty):
 		return signFailed
 	case errors.Is(err, errLate), errors.Is(err, errSilent),
 		errors.As(err, &late) && late.Timeout():
-		return signLate
+		return signLate // also of a connection: a burst of them fills the engine's backlog
+	case errors.As(err, &op) && op.Op == "dial":
+		return signRefused
 	}
 	return signLost
 }
