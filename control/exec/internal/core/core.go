@@ -94,7 +94,7 @@ type RailSend struct {
 	Failed uint32 // of these
 
 	rank  int    // of the transport, in Config.Transports
-	doubt uint64 // bytes of failed slices that may have landed (transfer.InDoubt)
+	doubt uint64 // bytes of slices that may have brought them, and were not counted
 }
 
 // Slice counts a slice that has ended. A retransmission that was not needed has no bytes.
@@ -117,7 +117,7 @@ func (s *Send) Slice(now timer.Instant, f spray.Flight, bytes uint64, landed boo
 	}
 }
 
-// Doubt counts a slice that failed in doubt.
+// Doubt notes a slice that may have brought bytes for which no slice was counted.
 func (s *Send) Doubt(path *spray.Path, rank int, bytes uint64) {
 	for i := range s.Rails {
 		if r := &s.Rails[i]; r.Path == *path {

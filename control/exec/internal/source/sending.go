@@ -179,17 +179,18 @@ func (ss *Table) result(now Instant, r *transport.Result) {
 		bytes = 0
 	}
 	snd.record.Slice(now, flight, bytes, r.Outcome == transfer.Landed)
-	if r.Outcome == transfer.Landed {
-		if end.Fresh > 0 {
-			snd.moved[end.Rank] += end.Bytes
-			if snd.src.prefill != prefillComplete {
-				snd.early += end.Bytes
-			}
+	switch {
+	case end.Fresh > 0:
+		snd.moved[end.Rank] += end.Bytes
+		if snd.src.prefill != prefillComplete {
+			snd.early += end.Bytes
 		}
-		return
-	}
-	if r.Outcome == transfer.InDoubt {
+	case r.Outcome == transfer.Landed, r.Outcome == transfer.InDoubt:
+		// Of a stopped flow no chunk is fresh: a receiver that has all bytes revokes copies of them.
 		snd.record.Doubt(flight.Path, end.Rank, end.Bytes)
+	}
+	if r.Outcome == transfer.Landed {
+		return
 	}
 	switch r.Reason {
 	case transfer.ReasonInvalidated, transfer.ReasonSourceGone:
