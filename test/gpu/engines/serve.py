@@ -1,20 +1,26 @@
 """Serving under load: `vllm bench serve` with Poisson arrivals through several arms in turns, each
 with the same prompts and arrivals, and empty prefix caches.
 
-An arm is one plain engine (the control), two plain engines behind `kvspray proxy`, or a prefill and
-a decode engine: with kvspray in each mode of the router, or with vLLM's NIXL connectors behind its
-toy proxy. All engines of a command run side by side, also while another arm is measured, and have
-caches of the same size (--cache-mb).
+An arm is one plain engine (the control), one with a tensor-parallel rank on each GPU, two plain
+engines behind `kvspray proxy`, or a prefill and a decode engine: with kvspray in each mode of the
+router, or with vLLM's NIXL connectors behind its toy proxy. All engines of a command run side by
+side, also while another arm is measured, and have caches of the same size (--cache-mb).
+
+With --goodput, --rates are the candidates of a binary search: the highest rate at which enough
+requests are within the limits of TTFT and TPOT.
 """
 
 from __future__ import annotations
 
 import concurrent.futures as cf
+import dataclasses
+import functools
 import json
 import os
 import pathlib
 import subprocess
 import time
+from collections.abc import Callable
 from typing import Any
 
 # isort: split
@@ -25,7 +31,7 @@ from pairs import HERE, Pair, Rig, say, wait_up
 from servers import MODEL_NAME, Process, Proxy, Server, ask
 
 NEEDS: set[str] = set()
-CONTROL, TWO, AUTO = "plain", "two", "kvspray-auto"
+CONTROL, SPLIT, TWO, AUTO = "plain", "tp", "two", "kvspray-auto"
 # name: (kind of pair, mode of the router)
 PAIRS = {
     "kvspray": ("kvspray", "concurrent"),
@@ -34,10 +40,15 @@ PAIRS = {
     "nixl": ("nixl", ""),
     "nixl-push": ("nixl-push", ""),
 }
-ARMS = (CONTROL, TWO, *PAIRS)
+ARMS = (CONTROL, TWO, *PAIRS, SPLIT)
 # Tokens of a prompt, of a prefix, number of prefixes (0: each request has its own), tokens of an
 # answer.
-MIXES = {"documents": (8000, 4000, 0, 256), "agents": (16000, 11200, 4, 512)}
+MIXES = {
+    "chat": (512, 256, 0, 128),
+    "documents": (8000, 4000, 0, 256),
+    "agents": (16000, 11200, 4, 512),
+}
+ENOUGH = 0.9  # of the requests, within both limits of --goodput
 CPU_SCALE = 16  # divides the lengths of prompts and answers on a CPU
 PERCENTILES = (10, 50, 90, 99)
 MOVED = 0.9  # of the prompts' tokens must come from P, unless the router may decide otherwise
@@ -52,10 +63,28 @@ def options(parser: Any) -> None:
     )
     parser.add_argument("--mix", choices=MIXES, default="documents")
     parser.add_argument("--rates", default="1,2", help="requests per second")
+    parser.add_argument(
+        "--goodput",
+        type=lambda text: [Limits(*map(float, pair.split(":"))) for pair in text.split(",")],
+        default=[],
+        help="milliseconds TTFT:TPOT, such as 1000:10,500:15: the highest of --rates within each",
+    )
     parser.add_argument("--serve-seconds", type=float, default=60, help="of each run")
     parser.add_argument(
         "--toy-proxy", type=pathlib.Path, help="vLLM's toy_proxy_server.py, for NIXL's arms"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    ttft_ms: float
+    tpot_ms: float
+
+    def share(self, row: dict[str, Any]) -> float:
+        """Of the requests, within both limits. One that failed has no tokens, and is not."""
+        times = zip(row["ttfts"], row["tpots"], row["output_lens"], strict=True)
+        kept = [n and 1e3 * a <= self.ttft_ms and 1e3 * b <= self.tpot_ms for a, b, n in times]
+        return sum(map(bool, kept)) / len(kept)
 
 
 class Bench:
@@ -102,6 +131,7 @@ class Arms:
         self.rig, self.names = rig, names
         plain = 2 if TWO in names else int(CONTROL in names)
         self.plain = [Server(f"plain{i}", rig.logs) for i in range(plain)]
+        self.split = [Server("tp", rig.logs)] if SPLIT in names else []
         kinds = dict.fromkeys(PAIRS[name][0] for name in names if name in PAIRS)
         self.pairs = {kind: Pair(rig, kind) for kind in kinds}
         self.routers: dict[str, Process] = {}
@@ -109,25 +139,34 @@ class Arms:
     def engines(self, arm: str) -> list[Server]:
         if arm in PAIRS:
             return self.pairs[PAIRS[arm][0]].engines()
-        return self.plain if arm == TWO else self.plain[:1]
+        return {TWO: self.plain, SPLIT: self.split}.get(arm, self.plain[:1])
 
     def url(self, arm: str) -> str:
-        return (self.routers.get(arm) or self.plain[0]).url
+        return (self.routers.get(arm) or self.engines(arm)[0]).url
 
     def start(self) -> None:
         rig = self.rig
         for name, server in zip("PD", self.plain, strict=False):  # each on the GPU of P or D
             env = {**rig.engine_env(name), **ENV}
             server.start(rig.host, rig.model, None, *rig.engine_args(name), env=env)
+        for server in self.split:
+            both = [*rig.gpus("P"), *rig.gpus("D")]
+            if len(set(both)) < len(both) or len(both) < 2:
+                raise Failed(f"arm {SPLIT} needs --gpus with a GPU for P and another one for D")
+            env = {**ENV, "CUDA_VISIBLE_DEVICES": ",".join(both)}
+            size = ("--tensor-parallel-size", str(len(both)))
+            server.start(rig.host, rig.model, None, *rig.engine_args("P"), *size, env=env)
         for pair in self.pairs.values():
             pair.start(sidecars_only=True)
             for side in range(2):
                 pair.start_engine(side, env=ENV)
-        wait_up([*self.plain, *(s for pair in self.pairs.values() for s in pair.engines())])
+        wait_up(
+            [*self.plain, *self.split, *(s for pair in self.pairs.values() for s in pair.engines())]
+        )
         for pair in self.pairs.values():
             pair.wait_sessions()
         for name in self.names:
-            if name != CONTROL:
+            if name not in (CONTROL, SPLIT):
                 self.routers[name] = self.route(name)
         for router in self.routers.values():
             wait_for(f"{router.name} up", lambda r=router: serves(r), ROUTER_S, 0.1)
@@ -186,7 +225,7 @@ class Arms:
     def stop(self) -> None:
         for router in self.routers.values():
             router.stop()
-        for server in self.plain:
+        for server in [*self.plain, *self.split]:
             server.stop()
         for pair in self.pairs.values():
             pair.stop()
@@ -224,6 +263,9 @@ def measure(rig: Rig, arms: Arms, bench: Bench, arm: str, rate: float) -> dict[s
     args = traffic(rig, round(rate * seconds), rate, seed=int(1000 * rate))
     got = bench.run(arms.url(arm), seconds, *args)
     after = counters(arms.engines(arm))
+    got["tpots"] = [
+        sum(gaps) / max(1, n - 1) for gaps, n in zip(got["itls"], got["output_lens"], strict=True)
+    ]
     for what in ("itls", "generated_texts", "server_queue_times", "server_ttfts"):
         got.pop(what, None)
     return {"arm": arm, "rate": rate, **{k: after[k] - before[k] for k in after}, **got}
@@ -243,6 +285,28 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
+def wrong(row: dict[str, Any], mix: str) -> list[str]:
+    what, out = f"{row['arm']} at {row['rate']:g}/s", []
+    if row["failed"]:
+        out.append(f"{what}: {row['failed']} failed: {[e for e in row['errors'] if e][:1]}")
+    moved = row["external_prefix_cache_hits"] / max(1, row["total_input_tokens"])
+    if row["arm"] in PAIRS and row["arm"] != AUTO and moved < MOVED and mix == "documents":
+        out.append(f"{what}: {moved:.2f} of the prompts' tokens came from P")
+    return out
+
+
+def search(limits: Limits, rates: list[float], run_at: Callable[[float], dict[str, Any]]) -> float:
+    """The highest of the rates that is within the limits; 0: none is."""
+    low, high = 0, len(rates)  # all below low are within them, all from high on are not
+    while low < high:
+        middle = (low + high) // 2
+        if limits.share(run_at(rates[middle])) >= ENOUGH:
+            low = middle + 1
+        else:
+            high = middle
+    return rates[low - 1] if low else 0.0
+
+
 def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
     rig: Rig = stage.rig
     chosen = rig.args.arms.split(",")
@@ -258,18 +322,26 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
         say(f"engines and routers are up after {rig.so_far['up_s']:.0f} s")
         for arm in names:
             bench.run(arms.url(arm), 0, *traffic(rig, WARM, float("inf"), seed=1))
-        for rate in map(float, rig.args.rates.split(",")):
-            for arm in chosen:
-                row = measure(rig, arms, bench, arm, rate)
-                rows.append(row)
-                show(row)
-                what = f"{arm} at {rate:g}/s"
-                if row["failed"]:
-                    errors = [e for e in row["errors"] if e]
-                    problems.append(f"{what}: {row['failed']} failed: {errors[:1]}")
-                moved = row["external_prefix_cache_hits"] / max(1, row["total_input_tokens"])
-                if arm in PAIRS and arm != AUTO and moved < MOVED and rig.args.mix == "documents":
-                    problems.append(f"{what}: {moved:.2f} of the prompts' tokens came from P")
+        rates = sorted(map(float, rig.args.rates.split(",")))
+
+        def once(arm: str, rate: float) -> dict[str, Any]:
+            row = measure(rig, arms, bench, arm, rate)
+            rows.append(row)
+            show(row)
+            problems.extend(wrong(row, rig.args.mix))
+            return row
+
+        if not rig.args.goodput:
+            for rate in rates:
+                for arm in chosen:
+                    once(arm, rate)
+        cached = functools.cache(once)  # a run serves all limits
+        for arm in names if rig.args.goodput else []:
+            for limits in rig.args.goodput:
+                best = search(limits, rates, functools.partial(cached, arm))
+                found = rig.so_far.setdefault("goodput", [])
+                found.append({"arm": arm, **dataclasses.asdict(limits), "rate": best})
+                print(f"goodput {found[-1]}", flush=True)
         return {**rig.so_far, "mix": rig.args.mix, "seconds": rig.args.serve_seconds}, problems
     finally:
         bench.stop()
