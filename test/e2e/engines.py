@@ -159,10 +159,12 @@ class Engine:
     def add(
         self, prompt: list[int], n_tokens: int = 8, kv: dict[str, Any] | None = None, n: int = 1,
         rid: str | None = None, logprobs: int | None = None, lora: Adapter | None = None,
+        first: int | None = None,
     ) -> Pending:  # fmt: skip
+        """first: the token that the answer must begin with (FirstToken of test/gpu/engines)."""
         key = next(Engine._keys)
         rid = rid or f"cmpl-t{key}-0"
-        self._send(("add", key, rid, prompt, n_tokens, kv, n, logprobs, lora))
+        self._send(("add", key, rid, prompt, n_tokens, kv, n, logprobs, lora, first))
         return Pending(self, key, rid)
 
     def run(self, prompt: list[int], n_tokens: int = 8, **kw: Any) -> Out:
@@ -489,12 +491,12 @@ class _Loop:
             self.core.shutdown()
             os._exit(0)
         if kind == "add":
-            key, rid, prompt, n_tokens, kv, n, logprobs, lora = rest
+            key, rid, prompt, n_tokens, kv, n, logprobs, lora, first = rest
             # vLLM refuses several greedy samples; the likeliest token alone is the same.
             sp = SamplingParams(
                 temperature=0 if n == 1 else 1, top_k=0 if n == 1 else 1, max_tokens=n_tokens,
                 ignore_eos=True, n=n, output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={"kv_transfer_params": kv} if kv else None, logprobs=logprobs,
+                extra_args={"kv_transfer_params": kv, "first": first}, logprobs=logprobs,
             )  # fmt: skip
             if n_tokens > 1 and n == 1:
                 sp.output_kind = RequestOutputKind.CUMULATIVE  # for the time of the first token

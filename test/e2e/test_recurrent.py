@@ -113,7 +113,7 @@ def test_tokens_are_those_of_one_engine(c: Cluster, mode: str) -> None:
         with Moved(c) as moved:
             got = c.prefill_first(prompt) if mode == "first" else c.both(prompt)
         compare(c, prompt, got)
-        if n == 1:
+        if n < 3:
             assert moved.all == 0 and moved.bytes == 0, vars(moved)
         else:
             moved.all_loaded(1)

@@ -307,7 +307,7 @@ def test_params_of_any_type_are_survived(e: Engine, given: Any) -> None:
 class Hybrid(Engine):
     """Two cache groups: one keeps everything, one looks 32 tokens back."""
 
-    def __init__(self) -> None:
+    def __init__(self, states: bool = False) -> None:
         super().__init__()
         self.scheduler = SchedulerSide(
             Settings(),
@@ -317,6 +317,7 @@ class Hybrid(Engine):
             fake_hash,
             LOG,
             windows=(0, 32),
+            states=states,
             now=lambda: self.clock,
         )
 
@@ -377,6 +378,15 @@ def test_with_a_window_both_sides_compute_the_last_token() -> None:
     for kv in (dict(DECODE), prefill_first()):
         one = e.add("one", 1, kv)
         assert e.scheduler.matched(one, 0) == (0, False)  # nothing of it would move
+    stats = e.scheduler.take_stats()
+    assert stats is not None and stats.data["local"] == {"short_prompt": 2}
+
+
+def test_a_state_of_one_token_does_not_move() -> None:
+    e = Hybrid(states=True)
+    for kv in (dict(DECODE), prefill_first()):
+        assert e.scheduler.matched(e.add("two", 2, kv), 0) == (0, False)
+    assert e.scheduler.matched(e.add("three", 3, prefill_first()), 0) == (2, True)
     stats = e.scheduler.take_stats()
     assert stats is not None and stats.data["local"] == {"short_prompt": 2}
 

@@ -8,6 +8,7 @@ import random
 import time
 from typing import Any
 
+import cover
 from clients import prompt
 from cluster import total, wait_for
 from multi import LOADED, STORED, empty_prefix_cache
@@ -42,12 +43,14 @@ def options(parser: Any) -> None:
     )
 
 
-def lengths(n: int, longest: int, seed: object) -> list[int]:
-    """From 1 to the longest, as many in each octave, with those around borders of blocks."""
+def lengths(n: int, shortest: int, longest: int, seed: object) -> list[int]:
+    """From 1 to the longest, as many in each octave, with those around borders of blocks. Those
+    below the shortest do not move, and are as long as that."""
     r = random.Random(str(seed))
     fixed = [1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257, 2047, 2048, 2049, longest]
     drawn = [int(2 ** r.uniform(0, (longest - 1).bit_length())) for _ in range(n)]
-    out = [x for x in fixed if x <= longest] + [min(max(x, 1), longest) for x in drawn]
+    out = [x for x in fixed if x <= longest] + [min(x, longest) for x in drawn]
+    out = [max(x, shortest) for x in out]
     return out[:n]
 
 
@@ -189,12 +192,18 @@ def captured(stage: Stage) -> tuple[int, list[str]]:
     return len(signalled), ["no layer is signalled in graphs"] if expected > len(signalled) else []
 
 
+def shortest(stage: Stage) -> int:
+    """Prompt that moves, in tokens."""
+    shapes = [name for name, of in cover.ALL.items() if of["model"] == stage.rig.model]
+    return max((cover.SHORTEST.get(name, 1) for name in shapes), default=1)
+
+
 def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
     a, start = stage.args, time.monotonic()
     longest = min(a.longest, stage.rig.max_len - a.tokens - 1)
     todo = [
         (f"look{i}", MODES[i % 2], prompt(n, i))
-        for i, n in enumerate(lengths(a.prompts, longest, 1))
+        for i, n in enumerate(lengths(a.prompts, shortest(stage), longest, 1))
     ]
     got = compared(stage.rig, stage.pair, stage.plain, todo, a.tokens, a.together)
     table(got)

@@ -5,8 +5,8 @@ For each shape there is a ring of engines, one for each graph mode, as kv_both a
 of its own: a prompt is prefilled by one and decoded by the next, by turns in both ways that a
 router has. Runners and backends are given out so that each value of each of the four meets each
 value of the others. What D would have answered alone is its own answer to the same prompt
-without a transfer; it has no prefix cache. All engines are forked from one process that has
-imported vLLM once.
+without a transfer (Ring.alone); it has no prefix cache. All engines are forked from one process
+that has imported vLLM once.
 """
 
 from __future__ import annotations
@@ -90,8 +90,10 @@ LENGTHS = (
     2048,
     3000,
 )
+ANSWER = 8  # tokens
 STRIDE = 7  # through the lengths: a few prompts have all sizes, too
-BACKOFF = 2  # a prompt of one token does not move where layers have windows or states
+LONG = (*LENGTHS[:-2], 8000, 16000)  # of models with recurrent states
+SHORTEST = {"window": 2, **dict.fromkeys(HYBRIDS, 3)}  # prompt that moves, in tokens
 
 
 def options(parser: Any) -> None:
@@ -112,6 +114,8 @@ def settings(name: str, of_graph: str) -> tuple[str, int]:
 class Ring:
     def __init__(self, rig: Rig, shape: str, graphs: list[str]) -> None:
         self.rig, self.shape, self.graphs = rig, shape, graphs
+        long = shape in HYBRIDS and rig.host.device == "cuda"
+        self.lengths = LONG if long else LENGTHS
         self.sidecars: list[Sidecar] = []
         self.engines: list[Any] = []
 
@@ -130,7 +134,8 @@ class Ring:
         for i, graph in enumerate(self.graphs):
             runner, backend = settings(self.shape, graph)
             args: dict[str, Any] = {
-                "dtype": self.rig.host.dtype,
+                # vLLM's CPU kernels of gated delta nets have no other type than bfloat16.
+                "dtype": "bfloat16" if self.shape in HYBRIDS else self.rig.host.dtype,
                 "block_size": self.rig.host.block,
                 "max_model_len": MAX_LEN,
                 "max_num_batched_tokens": STEP,
@@ -138,6 +143,9 @@ class Ring:
                 "enable_prefix_caching": False,
                 "enforce_eager": not gpu or graph == "eager",
             }
+            if self.shape in HYBRIDS:
+                args["logits_processors"] = ["kvspray_rig:FirstToken"]
+                args["max_model_len"] = max(self.lengths) + STEP
             env = {"KVSPRAY_RIG_PAGES": str(self.rig.pages / self.name(i))}
             if gpu:
                 args |= {
@@ -145,6 +153,9 @@ class Ring:
                     "attention_backend": of["backends"][backend],
                     **of.get("args", {}),
                 }
+                if self.shape in HYBRIDS:
+                    # vLLM's default for gated delta nets needs FlashInfer.
+                    args["additional_config"] = {"gdn_prefill_backend": "triton"}
                 env |= {
                     "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "v2")),
                     "VLLM_CACHE_ROOT": str(self.rig.run / f"cache-{self.name(i)}"),
@@ -197,14 +208,13 @@ class Ring:
             "differences": [],
         }
         for k in range(count):
-            n = LENGTHS[k * STRIDE % len(LENGTHS)]
-            if self.shape == "window" or self.shape in HYBRIDS:
-                n = max(n, BACKOFF)
+            n = self.lengths[k * STRIDE % len(self.lengths)]
+            n = max(n, SHORTEST.get(self.shape, 1))
             ids, rid = prompt(n, (self.shape, i, k)), f"cmpl-look{self.shape}{i}-{k}-0"
             if k % 2:
                 xfer = new_xfer()
                 first = p.add(ids, 1, kv=as_source(xfer), rid=rid)
-                second = d.add(ids, 8, kv=as_destination(xfer, peer), rid=rid)
+                second = d.add(ids, ANSWER, kv=as_destination(xfer, peer), rid=rid)
                 first.result()
                 got = second.result()
             else:
@@ -212,8 +222,8 @@ class Ring:
                 if not kv:
                     out["problems"].append(f"{rid}: P returned no kv_transfer_params")
                     continue
-                got = d.run(ids, 8, kv=kv, rid=rid)
-            want = d.run(ids, 8, rid=f"cmpl-alone{i}-{k}-0")
+                got = d.run(ids, ANSWER, kv=kv, rid=rid)
+            want = self.alone(d, ids, f"cmpl-alone{i}-{k}-0")
             out["prompts"] += 1
             moved = look_at(
                 self.rig,
@@ -231,20 +241,14 @@ class Ring:
                     f"{rid}: {moved.differ} of {moved.pages} pages are others at D, the first is "
                     f"{moved.first}"
                 )
-            if got.tokens == want.tokens:
+            if got.tokens[0] == want:
                 out["equal"] += 1
                 continue
-            at = next(
-                x
-                for x, (a, b) in enumerate(zip(want.tokens[0], got.tokens[0], strict=True))
-                if a != b
-            )
+            at = next(x for x, (a, b) in enumerate(zip(want, got.tokens[0], strict=True)) if a != b)
             # P has another backend, and its pages differ from D's own by rounding. How far the two
             # engines are apart at this token by themselves is the measure for a tie.
-            both = (want.tokens[0][at], got.tokens[0][at])
-            near, far = (
-                engine.run(ids + want.tokens[0][:at], 1, logprobs=20).logprobs for engine in (d, p)
-            )
+            both = (want[at], got.tokens[0][at])
+            near, far = (engine.run(ids + want[:at], 1, logprobs=20).logprobs for engine in (d, p))
             apart = max((abs(near[t] - far[t]) for t in both if t in near and t in far), default=0)
             a, b = near.get(both[0]), near.get(both[1])
             tied = a is not None and b is not None and abs(a - b) <= max(TIE, 2 * apart)
@@ -255,6 +259,14 @@ class Ring:
             if not tied:
                 out["problems"].append(f"{rid}: answers differ: {out['differences'][-1]}")
         return out
+
+    def alone(self, d: Any, ids: list[int], rid: str) -> list[int]:
+        """D's own answer. With recurrent states a step of several tokens and one of a decode round
+        otherwise, and after a transfer D computes the prompt's last token in one of a decode. Here
+        it does so, too: the prompt's last token is the first one that it must generate."""
+        if self.shape not in HYBRIDS:
+            return d.run(ids, ANSWER, rid=rid).tokens[0]
+        return d.run(ids[:-1], 1 + ANSWER, rid=rid, first=ids[-1]).tokens[0][1:]
 
     def run(self, count: int) -> list[dict[str, Any]]:
         try:
@@ -340,7 +352,7 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
     problems = got["problems"] + [
         f"{e['shape']}: {e['p']} to {e['d']}: no page was compared"
         for e in got["edges"]
-        if not e.get("pages")
+        if "p" in e and not e["pages"]
     ]
     return got, problems if got["edges"] else [*problems, "no pair of engines was compared"]
 

@@ -46,6 +46,11 @@ REGISTER_S = 10.0
 # one first: a decode engine that lives may have a long queue, and new prompts need the blocks.
 LOW_POOL = 0.1
 
+# Tokens that the prefill computes at least where a model has recurrent states. vLLM's first model
+# runner takes the first step of a prompt of one token for one of a decode, and its graph then
+# leaves the state in the block of an earlier request.
+STATE_TOKENS = 2
+
 EVERY_PROMPT = bytes(32)  # in place of a prompt's hash
 
 DELIVERED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
@@ -404,13 +409,12 @@ class SchedulerSide:
         self._destinations[request.request_id] = dest
 
     def _moved(self, tokens: Sequence[int]) -> int:
-        if len(tokens) <= self._backoff:
+        moved = len(tokens) - self._backoff
+        if moved < (STATE_TOKENS if self._states else 1):
             raise spray.ParamsError(
-                "short_prompt",
-                f"of a prompt of {len(tokens)} token nothing moves: the last {self._backoff} is "
-                "computed on both sides",
+                "short_prompt", f"nothing moves of a prompt as short as {len(tokens)} tokens"
             )
-        return len(tokens) - self._backoff
+        return moved
 
     def _key_hash(self, request: Request, content: str) -> bytes:
         if request.lora_request:

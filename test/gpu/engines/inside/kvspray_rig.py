@@ -41,6 +41,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 import kvspray
 from kvspray_vllm import KVSprayConnector
@@ -75,6 +77,24 @@ class Looks:
 
 def file_name(request_id: str) -> str:
     return RANDOM_END.sub("", request_id).replace("/", "_")[-120:]
+
+
+class FirstToken(AdapterLogitsProcessor):
+    """The answer of a request with the extra argument first begins with that token."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Any:
+        first = (params.extra_args or {}).get("first")
+
+        def apply(generated: list[int], logits: torch.Tensor) -> torch.Tensor:
+            if not generated:
+                logits[:] = -torch.inf
+                logits[first] = 0
+            return logits
+
+        return apply if first is not None else None
 
 
 class Cache:
