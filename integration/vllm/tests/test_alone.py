@@ -149,6 +149,13 @@ def test_an_engine_that_may_not_recompute_does_not_start(
 def test_memory_that_can_be_lent_is_registered(monkeypatch: pytest.MonkeyPatch, log: Any) -> None:
     client = Client("", "")
     c = engine(monkeypatch, client, "recompute")
+    group = SimpleNamespace(
+        has_connector_metadata=lambda: False, wait_for_layer_load=None, save_kv_layer=None
+    )
+    monkeypatch.setattr(connector, "get_kv_transfer_group", lambda: group)
     c.register_kv_caches({})
     assert client.registered and client.lent == 1 and c._worker.take_landed() is None
     assert not warnings(log)
+    c._connector_metadata = None
+    monkeypatch.setattr(c._worker, "capturing", lambda: True)
+    assert group.has_connector_metadata(), "layers of graphs are signalled under a MultiConnector"

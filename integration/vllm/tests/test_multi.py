@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import LOG, Engine, prefill_first
-from test_signals import FakeFlags, FakeWorker
+from test_signals import FakeFlags, FakeWorker, gains
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -17,11 +17,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
 )
+from vllm.model_executor.layers.attention import attention, kv_transfer_utils
 
 from kvspray_vllm import KVSprayConnector, signals
 from kvspray_vllm.connector import register
 from kvspray_vllm.meta import Landed, StepMeta
-from kvspray_vllm.signals import GpuSignals
+from kvspray_vllm.signals import GpuSignals, in_captures
 from kvspray_vllm.stats import KVSprayStats
 from kvspray_vllm.worker import WorkerSide
 
@@ -142,25 +143,72 @@ def test_reports_of_workers_find_their_scheduler() -> None:
     assert e.scheduler._disabled == "no GPU"
 
 
-def test_full_graphs_signal_at_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MultiConnector answers for its children while a graph is captured, and has no step then: no
-    layer's hook is called in the capture. The end of the step is signalled behind the replay."""
+class Stepwise:
+    """A connector whose hooks of layers need a step."""
+
+    def __init__(self) -> None:
+        self.saved: list[str] = []
+        self.step = False
+
+    def bind_connector_metadata(self, meta: Any) -> None:
+        self.step = True
+
+    def clear_connector_metadata(self) -> None:
+        self.step = False
+
+    def wait_for_layer_load(self, layer: str) -> None:
+        assert self.step
+
+    def save_kv_layer(self, layer: str, *args: Any, **kwargs: Any) -> None:
+        assert self.step
+        self.saved.append(layer)
+
+    def wait_for_save(self) -> None:
+        assert self.step
+
+    def handle_preemptions(self, meta: Any) -> None: ...
+
+
+def test_layers_of_full_graphs_are_signalled_in_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MultiConnector answers for its connectors while a graph is captured, and has no step then."""
     capturing = [True]
     monkeypatch.setattr(signals, "_raw_stream", lambda torch: lambda: 7)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    client = FakeWorker()
+    client, other = FakeWorker(), Stepwise()
     c = object.__new__(KVSprayConnector)
     c._worker = WorkerSide(client, LOG, 0)  # type: ignore[arg-type]
     c._worker.set_flags({"a": 0}, GpuSignals(FakeFlags(client)))
     c._generation, c._connector_metadata, c._clears_blocks = None, None, False
-    m = multi(c)
-    assert c.has_connector_metadata() and not m.has_connector_metadata()
-    capturing[0] = False
-    from test_signals import gains
+    m = multi(other, c)
+    monkeypatch.setattr(kv_transfer_utils, "get_kv_transfer_group", lambda: m)
+    monkeypatch.setattr(kv_transfer_utils, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(kv_transfer_utils, "is_v1_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(attention, "get_attention_context", lambda name: ({}, None, None, None))
+    layer = kv_transfer_utils.maybe_transfer_kv_layer(lambda layer_name: layer_name)
+    in_captures(c, c)  # alone it answers for itself
+    assert "has_connector_metadata" not in vars(c)
 
-    m.bind_connector_metadata(MultiKVConnectorMetadata(metadata=(gains(1, intent=True),)))
+    in_captures(m, c)
+    assert m.has_connector_metadata(), "of a capture"
+    layer("a")
+    assert client.take() == [("gpu layer", 0, 7)] and not other.saved
+    capturing[0] = False
+    assert not m.has_connector_metadata(), "a warm-up forward pass has no step and no graph"
+    layer("a")
+    assert not client.take()
+
+    # A replay calls no hook, and other steps call those of all connectors.
+    m.bind_connector_metadata(MultiKVConnectorMetadata(metadata=(None, gains(1, intent=True))))
     m.wait_for_save()
     assert [call[0] for call in client.take()] == ["intent", "gpu step", "step", "gpu end"]
     m.clear_connector_metadata()
-    m.handle_preemptions(MultiKVConnectorMetadata(metadata=(StepMeta(preempts=["p"]),)))
+    m.bind_connector_metadata(MultiKVConnectorMetadata(metadata=(None, gains(2))))
+    layer("a")
+    assert [call[0] for call in client.take()] == ["gpu step", "step", "gpu layer"]
+    assert other.saved == ["a"]
+    m.wait_for_save()
+    m.clear_connector_metadata()
+    client.take()
+
+    m.handle_preemptions(MultiKVConnectorMetadata(metadata=(None, StepMeta(preempts=["p"]))))
     assert client.take() == [("preempt", 1)], "before anything of the step is computed"

@@ -175,7 +175,7 @@ def speculation(stage: Stage) -> tuple[dict[str, float], list[str]]:
 
 def captured(stage: Stage) -> tuple[int, list[str]]:
     """How many of P's layers are signalled in the replays of graphs, and what is wrong with that.
-    Some have no hook, and leave at the end of a step; so do all with MultiConnector."""
+    Some have no hook, and leave at the end of a step."""
     of_p = stage.rig.pages / "P"
     layers = [
         x["name"]
@@ -185,7 +185,7 @@ def captured(stage: Stage) -> tuple[int, list[str]]:
     signalled = set(json.loads((of_p / "captured.json").read_text()))
     print(f"layers signalled in graphs: {len(signalled)} of {len(layers)}")
     a = stage.args
-    expected = a.device == "cuda" and a.graph not in ("eager", "PIECEWISE") and not a.multi
+    expected = a.device == "cuda" and a.graph not in ("eager", "PIECEWISE")
     return len(signalled), ["no layer is signalled in graphs"] if expected > len(signalled) else []
 
 

@@ -28,7 +28,7 @@ from kvspray_vllm.meta import Landed, StepMeta
 from kvspray_vllm.saving import Saving
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings
-from kvspray_vllm.signals import GpuSignals
+from kvspray_vllm.signals import GpuSignals, in_captures
 from kvspray_vllm.speculation import kv_heads_of
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
 from kvspray_vllm.weights import Generation, name_of
@@ -282,6 +282,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 self._saving.set(None, str(err))
             return
         self._worker.set_flags(self._flag_of, signals)
+        if on_gpu:
+            in_captures(get_kv_transfer_group(), self)
         self._regions, self._storages = regions, described.storages
         if self._saving is not None:
             self._pieces = pages.pieces_of(groups)

@@ -114,3 +114,27 @@ class GpuSignals:
         with contextlib.suppress(RuntimeError):
             self._synchronize()
         self._flags.close()
+
+
+def in_captures(group: Any, own: Any) -> None:
+    """Of an engine whose connector is not ours but contains it, as vLLM's MultiConnector does: such
+    a connector has no step while vLLM captures a graph, so no hook of a layer is called then, and
+    a replay would signal its layers only at its end. From now on a capture calls the hooks of our
+    connector alone; the other connectors of the group expect a step in theirs."""
+    if group is own:
+        return
+    has_step, load, save = (
+        group.has_connector_metadata,
+        group.wait_for_layer_load,
+        group.save_kv_layer,
+    )
+
+    def wait_for_layer_load(layer: str) -> None:
+        if has_step():
+            load(layer)
+
+    def save_kv_layer(*args: Any, **kwargs: Any) -> None:
+        (save if has_step() else own.save_kv_layer)(*args, **kwargs)
+
+    group.has_connector_metadata = lambda: has_step() or own.has_connector_metadata()
+    group.wait_for_layer_load, group.save_kv_layer = wait_for_layer_load, save_kv_layer
