@@ -175,7 +175,8 @@ def llama(dir: pathlib.Path, tokenizer: pathlib.Path) -> None:
     )
 
 
-COUNTS = 0.65
+COUNTS = 1.5  # of what makes the model count, beside random weights
+FIRST = 0.4  # of what the first layer adds to a token
 
 
 def counting(dir: pathlib.Path, tokenizer: pathlib.Path) -> None:
@@ -190,7 +191,7 @@ def counting(dir: pathlib.Path, tokenizer: pathlib.Path) -> None:
         "model.norm.weight": ones(),
     }
     for i in range(LAYERS):
-        weights |= under(f"model.layers.{i}.", llama_layer(r, LATER if i else 1.0))
+        weights |= under(f"model.layers.{i}.", llama_layer(r, LATER if i else FIRST))
     write(dir / "target", llama_config(LAYERS), weights, tokenizer)
 
 

@@ -186,7 +186,7 @@ def images_of(config: VllmConfig) -> str:
         "mm_processor_kwargs": media.mm_processor_kwargs,
         "mm_encoder_attn_dtype": media.mm_encoder_attn_dtype,
         "video_pruning": media.video_pruning_rate
-        and (media.video_pruning_rate, getattr(media, "video_pruning_method", "")),
+        and (media.video_pruning_rate, getattr(media, "video_pruning_method", "evs")),
     }
     if m.hf_overrides:
         settings["hf_config"] = {

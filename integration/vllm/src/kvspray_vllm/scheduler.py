@@ -61,12 +61,13 @@ def _traceparent(asked: spray.Spray | None, request: Request) -> str:
 def _named(request: Request) -> list[int]:
     """The tokens of a prompt that its hash identifies. Where embeddings take the place of tokens,
     vLLM's token ids are equal whatever the embeddings are."""
-    if not request.prompt_token_ids or request.prompt_embeds is not None:
+    tokens: list[int] | None = request.prompt_token_ids
+    if not tokens or request.prompt_embeds is not None:
         raise spray.ParamsError(
             "no_token_ids",
             "a prompt of embeddings, or with some, has no name that another engine could use",
         )
-    return request.prompt_token_ids
+    return tokens
 
 
 class SchedulerSide:
