@@ -25,7 +25,7 @@ TEXT = 70  # tokens of a prompt beside its image: it ends within the third block
 @pytest.fixture(scope="module")
 def pixtral(zygote: None) -> Iterator[None]:
     """The environment has no torchvision. vLLM imports it with Pixtral, and Pixtral with every
-    model that sees, to compare types of configurations."""
+    model of images, to compare types of configurations."""
     name = "vllm.model_executor.models.pixtral"
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("torchvision") is None:
@@ -73,7 +73,7 @@ def test_an_image_is_a_part_of_its_prompt(c: Cluster, mode: str) -> None:
     prompt = fresh(TEXT, mode)
     one, other = (picture(seed) for seed in (1, 2))
     want = [c.r.run(prompt, TOKENS, image=image).tokens for image in (one, other)]
-    assert want[0] != want[1], "the model does not see"
+    assert want[0] != want[1], "the answer does not depend on the image"
     with Moved(c) as moved:
         assert ask(c, mode, prompt, one, one) == want[0]
     moved.all_loaded(1)

@@ -176,7 +176,7 @@ def llama(dir: pathlib.Path, tokenizer: pathlib.Path) -> None:
 
 
 COUNTS = 1.5  # of what makes the model count, beside random weights
-FIRST = 0.4  # of what the first layer adds to a token
+FIRST = 0.3  # of what the first layer adds to a token
 
 
 def counting(dir: pathlib.Path, tokenizer: pathlib.Path) -> None:

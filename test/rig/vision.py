@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny model that sees: PaliGemma's shape, with random weights."""
+"""A tiny model with vision: PaliGemma's shape, with random weights."""
 
 from __future__ import annotations
 
