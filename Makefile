@@ -260,9 +260,13 @@ test-laws: #: The laws of parseblock with 100,000 random cases each, and 4 GiB o
 test-truth: build env #: vLLM's own tensors, moved and read back, and engines of every kind of recurrent state (nightly)
 	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py test/e2e/test_truth_layouts.py test/e2e/test_recurrent.py
 
+DRAFTS ?= draft_model ngram eagle eagle3 mtp
 .PHONY: test-drafts
-test-drafts: build env #: Drafts of EAGLE, EAGLE-3, MTP and a draft model at decode, with their logits, beside a plain engine's (nightly)
-	KVSPRAY_DRAFTS_PROMPTS=$${KVSPRAY_DRAFTS_PROMPTS:-200} KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q -rP test/e2e/test_speculation.py -k many_prompts
+test-drafts: build env #: Drafts at decode, with their logits, beside a plain engine's: 200 prompts for each method of DRAFTS, each at most 20 minutes (nightly)
+	@rc=0; for method in $(DRAFTS); do \
+	  KVSPRAY_DRAFTS_PROMPTS=$${KVSPRAY_DRAFTS_PROMPTS:-200} KVSPRAY_MUST_RUN=vllm timeout 20m \
+	    $(VENV)/bin/python -m pytest -q -rP "test/e2e/test_speculation.py::test_many_prompts[$$method]" || rc=1; \
+	done; exit $$rc
 
 .PHONY: test-placement
 test-placement: build env #: The holder's sidecar is killed 100 times while requests are placed there, and the holder five times: answers equal?

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cluster as rig
+import numpy as np
 
 ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -160,11 +161,12 @@ class Engine:
         self, prompt: list[int], n_tokens: int = 8, kv: dict[str, Any] | None = None, n: int = 1,
         rid: str | None = None, logprobs: int | None = None, lora: Adapter | None = None,
         first: int | None = None,
+        image: np.ndarray | None = None,
     ) -> Pending:  # fmt: skip
         """first: the token that the answer must begin with (FirstToken of test/gpu/engines)."""
         key = next(Engine._keys)
         rid = rid or f"cmpl-t{key}-0"
-        self._send(("add", key, rid, prompt, n_tokens, kv, n, logprobs, lora, first))
+        self._send(("add", key, rid, prompt, n_tokens, kv, n, logprobs, lora, first, image))
         return Pending(self, key, rid)
 
     def run(self, prompt: list[int], n_tokens: int = 8, **kw: Any) -> Out:
@@ -491,7 +493,7 @@ class _Loop:
             self.core.shutdown()
             os._exit(0)
         if kind == "add":
-            key, rid, prompt, n_tokens, kv, n, logprobs, lora, first = rest
+            key, rid, prompt, n_tokens, kv, n, logprobs, lora, first, image = rest
             # vLLM refuses several greedy samples; the likeliest token alone is the same.
             sp = SamplingParams(
                 temperature=0 if n == 1 else 1, top_k=0 if n == 1 else 1, max_tokens=n_tokens,
@@ -503,7 +505,8 @@ class _Loop:
             self.live[rid] = (key, time.monotonic(), [])
             self.engine.add_request(
                 rid,
-                {"prompt_token_ids": prompt},
+                {"prompt_token_ids": prompt}
+                | ({} if image is None else {"multi_modal_data": {"image": image}}),
                 sp,
                 lora_request=LoRARequest(*lora) if lora else None,
             )

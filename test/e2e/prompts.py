@@ -41,3 +41,12 @@ LENGTHS = (
 def fresh(n: int, seed: object = None) -> list[int]:
     r = random.Random(str(seed) if seed is not None else None)
     return [r.randrange(300, 1000) for _ in range(n)]
+
+
+def counting(n: int, seed: object = None) -> list[int]:
+    """A prompt in which most tokens follow the one before."""
+    r = random.Random(str(seed))
+    out: list[int] = []
+    while len(out) < n:
+        out.append(out[-1] + 1 if out and r.random() < 0.9 else r.randrange(300, 900))
+    return out

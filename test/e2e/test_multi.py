@@ -75,3 +75,9 @@ def test_tokens_are_equal_and_what_was_offloaded_moves_on(c: Both) -> None:
         assert rig.total(c.p.metrics(), multi.STORED) > 0
         for e in (c.p, c.d):
             rig.wait_for(f"{e.name}'s prefix cache empty", e.clear_prefix_cache, 30)
+
+    # D has offloaded what kvspray brought, and loads it without P.
+    before, loaded = moved(c), rig.total(c.d.metrics(), multi.LOADED)
+    assert [c.d.run(p, 8).tokens for p in prompts] == want
+    assert moved(c) == before and rig.total(c.d.metrics(), multi.LOADED) > loaded
+    c.settle()

@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 from conftest import MODEL, Cluster
 from engines import Engine, Out
-from prompts import fresh
+from prompts import counting, fresh
 from test_tokens import LAYERS, TOKEN, Moved
 
 TOKENS = 24  # of an answer
+FEW = 12  # of each of many
 DRAFTED = 3
 LENGTHS = (2, 31, 32, 33, 64, 300, 700)  # about block borders, and prompts of several chunks
 # Of `make test-drafts`.
@@ -44,6 +45,7 @@ class Method:
     spec: dict[str, Any]
     token: int  # bytes of a token in all layers
     drafter: bool = True
+    prompts: Callable[[int, object], list[int]] = fresh
 
 
 def methods(dir: pathlib.Path) -> dict[str, Callable[[], Method]]:
@@ -59,9 +61,13 @@ def methods(dir: pathlib.Path) -> dict[str, Callable[[], Method]]:
         drafts.mimo(dir / "target", MODEL)
         return method("mtp", dir / "target", (LAYERS + 1) * TOKEN, None)
 
+    def ngram() -> Method:
+        drafts.counting(dir, MODEL)
+        return Method(dir / "target", NGRAM, LAYERS * TOKEN, drafter=False, prompts=counting)
+
     return {
         "draft_model": lambda: method("draft_model", MODEL, 2 * LAYERS * TOKEN, MODEL),
-        "ngram": lambda: Method(MODEL, NGRAM, LAYERS * TOKEN, drafter=False),
+        "ngram": ngram,
         "eagle": lambda: of_llama("eagle", (LAYERS + 1) * TOKEN),
         # Its draft has four times as many KV heads.
         "eagle3": lambda: of_llama("eagle3", (LAYERS + 4) * TOKEN),
@@ -82,9 +88,8 @@ class Pair(Cluster):
         for name in "PDR":
             self.spawn(name, model=method.model, speculative_config=dict(method.spec))
         self.up()
-        if method.drafter:
-            for e in (self.d, self.r):
-                e.rpc(note_drafts)
+        for e in (self.d, self.r):
+            e.rpc(note_drafts if method.drafter else note_lookups)
         return self
 
 
@@ -137,6 +142,23 @@ def note_drafts(worker: Any) -> None:
     runner.noted_drafts = notes
 
 
+def note_lookups(worker: Any) -> None:
+    """The same for a method that has no model: there are no logits."""
+    runner = getattr(worker, "worker", worker).model_runner
+    notes: Drafts = {}
+    propose = runner.drafter.propose
+
+    def proposed(tokens: int, sampled: Any, lengths: Any, *args: Any, **kw: Any) -> Any:
+        out = propose(tokens, sampled, lengths, *args, **kw)
+        for row, req in enumerate(runner.input_batch.req_ids):
+            if sampled[row]:
+                notes.setdefault(req, {})[int(lengths[row]) - 2] = list(out[row]), np.empty(0)
+        return out
+
+    runner.drafter.propose = proposed
+    runner.noted_drafts = notes
+
+
 def take_drafts(worker: Any) -> Drafts:
     notes: Drafts = getattr(worker, "worker", worker).model_runner.noted_drafts
     out = dict(notes)
@@ -152,21 +174,22 @@ def accepted(c: Cluster, engine: str, what: str = "accepted") -> int:
     return int(rig.total(metrics, f"vllm:spec_decode_num_{what}_tokens_total"))
 
 
-def drafts_of(e: Engine, prompt: list[int]) -> dict[int, tuple[list[int], np.ndarray]]:
+def drafts_of(e: Engine, prompt: list[int], answer: int) -> dict[int, tuple[list[int], np.ndarray]]:
     """Of the one request since the last call. Without those of unfinished prompts, which vLLM
     drops, and those behind the answer's end."""
     ((_, notes),) = e.rpc(take_drafts)[0].items()
     first = len(prompt) - 1
-    return {at: draft for at, draft in notes.items() if first <= at < first + TOKENS}
+    return {at: draft for at, draft in notes.items() if first <= at < first + answer}
 
 
-def same_drafts(c: Pair, prompt: list[int]) -> float:
+def same_drafts(c: Pair, prompt: list[int], answer: int = TOKENS) -> float:
     """Returns how far apart the logits are at most."""
-    if not c.method.drafter:
-        return 0.0
-    got, want = drafts_of(c.d, prompt), drafts_of(c.r, prompt)
-    assert len(want) >= TOKENS // (DRAFTED + 1)
+    got, want = (drafts_of(e, prompt, answer) for e in (c.d, c.r))
+    assert len(want) >= answer // (DRAFTED + 1)
     apart = 0.0
+    if not c.method.drafter:
+        assert {at: got[at][0] for at in got} == {at: want[at][0] for at in want}
+        return apart
     for at, (tokens, logits) in sorted(want.items()):
         assert at in got, (at, sorted(got), sorted(want))
         theirs, of_theirs = got[at]
@@ -181,14 +204,14 @@ def same_drafts(c: Pair, prompt: list[int]) -> float:
     return apart
 
 
-def through_both(c: Cluster, mode: str, prompt: list[int]) -> Out:
-    return c.prefill_first(prompt, TOKENS) if mode == "first" else c.both(prompt, TOKENS)
+def through_both(c: Cluster, mode: str, prompt: list[int], answer: int = TOKENS) -> Out:
+    return c.prefill_first(prompt, answer) if mode == "first" else c.both(prompt, answer)
 
 
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("mode", ["first", "both"])
 def test_tokens_and_drafts_are_those_of_one_engine(c: Pair, mode: str, n: int) -> None:
-    prompt = fresh(n, (c.method.spec["method"], mode, n))
+    prompt = c.method.prompts(n, (c.method.spec["method"], mode, n))
     before = {name: accepted(c, name) for name in ("D", "R")}
     with Moved(c) as moved:
         got = through_both(c, mode, prompt)
@@ -205,10 +228,9 @@ def test_tokens_and_drafts_are_those_of_one_engine(c: Pair, mode: str, n: int) -
 
 
 def test_a_prefix_that_decode_has(c: Pair) -> None:
-    prompt = fresh(300, (c.method.spec["method"], "prefix"))
+    prompt = c.method.prompts(300, (c.method.spec["method"], "prefix"))
     c.d.run(prompt[:200], 2)
-    if c.method.drafter:
-        c.d.rpc(take_drafts)
+    c.d.rpc(take_drafts)
     before = accepted(c, "D"), accepted(c, "R")
     with Moved(c) as moved:
         got = c.both(prompt, TOKENS)
@@ -237,18 +259,16 @@ def test_a_draft_of_prompts_that_part_at_a_block(c: Pair) -> None:
 @pytest.mark.skipif(not PROMPTS, reason="hours: make test-drafts runs it")
 def test_many_prompts(c: Pair) -> None:
     """Figures: how many drafts are accepted, and how far apart the logits are at most."""
-    if not c.method.drafter:
-        pytest.skip("hours: a draft without layers has no logits")
     name = c.method.spec["method"]
     before = {what: accepted(c, "D", what) for what in ("accepted", "draft")}
     apart = 0.0
     for i in range(PROMPTS):
-        prompt = fresh(2 + i * 37 % 900, (name, i))
-        want = c.r.add(prompt, TOKENS)
+        prompt = c.method.prompts(2 + i * 37 % 600, (name, i))
+        want = c.r.add(prompt, FEW)
         with Moved(c) as moved:
-            got = through_both(c, ("first", "both")[i % 2], prompt)
+            got = through_both(c, ("first", "both")[i % 2], prompt, FEW)
         assert got.tokens == want.result().tokens, i
-        apart = max(apart, same_drafts(c, prompt))
+        apart = max(apart, same_drafts(c, prompt, FEW))
         moved.all_loaded(1)
     grew = {what: accepted(c, "D", what) - before[what] for what in before}
     share = grew["accepted"] / grew["draft"]

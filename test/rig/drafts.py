@@ -175,6 +175,26 @@ def llama(dir: pathlib.Path, tokenizer: pathlib.Path) -> None:
     )
 
 
+COUNTS = 1.5  # of what makes the model count, beside random weights
+FIRST = 0.3  # of what the first layer adds to a token
+
+
+def counting(dir: pathlib.Path, tokenizer: pathlib.Path) -> None:
+    """dir with a model that often answers a token with the next one, for methods that look up in
+    the prompt what followed the last tokens there."""
+    r = Random(20261130)
+    embed = embedding(r)
+    head = np.roll(embed, 1, axis=0) * COUNTS + r(VOCAB, HIDDEN, scale=HIDDEN**0.5)
+    weights = {
+        "model.embed_tokens.weight": embed,
+        "lm_head.weight": np.asarray(head, np.float32),
+        "model.norm.weight": ones(),
+    }
+    for i in range(LAYERS):
+        weights |= under(f"model.layers.{i}.", llama_layer(r, LATER if i else FIRST))
+    write(dir / "target", llama_config(LAYERS), weights, tokenizer)
+
+
 NOPE = 32
 
 

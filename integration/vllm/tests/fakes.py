@@ -24,7 +24,7 @@ BLOCK = 16
 class Request(SimpleNamespace):
     """What vLLM's requests have besides what a test is about."""
 
-    lora_request = cache_salt = trace_headers = session_id = None
+    lora_request = cache_salt = trace_headers = session_id = prompt_embeds = None
     abort_immediately = resumable = skip_reading_prefix_cache = False
     mm_features = ()
 

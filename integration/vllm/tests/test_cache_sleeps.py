@@ -296,7 +296,9 @@ def test_a_vllm_that_does_not_announce_a_sleep(monkeypatch: pytest.MonkeyPatch) 
         ),
         speculative_config=None,
         device_config=SimpleNamespace(device_type="cuda"),
-        model_config=SimpleNamespace(enable_sleep_mode=True, is_encoder_decoder=False),
+        model_config=SimpleNamespace(
+            enable_sleep_mode=True, is_encoder_decoder=False, multimodal_config=None
+        ),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=False),
     )
     with pytest.raises(layout.Unsupported, match="enable_sleep_mode is on"):

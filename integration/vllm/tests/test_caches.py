@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.models.deepseek_v41 import compressor
+from vllm.v1.attention.backends.mla import sparse_swa
 from vllm.v1.core import kv_cache_planning as planning
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -223,6 +226,35 @@ def test_kinds_of_latents() -> None:
 def test_what_is_not_known_is_refused_by_name(spec: Any, backend: str, word: str) -> None:
     with pytest.raises(Unsupported, match=word):
         kind(spec, backend)
+
+
+def test_deepseek_v41_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caches, as vLLM's own layers publish them."""
+    engine: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={}), num_speculative_tokens=0
+    )
+    for module in (compressor, sparse_swa):
+        monkeypatch.setattr(module, "get_current_vllm_config", lambda: engine)
+    cache: Any = SimpleNamespace(cache_dtype="fp8_ds_mla")
+    ring = compressor.CompressorStateCache(1024, torch.float32, "ring")
+    window, kept = (
+        sparse_swa.DeepseekV4SWACache(
+            512, 128, torch.uint8, name, cache, None, 32, 528, 512, bounded_replay=replay
+        )
+        for name, replay in (("window", True), ("kept", False))
+    )
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(model="deepseek-ai/DeepSeek-V4.1"))
+    for layer, reason in (
+        (ring, "CircularBufferSpec .DeepSeek-V4.1,.*rings are not moved, serve"),
+        (window, "bounded_replay is on .DeepSeek-V4.1."),
+        (kept, "entries of 528 bytes"),  # MXFP8
+    ):
+        spec, backend = layer.get_kv_cache_spec(engine), layer.get_attn_backend().get_name()
+        with (
+            pytest.raises(Unsupported, match=reason + ".* .model deepseek-ai/DeepSeek-V4.1."),
+            layout.naming(config),
+        ):
+            kind(spec, backend)
 
 
 def test_ranks_that_have_other_heads_are_refused() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.multimodal import MultiModalConfig
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -57,6 +58,8 @@ class Engine:
     weights: str = "step-1"
     quantization: str | None = None
     spec: Any = None
+    media: Any = None  # of a model of text alone
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
     tp: int = 1
     pp: int = 1
 
@@ -66,6 +69,8 @@ class Engine:
             get_head_size=lambda: self.head_size, get_total_num_kv_heads=lambda: KV_HEADS,
             get_total_num_hidden_layers=lambda: self.layers,
             hf_text_config=SimpleNamespace(to_dict=lambda: dict(self.hf)),
+            hf_config=SimpleNamespace(to_dict=lambda: {"text_config": dict(self.hf)}),
+            hf_overrides=self.overrides, multimodal_config=self.media,
         )  # fmt: skip
         return SimpleNamespace(
             model_config=model, cache_config=SimpleNamespace(cache_dtype=self.cache_dtype,
@@ -214,6 +219,10 @@ def draft(method: str = "eagle", model: str = "d", tokens: int = 3) -> Any:
     return SimpleNamespace(method=method, model=model, num_speculative_tokens=tokens)
 
 
+def media(**settings: Any) -> MultiModalConfig:
+    return MultiModalConfig(**settings)
+
+
 BASE_HF = Engine().hf
 
 
@@ -237,6 +246,14 @@ BASE_HF = Engine().hf
         ({}, {"spec": draft()}, {"identity.speculative"}),
         ({"spec": draft()}, {"spec": draft(method="medusa")}, {"identity.speculative"}),
         ({"spec": draft()}, {"spec": draft(model="e")}, {"identity.speculative"}),
+        ({"media": media()}, {"media": media(mm_processor_kwargs={"a": 1})}, {"identity.images"}),
+        (
+            {"media": media(mm_processor_kwargs={"a": 1})},
+            {"media": media(mm_processor_kwargs={"a": 2})},
+            {"identity.images"},
+        ),
+        ({"media": media()}, {"media": media(video_pruning_rate=0.5)}, {"identity.images"}),
+        ({"media": media()}, {"media": media(), "overrides": {"b": 1}}, {"identity.images"}),
         ({}, {"weights": "step-2"}, {"identity.weights"}),
         ({}, {"quantization": "fp8"}, {"identity.quantization"}),
     ],
@@ -329,6 +346,8 @@ def test_releases_whose_caches_have_the_same_values(
     ({"tp": 2, "pp": 2, "block": 16}, {"pp": 3, "block": 128}, 4),
     ({"windows": (0, 64), "pp": 6}, {"windows": (0, 64)}, 6),
     ({}, {"hf": BASE_HF | {"_name_or_path": "/elsewhere"}}, 1),
+    ({"media": media(mm_processor_cache_gb=0)}, {"media": media(language_model_only=True)}, 1),
+    ({}, {"overrides": {"b": 1}}, 1),
     ({"quantization": "gptq"}, {"quantization": "gptq_marlin"}, 1)], ids=str,
 )  # fmt: skip
 def test_what_a_plan_bridges_is_no_difference(

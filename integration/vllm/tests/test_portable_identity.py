@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.multimodal import MultiModalConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -53,7 +54,8 @@ def of(model: str, groups: list[KVCacheGroupSpec] | None = None, **more: Any) ->
     }
     values |= {"own": {}, "load": "auto", **more}
     own = dict.fromkeys(("quantization_config", "hf_config_path"))
-    own |= {"config_format": "auto", "model_impl": "auto", **values["own"]}
+    own |= {"config_format": "auto", "model_impl": "auto", "multimodal_config": None}
+    own |= values["own"]
     config = SimpleNamespace(
         model_config=SimpleNamespace(model=model, revision=None, dtype=torch.float32,
         quantization=values["quantization"], hf_overrides=values["hf_overrides"], use_mla=False,
@@ -113,6 +115,10 @@ def test_both_plug_ins_have_the_same(model: str) -> None:
         ({"own": {"config_format": "mistral"}}, "config_format"),
         ({"own": {"model_impl": "transformers"}}, "model_impl"),
         ({"own": {"quantization_config": {"linear": "fp8"}}}, "quantization_config"),
+        (
+            {"own": {"multimodal_config": MultiModalConfig(mm_processor_kwargs={"a": 1})}},
+            "settings for images",
+        ),
         ({"load": "tensorizer"}, "load_format"),
     ],
 )

@@ -79,7 +79,7 @@ class Stage:
             served_model_name="m", model="m", quantization=None, dtype=torch.bfloat16,
             use_mla=False, get_head_size=lambda: 32, get_total_num_kv_heads=lambda: 2,
             get_total_num_hidden_layers=lambda: len(MODEL), hf_text_config=SimpleNamespace(
-            to_dict=dict),
+            to_dict=dict), multimodal_config=None,
         )  # fmt: skip
         self.c = c = object.__new__(KVSprayConnector)
         c._settings, c._ranks, c.region = Settings.parse({"weights": "w"}), rank, None

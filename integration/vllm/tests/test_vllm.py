@@ -193,7 +193,7 @@ def config(**over: object) -> SimpleNamespace:
     out = SimpleNamespace(
         parallel_config=parallel, speculative_config=None, device_config=SimpleNamespace(
         device_type="cpu"), model_config=SimpleNamespace(
-        is_encoder_decoder=False, enable_sleep_mode=False),
+        is_encoder_decoder=False, enable_sleep_mode=False, multimodal_config=None),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=False),
     )  # fmt: skip
     for path, value in over.items():

@@ -74,6 +74,22 @@ def check_config(config: VllmConfig) -> None:
         )
     if config.model_config.is_encoder_decoder:
         raise Unsupported("kvspray: the model is_encoder_decoder; such models are not supported")
+    check_images(config)
+
+
+def check_images(config: VllmConfig) -> None:
+    """vLLM names an image by a digest of its content, and only without both of its caches by a
+    count, which two engines and two images may share."""
+    media = config.model_config.multimodal_config
+    if media is None or (media.language_model_only and not media.enable_mm_embeds):
+        return
+    if media.mm_processor_cache_gb == 0 and not config.cache_config.enable_prefix_caching:
+        raise Unsupported(
+            "kvspray: mm_processor_cache_gb is 0 and enable_prefix_caching is off; vLLM then "
+            "numbers the images of prompts instead of hashing them, and prompts with different "
+            "images could be taken for each other; change one of the two, or set "
+            "language_model_only"
+        )
 
 
 def check_clearing(config: VllmConfig, kv: KVCacheConfig) -> None:
@@ -158,15 +174,46 @@ def _short(text: str) -> str:
     return text if len(text) <= 512 else "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
+def images_of(config: VllmConfig) -> str:
+    """A digest of the settings that change the KV of an image, and that neither a digest of the
+    image nor the weights have; empty: all are the defaults. The text model's configuration is in
+    the identity by itself."""
+    m = config.model_config
+    media = m.multimodal_config
+    if media is None:
+        return ""
+    settings: dict[str, Any] = {
+        "mm_processor_kwargs": media.mm_processor_kwargs,
+        "mm_encoder_attn_dtype": media.mm_encoder_attn_dtype,
+        "video_pruning": media.video_pruning_rate
+        and (media.video_pruning_rate, getattr(media, "video_pruning_method", "evs")),
+    }
+    if m.hf_overrides:
+        settings["hf_config"] = {
+            part: _portable(of) if isinstance(of, dict) else of
+            for part, of in _portable(m.hf_config.to_dict()).items()
+        }
+    settings = {k: v for k, v in settings.items() if v}
+    return _digest(settings) if settings else ""
+
+
+def _portable(hf: dict[str, Any]) -> dict[str, Any]:
+    """Without names and paths, which differ from host to host for the same weights."""
+    host = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures")
+    return {k: v for k, v in hf.items() if k not in host}
+
+
+def _digest(value: dict[str, Any]) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
 def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str, str]:
     """What must be equal between prefill and decode: anything that changes the bytes of a token's
     KV. All of it is of the whole model: the sidecar compares stages with one another that have
     other layers."""
     m = config.model_config
-    hf: dict[str, Any] = m.hf_text_config.to_dict()
-    # Names and paths of the same weights differ from host to host.
-    for key in ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"):
-        hf.pop(key, None)
+    hf = _portable(m.hf_text_config.to_dict())
     rope = {k: v for k, v in hf.items() if "rope" in k}
     windows, states = windows_of(kv), identity_of_states(kv)
     kinds = {
@@ -176,9 +223,7 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
     return {
         "engine": "vllm",
         "numerics": numerics(),
-        "model_config": hashlib.sha256(
-            json.dumps(hf, sort_keys=True, default=str).encode()
-        ).hexdigest()[:32],
+        "model_config": _digest(hf),
         "weights": weights,
         # Of one checkpoint several may be made while it is loaded. What kernels compute it with is
         # no part of that.
@@ -194,6 +239,7 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
         "byte_order": sys.byteorder,
         "backoff": str(backoff_of(windows, bool(states))),
         "speculative": draft_in_cache(config.speculative_config),
+        **({"images": images} if (images := images_of(config)) else {}),
         # The planner has a way between other ranks, but no engines ran with them.
         **(
             {"states": f"{states}; tp {config.parallel_config.tensor_parallel_size}"}
@@ -235,6 +281,7 @@ def portable_identity(config: VllmConfig, kv: KVCacheConfig, weights: str) -> di
         "the cache's groups": "" if groups == ["FullAttentionSpec"] else ", ".join(groups),
         "the cache's attention": ", ".join(sorted(masks)),
         "the packing of pages for this host": "" if packing in ("", TRANSPOSED) else packing,
+        "the settings for images": images_of(config),
     }
     try:
         return portable.identity(

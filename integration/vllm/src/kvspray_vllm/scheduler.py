@@ -63,6 +63,18 @@ def _traceparent(asked: spray.Spray | None, request: Request) -> str:
     return spray.traceparent_of(request.trace_headers)
 
 
+def _named(request: Request) -> list[int]:
+    """The tokens of a prompt that its hash identifies. Where embeddings take the place of tokens,
+    vLLM's token ids are equal whatever the embeddings are."""
+    tokens: list[int] | None = request.prompt_token_ids
+    if not tokens or request.prompt_embeds is not None:
+        raise spray.ParamsError(
+            "no_token_ids",
+            "a prompt of embeddings, or with some, has no name that another engine could use",
+        )
+    return tokens
+
+
 class SchedulerSide:
     def __init__(
         self,
@@ -271,7 +283,8 @@ class SchedulerSide:
         asked = spray.parse(given)
         if asked and asked.xfer and asked.peer:
             key = EVERY_PROMPT
-            if request.prompt_token_ids and (asked.adapter or not request.lora_request):
+            named = request.prompt_token_ids and request.prompt_embeds is None
+            if named and (asked.adapter or not request.lora_request):
                 key = self._prompt_hash(request, asked.adapter or "")
             self._client.decline(asked.xfer, key, asked.peer, reason, asked=False)
 
@@ -289,12 +302,7 @@ class SchedulerSide:
     def _new_source(self, request: Request, given: dict[str, Any], content: str) -> None:
         self._check_role("kv_consumer", "send")
         self._check_worker()
-        tokens = request.prompt_token_ids
-        if not tokens:
-            raise spray.ParamsError(
-                "no_token_ids",
-                "a prompt without token ids (embeddings) has no name that another engine could use",
-            )
+        tokens = _named(request)
         if not self._client.connected or not self._client.endpoint:
             raise spray.ParamsError("no_sidecar", "no sidecar is connected")
         if self._states and (request.skip_reading_prefix_cache or request.resumable):
@@ -353,12 +361,7 @@ class SchedulerSide:
             raise spray.ParamsError(
                 "no_params", "kv_transfer_params names no kvspray transfer and peer"
             )
-        tokens = request.prompt_token_ids
-        if not tokens:
-            raise spray.ParamsError(
-                "no_token_ids",
-                "a prompt without token ids (embeddings) has no name that another engine could use",
-            )
+        tokens = _named(request)
         try:
             if not self._client.connected:  # the decline is sent once a sidecar is connected
                 raise spray.ParamsError("no_sidecar", "no sidecar is connected")

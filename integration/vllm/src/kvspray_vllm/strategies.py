@@ -115,9 +115,9 @@ def kind_of(spec: KVCacheSpec, backend: str, kv_heads: int, ranks: Ranks, packin
     name = type(spec).__name__
     if name == "CircularBufferSpec":
         raise Unsupported(
-            "kvspray: a cache group is of kind CircularBufferSpec, the keys of an entry that is "
-            "not complete, one block for a request; such states are "
-            "not moved (DeepSeek-V4.1, QSA); serve the model without kvspray"
+            "kvspray: a cache group is of kind CircularBufferSpec (DeepSeek-V4.1, GLM-5-Next, Step "
+            "5, Qwen4 with QSA): a ring of one block for a request, with the tokens of an entry "
+            "that is not complete; rings are not moved, serve the model without kvspray"
         )
     if name not in (
         "FullAttentionSpec",
@@ -137,8 +137,9 @@ def kind_of(spec: KVCacheSpec, backend: str, kv_heads: int, ranks: Ranks, packin
         )
     if getattr(spec, "bounded_replay", False):
         raise Unsupported(
-            "kvspray: bounded_replay is on (DeepSeek-V4.1); blocks that are computed again are "
-            "not followed, serve without it"
+            "kvspray: bounded_replay is on (DeepSeek-V4.1): vLLM computes the tokens of a window "
+            "again instead of keeping its blocks, and which blocks these are is not known to "
+            "kvspray; serve the model without kvspray"
         )
     kind = (
         _rows(spec, backend)
