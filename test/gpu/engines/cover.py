@@ -64,8 +64,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         ("gdn", "qwen3.5", "tiny-qwen3_next"),
         ("mamba2", "granite-4", "tiny-granite4"),
         ("groups", "nemotron-h", "tiny-granite4"),
+        ("mamba1", "jamba", "tiny-granite4"),
+        ("conv", "lfm2", "tiny-lfm2"),
     )
 }
+# vLLM's rotary kernel for CPUs computes wrong positions for LFM2; see docs/vllm-models.md.
+HYBRIDS["conv"]["cpu_args"] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 ALL = SHAPES | HYBRIDS
 STEP, MAX_LEN, CACHE = 256, 4608, 192 << 20
 LENGTHS = (
@@ -139,6 +143,8 @@ class Ring:
                 "enforce_eager": not gpu or graph == "eager",
             }
             env = {"KVSPRAY_RIG_PAGES": str(self.rig.pages / self.name(i))}
+            if not gpu:
+                args |= of.get("cpu_args", {})
             if gpu:
                 args |= {
                     "gpu_memory_utilization": 0.02,

@@ -70,8 +70,8 @@ CLASSES = {
     "window": Gemma3ForCausalLM,
     GRANITE: GraniteForCausalLM,
 }
-# With recurrent states beside attention: gated delta nets, Mamba 2, short convolutions. No layer
-# uses experts. Of classes that a host's transformers may lack.
+# With recurrent states beside attention: gated delta nets, Mamba 2, Mamba 1, short convolutions. No
+# layer uses experts. Of classes that a host's transformers may lack.
 HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3.5": (
         "Qwen3_5TextConfig",
@@ -111,6 +111,32 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "mamba_num_heads": 16,
             "mamba_head_dim": 64,
             "n_groups": 8,
+        },
+    ),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_attention_heads": 8,
+            "num_experts": 1,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["conv", "conv", "full_attention"] * 2,
+            "num_attention_heads": 8,
+            "conv_dim": 512,
+            "block_dim": 512,
+            "block_auto_adjust_ff_dim": False,
         },
     ),
 }
