@@ -30,6 +30,7 @@ from transformers import (
 
 # isort: split
 import drafts
+import kimi
 
 from kvspray.trial import tiny_model
 
@@ -140,14 +141,15 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-NAMES = (*LLAMAS, *CLASSES, *HYBRIDS)
+KIMI = "kimi-linear"
+NAMES = (*LLAMAS, *CLASSES, *HYBRIDS, KIMI)
 TINY = "tiny-llama"  # of make env
 DRAFTS = "drafts"
 SHARD = "4GB"  # of a file
 
 
-def config_of(name: str, tok: Any) -> PretrainedConfig:
-    common = {
+def common_of(tok: Any) -> dict[str, Any]:
+    return {
         "vocab_size": tiny_model.VOCAB,
         "max_position_embeddings": POSITIONS,
         "bos_token_id": tok.bos_token_id,
@@ -155,6 +157,10 @@ def config_of(name: str, tok: Any) -> PretrainedConfig:
         "pad_token_id": tok.pad_token_id,
         "dtype": "bfloat16",
     }
+
+
+def config_of(name: str, tok: Any) -> PretrainedConfig:
+    common = common_of(tok)
     if name in LLAMAS:
         return LlamaConfig(
             **common,
@@ -232,6 +238,9 @@ def write(out: pathlib.Path, name: str, weights: bool, seed: int = tiny_model.SE
         drafts.llama(out, out)
         drafts.deepseek(out / "deepseek", out, latent=512, rope=64)
         drafts.mimo(out / "mimo", out)
+        return
+    if name == KIMI:
+        kimi.write(out, common_of(tok), weights, seed)
         return
     config = config_of(name, tok)
     if not weights:
