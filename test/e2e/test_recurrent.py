@@ -41,8 +41,8 @@ class Family:
 # Of a head of attention K and V, and of a state the history of its convolution and its matrix.
 GDN = Family("qwen3_next", 2 * 2 * 32 * 2, 3 * (3 * 512 * 2 + 4 * 64 * 64 * 4), "bfloat16", 0.15)
 # vLLM's rotary kernel for CPUs takes each head of this model's queries and keys for a token: in a
-# step of n tokens it rotates the first n heads, and no others. So its prefill and its decode differ,
-# and so do ranks. The implementation in Python rotates all.
+# step of n tokens it rotates the first n heads, and no others. So its prefill and its decode
+# differ, and so do ranks. The implementation in Python rotates all.
 NATIVE = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 LFM2 = Family("lfm2", 2 * 2 * 2 * 32 * 4, 4 * 2 * 128 * 4, args=NATIVE)
 MAMBA2 = Family("granite4", 2 * 2 * 2 * 32 * 4, 4 * (3 * 320 + 8 * 32 * 32) * 4)
