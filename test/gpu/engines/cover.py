@@ -154,11 +154,12 @@ class Ring:
                     "attention_backend": of["backends"][backend],
                     **of.get("args", {}),
                 }
-                env |= of.get("env", {}) | {
+                env |= {
                     "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "v2")),
                     "VLLM_CACHE_ROOT": str(self.rig.run / f"cache-{self.name(i)}"),
                 }
                 env["TORCHINDUCTOR_CACHE_DIR"] = str(self.rig.run / f"inductor-{self.name(i)}")
+                env |= of.get("env", {})
                 if graph != "eager":
                     pieces = graph in ("PIECEWISE", "FULL_AND_PIECEWISE")
                     args["compilation_config"] = {
