@@ -25,19 +25,26 @@ STATE_DTYPE = torch.float32
 @dataclasses.dataclass(frozen=True)
 class Linear:
     """A kind of linear attention. k: of GDN and KDA the heads of q and k, of Mamba-2 the groups of
-    B and C; v: the others."""
+    B and C; v: the others, of Mamba-1 its channels, and k_dim the numbers of each one's state."""
 
-    kind: str  # gdn, kda, mamba2
+    kind: str  # gdn, kda, mamba2, mamba1
     k_heads: int
     k_dim: int
     v_heads: int
     v_dim: int
 
     @property
-    def sections(self) -> tuple[int, int, int]:
+    def kernels(self) -> bool:
+        """Whether vLLM has kernels of it for CPUs."""
+        return self.kind in ("gdn", "mamba2")
+
+    @property
+    def sections(self) -> tuple[int, ...]:
         """The channels of the convolution, in the order in which they are remembered: q, k, v, or
         x, B, C."""
         k, v = self.k_heads * self.k_dim, self.v_heads * self.v_dim
+        if self.kind == "mamba1":
+            return (v,)
         return (v, k, k) if self.kind == "mamba2" else (k, k, v)
 
     def shapes(self, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -53,6 +60,8 @@ class Linear:
                 self.k_dim,
                 WIDTH,
             )
+        if self.kind == "mamba1":
+            return Shape.mamba1_state_shape(tp, self.v_heads, self.k_dim, WIDTH)
         if self.kind == "gdn":
             return Shape.gated_delta_net_state_shape(
                 tp, self.k_heads, self.v_heads, self.k_dim, self.v_dim, WIDTH
@@ -66,6 +75,7 @@ class Linear:
         )
 
         return {
+            "mamba1": Copy.mamba1_state_copy_func,
             "mamba2": Copy.mamba2_state_copy_func,
             "gdn": Copy.gated_delta_net_state_copy_func,
             "kda": Copy.kda_state_copy_func,
@@ -81,6 +91,8 @@ class Linear:
         from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shape
 
         every = torch.arange(sum(self.sections), dtype=torch.float32)
+        if self.kind == "mamba1":
+            return every[self.heads(rank, tp)].long()
         own = torch.full((sum(self.local(tp)),), -1.0)
         if self.kind == "kda":
             load = _make_fused_conv1d_weight_loader(list(self.sections), tp, rank)

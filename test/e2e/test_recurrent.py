@@ -35,10 +35,16 @@ class Family:
     # The other kernel that computes a prompt's last token on decode may round otherwise: two tokens
     # may change places whose logarithms of probabilities are no further apart at a plain engine.
     tie: float = 0.0
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its engines
 
 
 # Of a head of attention K and V, and of a state the history of its convolution and its matrix.
 GDN = Family("qwen3_next", 2 * 2 * 32 * 2, 3 * (3 * 512 * 2 + 4 * 64 * 64 * 4), "bfloat16", 0.15)
+# vLLM's rotary kernel for CPUs takes each head of this model's queries and keys for a token: in a
+# step of n tokens it rotates the first n heads, and no others. So its prefill and its decode
+# differ, and so do ranks. The implementation in Python rotates all.
+NATIVE = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+LFM2 = Family("lfm2", 2 * 2 * 2 * 32 * 4, 4 * 2 * 128 * 4, args=NATIVE)
 MAMBA2 = Family("granite4", 2 * 2 * 2 * 32 * 4, 4 * (3 * 320 + 8 * 32 * 32) * 4)
 
 
@@ -54,14 +60,19 @@ class Case:
 # The first one is in the gate.
 CASES = (Case(GDN, True),)
 # Nightly. vLLM's kernels of Mamba 2 for CPUs are slow.
-MORE = (Case(GDN), Case(MAMBA2))
+MORE = (Case(GDN), Case(LFM2), Case(LFM2, True), Case(MAMBA2))
 
 
 def spawn(c: Cluster, case: Case) -> None:
     c.model = MODELS / f"tiny-{case.family.model}"
     need(str(c.model), c.model.is_dir(), "run test/rig/env.py")
     for name in "PDR":
-        c.spawn(name, dtype=case.family.dtype, enable_prefix_caching=case.cached)
+        c.spawn(
+            name,
+            dtype=case.family.dtype,
+            enable_prefix_caching=case.cached,
+            **case.family.args,
+        )
 
 
 nightly = pytest.mark.skipif(
@@ -74,12 +85,13 @@ nightly = pytest.mark.skipif(
     scope="module", params=[*CASES, *(pytest.param(x, marks=nightly) for x in MORE)], ids=str
 )
 def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    dir = workdir / str(request.param).replace(" ", "-")
+    case: Case = request.param
+    dir = workdir / str(case).replace(" ", "-")
     dir.mkdir()
     out = Cluster(dir, CONFIG)
-    out.case = request.param  # type: ignore[attr-defined]
+    out.case = case  # type: ignore[attr-defined]
     try:
-        spawn(out, request.param)
+        spawn(out, case)
         yield out.up()
         for s in (out.sp, out.sd):
             assert s.panics() is None

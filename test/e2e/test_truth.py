@@ -388,7 +388,7 @@ class Hybrid:
             block_size=LONGEST, shapes=self.of.shapes(self.tp),
             dtypes=(torch.bfloat16, STATE_DTYPE), mamba_cache_mode="align" if self.align
             else "none", mamba_type={"gdn": Backend.GDN_ATTN, "mamba2": Backend.MAMBA2,
-            "kda": Backend.GDN_ATTN}[self.of.kind],
+            "kda": Backend.GDN_ATTN, "mamba1": Backend.MAMBA1}[self.of.kind],
         )  # fmt: skip
         token = FullAttentionSpec(
             block_size=1, num_kv_heads=HEADS // self.tp, head_size=16, dtype=torch.bfloat16
@@ -564,7 +564,7 @@ def prefill(p: list[HybridRank], weights: list[list[Weights]], tokens: int) -> P
         for _ in every[0]])  # fmt: skip
     for h in p:
         prompt.write(h, tokens)
-    if of.kind == "kda":
+    if not of.kernels:
         return prompt
     for g in every[0]:
         for i in every[1]:
@@ -589,6 +589,7 @@ def looked_up(h: HybridRank, g: int, i: int, tokens: int) -> None:
 
 
 GDN, KDA = Linear("gdn", 2, 64, 4, 64), Linear("kda", 4, 32, 4, 32)
+MAMBA1 = Linear("mamba1", 0, 16, 64, 1)
 MAMBA2, ONE_GROUP = Linear("mamba2", 2, 48, 4, 16), Linear("mamba2", 1, 32, 4, 16)
 HYBRIDS = [
     (Hybrid(GDN), Hybrid(GDN, wider=16)),
@@ -599,6 +600,8 @@ HYBRIDS = [
     (Hybrid(ONE_GROUP, "SD", 2), Hybrid(ONE_GROUP, "SD", 1, True)),
     (Hybrid(KDA, "SD", 2, True, wider=16), Hybrid(KDA, "DS", 1)),
     (Hybrid(KDA, "DS", 1), Hybrid(KDA, "SD", 2)),
+    (Hybrid(MAMBA1, "SD", 2, True), Hybrid(MAMBA1, "DS", 1)),
+    (Hybrid(MAMBA1, "DS", 1), Hybrid(MAMBA1, "SD", 4, True)),
 ]
 
 
@@ -608,7 +611,6 @@ def test_states_of_hybrids(
 ) -> None:
     sp, sd = sidecars
     p, d = make_hybrid(sp, pk, f"ph{pk}{dk}"), make_hybrid(sd, dk, f"dh{pk}{dk}")
-    kernels = pk.of.kind != "kda"  # vLLM has none for KDA on CPUs
     try:
         weights = [[Weights.random(pk.of) for _ in range(LAYERS)] for _ in range(LINEAR_GROUPS)]
         x = Inputs.random(pk.of, 1)
@@ -618,7 +620,7 @@ def test_states_of_hybrids(
                 for h in ranks:
                     h.r.tables = tables
             prompt = prefill(p, weights, tokens)
-            noise = one_more(d, weights, x, tokens) if kernels else None
+            noise = one_more(d, weights, x, tokens) if pk.of.kernels else None
             before = [[m.clone() for m in h.r.memory] for h in d]
             move(sp.endpoint, [h.r for h in p], [h.r for h in d], tokens)
             for h, was in zip(d, before, strict=True):

@@ -50,7 +50,7 @@ PAGE = [
     "setuptools>=70.1",
 ]
 NIXL = ["nixl==1.5.1", "nixl-cu13==1.5.1"]
-MODELS = ("llama", "gemma3", "qwen3_next", "granite4")
+MODELS = ("llama", "gemma3", "qwen3_next", "lfm2", "granite4")
 # Best known first. The wheel is abi3, but its dependencies have wheels for these.
 PYTHONS = [(3, 12), (3, 11), (3, 13)]
 

@@ -183,9 +183,6 @@ def test_the_identity_has_what_sizes_do_not_show() -> None:
 def test_what_is_not_served_of_models_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
     plain: Any = SimpleNamespace(speculative_config=None)
     drafts: Any = SimpleNamespace(speculative_config=SimpleNamespace(method="ngram"))
-    lfm2 = spec(SHAPES.short_conv_state_shape(1, 256, 4), (BF16,), Backend.SHORT_CONV)
-    with pytest.raises(Unsupported, match="short convolutions .LFM2."):
-        states.check_states(plain, hybrid(lfm2))
     states.check_states(plain, hybrid(gdn()))
     states.check_states(drafts, KVCacheConfig(BLOCKS, [], hybrid(gdn()).kv_cache_groups[:1]))
     with pytest.raises(Unsupported, match="method is ngram.*without speculation"):

@@ -59,13 +59,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 # With recurrent states: part hybrid. vLLM's second model runner clears blocks too early for an
 # engine that sends.
 HYBRIDS: dict[str, dict[str, Any]] = {
-    name: {"model": model, "cpu": cpu, "backends": ("FLASH_ATTN", "TRITON_ATTN"), "runner": "v1"}
-    for name, model, cpu in (
-        ("gdn", "qwen3.5", "tiny-qwen3_next"),
-        ("mamba2", "granite-4", "tiny-granite4"),
-        ("groups", "nemotron-h", "tiny-granite4"),
+    name: {"model": model, "cpu": cpu, "backends": SHAPES[like]["backends"], "runner": "v1"}
+    for name, model, cpu, like in (
+        ("gdn", "qwen3.5", "tiny-qwen3_next", "llama"),
+        ("mamba2", "granite-4", "tiny-granite4", "llama"),
+        ("groups", "nemotron-h", "tiny-granite4", "llama"),
+        ("mamba1", "jamba", "tiny-granite4", "llama"),
+        ("kda", "kimi-linear", "tiny-qwen3_next", "mla"),
+        ("conv", "lfm2", "tiny-lfm2", "llama"),
     )
 }
+# vLLM's rotary kernel for CPUs computes wrong positions for LFM2; see docs/vllm-models.md.
+HYBRIDS["conv"]["cpu_args"] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+# Needs CUTLASS's Python, which the host lacks, and is for several GPUs.
+HYBRIDS["kda"]["env"] = {"VLLM_KIMI_K3_GEMM_AR": "0"}
 ALL = SHAPES | HYBRIDS
 STEP, MAX_LEN, CACHE = 256, 4608, 192 << 20
 LENGTHS = (
@@ -147,6 +154,8 @@ class Ring:
                 args["logits_processors"] = ["kvspray_rig:FirstToken"]
                 args["max_model_len"] = max(self.lengths) + STEP
             env = {"KVSPRAY_RIG_PAGES": str(self.rig.pages / self.name(i))}
+            if not gpu:
+                args |= of.get("cpu_args", {})
             if gpu:
                 args |= {
                     "gpu_memory_utilization": 0.02,
@@ -161,6 +170,7 @@ class Ring:
                     "VLLM_CACHE_ROOT": str(self.rig.run / f"cache-{self.name(i)}"),
                 }
                 env["TORCHINDUCTOR_CACHE_DIR"] = str(self.rig.run / f"inductor-{self.name(i)}")
+                env |= of.get("env", {})
                 if graph != "eager":
                     pieces = graph in ("PIECEWISE", "FULL_AND_PIECEWISE")
                     args["compilation_config"] = {

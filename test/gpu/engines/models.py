@@ -30,6 +30,7 @@ from transformers import (
 
 # isort: split
 import drafts
+import kimi
 
 from kvspray.trial import tiny_model
 
@@ -70,8 +71,8 @@ CLASSES = {
     "window": Gemma3ForCausalLM,
     GRANITE: GraniteForCausalLM,
 }
-# With recurrent states beside attention: gated delta nets, Mamba 2, short convolutions. No layer
-# uses experts. Of classes that a host's transformers may lack.
+# With recurrent states beside attention: gated delta nets, Mamba 2, Mamba 1, short convolutions. No
+# layer uses experts. Of classes that a host's transformers may lack.
 HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3.5": (
         "Qwen3_5TextConfig",
@@ -113,15 +114,42 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "n_groups": 8,
         },
     ),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_attention_heads": 8,
+            "num_experts": 1,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["conv", "conv", "full_attention"] * 2,
+            "num_attention_heads": 8,
+            "conv_dim": 512,
+            "block_dim": 512,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
 }
-NAMES = (*LLAMAS, *CLASSES, *HYBRIDS)
+KIMI = "kimi-linear"
+NAMES = (*LLAMAS, *CLASSES, *HYBRIDS, KIMI)
 TINY = "tiny-llama"  # of make env
 DRAFTS = "drafts"
 SHARD = "4GB"  # of a file
 
 
-def config_of(name: str, tok: Any) -> PretrainedConfig:
-    common = {
+def common_of(tok: Any) -> dict[str, Any]:
+    return {
         "vocab_size": tiny_model.VOCAB,
         "max_position_embeddings": POSITIONS,
         "bos_token_id": tok.bos_token_id,
@@ -129,6 +157,10 @@ def config_of(name: str, tok: Any) -> PretrainedConfig:
         "pad_token_id": tok.pad_token_id,
         "dtype": "bfloat16",
     }
+
+
+def config_of(name: str, tok: Any) -> PretrainedConfig:
+    common = common_of(tok)
     if name in LLAMAS:
         return LlamaConfig(
             **common,
@@ -206,6 +238,9 @@ def write(out: pathlib.Path, name: str, weights: bool, seed: int = tiny_model.SE
         drafts.llama(out, out)
         drafts.deepseek(out / "deepseek", out, latent=512, rope=64)
         drafts.mimo(out / "mimo", out)
+        return
+    if name == KIMI:
+        kimi.write(out, common_of(tok), weights, seed)
         return
     config = config_of(name, tok)
     if not weights:

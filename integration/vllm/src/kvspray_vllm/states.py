@@ -24,10 +24,9 @@ BACKENDS: Mapping[str, tuple[str, int]] = {
     "KIMI_K3_KDA": ("kda_state", 2),
     "MAMBA2_ATTN": ("mamba2_state", 2),
     "MAMBA1_ATTN": ("mamba1_state", 2),
-    "SHORT_CONV_ATTN": ("short_conv_state", 1),  # check_states refuses it
+    "SHORT_CONV_ATTN": ("short_conv_state", 1),
     "LINEAR_ATTN": ("gdn_state", 1),
 }
-SHORT_CONV = "SHORT_CONV"
 # Names of the field for the groups of B and C in the configurations of models.
 GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
@@ -58,11 +57,6 @@ def check_states(config: VllmConfig, kv: KVCacheConfig) -> None:
         raise Unsupported(
             "kvspray: the model has recurrent states (MambaSpec), which are moved from vLLM 0.33 "
             "on; use that, or serve the model without kvspray"
-        )
-    if any(is_state(s) and s.mamba_type.name == SHORT_CONV for s in _specs(kv)):
-        raise Unsupported(
-            "kvspray: the model has short convolutions (LFM2); answers after a transfer differed "
-            "from those of a plain engine, serve the model without kvspray"
         )
     if config.speculative_config is not None:
         raise Unsupported(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a tiny random model and a tokenizer of its own: nothing is downloaded. usage:
-python -m kvspray.trial.tiny_model DIR [llama|gemma3|qwen3_next|granite4]
+python -m kvspray.trial.tiny_model DIR [llama|gemma3|qwen3_next|lfm2|granite4]
 
 The weights are scaled so that greedy outputs vary with every token of the prompt: equal outputs
 then mean equal caches.
@@ -76,6 +76,26 @@ def _qwen3_next(sizes: dict[str, int]) -> PreTrainedModel:
     )
 
 
+def _lfm2(sizes: dict[str, int]) -> PreTrainedModel:
+    """Short convolutions and attention."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    types = ["conv", "conv", "full_attention"] * 2
+    sizes = {k: v for k, v in sizes.items() if k != "head_dim"}
+    return Lfm2ForCausalLM(
+        Lfm2Config(
+            **sizes,
+            num_hidden_layers=len(types),
+            layer_types=types,
+            conv_L_cache=3,
+            conv_dim=sizes["hidden_size"],
+            block_dim=sizes["hidden_size"],
+            block_auto_adjust_ff_dim=False,
+            tie_word_embeddings=False,
+        )
+    )
+
+
 def _granite4(sizes: dict[str, int]) -> PreTrainedModel:
     """Mamba 2 and attention, without experts."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
@@ -105,6 +125,7 @@ def _granite4(sizes: dict[str, int]) -> PreTrainedModel:
 # Models with recurrent states.
 STATES: dict[str, Callable[[dict[str, int]], PreTrainedModel]] = {
     "qwen3_next": _qwen3_next,
+    "lfm2": _lfm2,
     "granite4": _granite4,
 }
 
