@@ -26,6 +26,8 @@ const (
 	Align    = 16 // addresses and lengths are multiples of it
 	RunBytes = 40 // sizeof(struct kvs_run)
 	RunOuter = 16 // offset of outer in it
+
+	MoveBytes = 40 // sizeof(struct kvs_move)
 )
 
 // PutRun encodes a struct kvs_run.
@@ -37,4 +39,15 @@ func PutRun(b []byte, base, dense, size uint64, s *mem.Strides) {
 	binary.LittleEndian.PutUint64(b[24:], dense)
 	binary.LittleEndian.PutUint32(b[32:], uint32(size))
 	binary.LittleEndian.PutUint32(b[36:], s.Count)
+}
+
+// PutMove encodes a struct kvs_move.
+func PutMove(b []byte, dst, src cuda.Ptr, dstStride, srcStride uint64, size, count uint32) {
+	b = b[:MoveBytes]
+	binary.LittleEndian.PutUint64(b, uint64(src))
+	binary.LittleEndian.PutUint64(b[8:], uint64(dst))
+	binary.LittleEndian.PutUint64(b[16:], srcStride)
+	binary.LittleEndian.PutUint64(b[24:], dstStride)
+	binary.LittleEndian.PutUint32(b[32:], size)
+	binary.LittleEndian.PutUint32(b[36:], count)
 }
