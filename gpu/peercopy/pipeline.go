@@ -46,8 +46,8 @@ const (
 	// Within one GPU there is no staging: a stage is as many bytes as one kernel moves, while the host
 	// lists those of the next.
 	withinStage = 128 << 20
-	// Longer pieces are cut, so that all multiprocessors take part: a thread block has so many bytes
-	// in flight.
+	// Longer pieces are cut, so that all multiprocessors take part: this is what a thread block has in
+	// flight.
 	withinPiece = 32 << 10
 )
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import collections
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fakes import LOG, Engine, FakeWorker, load
@@ -25,7 +27,7 @@ class Loop(Engine):
         self.early = Early(engine if in_process else "of another process")
         self.queue: collections.deque[tuple[Results, Landed | None]] = collections.deque()
         self.lag = lag
-        self.waiting: set[str] = set()  # for loads, that vLLM has not been told the end of
+        self.waiting: set[str] = set()  # for loads, whose end vLLM has not handled
         self.aborted: set[str] = set()  # of these
         self.ready: list[str] = []  # that the next step may compute
         self.given: collections.Counter[str] = collections.Counter()
@@ -172,6 +174,32 @@ def test_the_worker_does_not_wait_while_the_engine_has_not_handled_an_end() -> N
     assert e.ready == ["a"] and len(waits) == before
     e.iterate()
     assert len(waits) == before + 1
+
+
+def test_vllm_asks_the_connector_before_it_handles_the_ends_of_loads() -> None:
+    """By vLLM's own function, of the installed version."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import RequestStatus
+
+    ends = Early("engine")
+
+    def update(out: KVConnectorOutput) -> None:
+        out.finished_recving = ends.take(out.finished_recving or ())
+
+    request = SimpleNamespace(status=RequestStatus.WAITING_FOR_REMOTE_KVS)
+    scheduler: Any = SimpleNamespace(
+        connector=SimpleNamespace(update_connector_output=update),
+        requests={"r": request},
+        finished_recving_kv_req_ids=set(),
+        _set_kv_fetch_stage=lambda *a: None,
+    )
+    early.report("engine", {"r"})
+    Scheduler._update_from_kv_xfer_finished(scheduler, KVConnectorOutput())
+    assert scheduler.finished_recving_kv_req_ids == {"r"}
+    request.status = RequestStatus.RUNNING  # with its end reported again, vLLM would end
+    Scheduler._update_from_kv_xfer_finished(scheduler, KVConnectorOutput(finished_recving={"r"}))
+    assert not KVConnectorOutput(kv_connector_worker_meta=Landed(waits=True)).is_empty()
 
 
 def test_a_closed_scheduler_leaves_nothing() -> None:

@@ -172,7 +172,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 events=self._events,
                 fails=self._kv_transfer_config.kv_load_failure_policy == "fail",
             )
-            if parallel.world_size == 1:
+            # How vLLM handles results is no part of its interface.
+            if parallel.world_size == 1 and not newer:
                 self._early = Early(self._engine_id)
         else:
             self._flag_of = layout.flag_indices(kv_cache_config)
