@@ -1,6 +1,6 @@
 // Package device is a GPU as the copy code uses it: queues, events, copies, the kernels pack,
-// unpack and move with their lists, and memory of other processes. The interfaces have two implementations:
-// CUDA here, and package gputest for tests.
+// unpack and move with their lists, and memory of other processes. The interfaces have two
+// implementations: CUDA here, and package gputest for tests.
 //
 // The package owns no goroutine.
 package device

@@ -197,8 +197,8 @@ func (d *Device) Move(queue device.Queue, moves, first cuda.Ptr, n int) error {
 			src, dst, srcStride, dstStride := word(0), word(8), word(16), word(24)
 			size, count := binary.LittleEndian.Uint32(e[32:]), binary.LittleEndian.Uint32(e[36:])
 			if got := binary.LittleEndian.Uint32(f[i*4:]); got != pieces || size == 0 || count == 0 {
-				q.err = fmt.Errorf("fake: move %d: first is %d, %d pieces come before it; %d pieces of %d bytes",
-					i, got, pieces, count, size)
+				q.err = fmt.Errorf("fake: move %d: first is %d, %d pieces come before it; %d pieces of %d "+
+					"bytes", i, got, pieces, count, size)
 				return
 			}
 			if (src|dst|srcStride|dstStride|uint64(size))%device.Align != 0 {

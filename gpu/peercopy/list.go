@@ -182,12 +182,14 @@ func (b *stageBuffer) fillMoves(moves []Move, cur *cursor, size uint64) int {
 		}
 		src, dst := m.Src+cuda.Ptr(cur.piece*m.SrcStride), m.Dst+cuda.Ptr(cur.piece*m.DstStride)
 		if m.Len <= withinPiece {
-			list.add(dst, src, m.DstStride, m.SrcStride, m.Len, k)
+			list.add(&Move{Src: src, Dst: dst, SrcStride: m.SrcStride, DstStride: m.DstStride, Len: m.Len,
+				Count: k})
 		} else {
 			parts, rest := m.Len/withinPiece, m.Len%withinPiece
-			list.add(dst, src, withinPiece, withinPiece, withinPiece, parts)
-			if rest > 0 {
-				list.add(dst+cuda.Ptr(m.Len-rest), src+cuda.Ptr(m.Len-rest), 0, 0, rest, 1)
+			list.add(&Move{Src: src, Dst: dst, SrcStride: withinPiece, DstStride: withinPiece,
+				Len: withinPiece, Count: parts})
+			if at := cuda.Ptr(m.Len - rest); rest > 0 {
+				list.add(&Move{Src: src + at, Dst: dst + at, Len: rest, Count: 1})
 			}
 		}
 		bytes += k * m.Len
@@ -207,10 +209,9 @@ type moveList struct {
 // first writes the number of pieces before the next entry.
 func (l *moveList) first() { binary.LittleEndian.PutUint32(l.list[firstAt+l.n*4:], l.pieces) }
 
-func (l *moveList) add(dst, src cuda.Ptr, dstStride, srcStride, size, count uint64) {
+func (l *moveList) add(m *Move) {
 	l.first()
-	device.PutMove(l.list[l.n*device.MoveBytes:], dst, src, dstStride, srcStride, uint32(size),
-		uint32(count))
+	device.PutMove(l.list[l.n*device.MoveBytes:], m)
 	l.n++
-	l.pieces += uint32(count)
+	l.pieces += uint32(m.Count)
 }

@@ -21,14 +21,8 @@ func Bytes(maxStage uint64) uint64 { return Depth * (maxStage + listBytes) }
 // WithinBytes is what one pipeline within a GPU allocates there.
 func WithinBytes() uint64 { return Depth * listBytes }
 
-// Move is one strided run between two GPUs, or within one: Count pieces of Len bytes, piece i from Src +
-// i*SrcStride to Dst + i*DstStride.
-type Move struct {
-	Src, Dst             cuda.Ptr
-	SrcStride, DstStride uint64
-	Len                  uint64
-	Count                uint64
-}
+// Move is an entry of the lists that a Pipeline moves.
+type Move = device.Move
 
 // The shape of a pipeline. [measured, 2 H200, scattered 16 KiB, contiguous copy 397 GB/s]
 // Stages of 64 MiB give 379, 32 MiB 371, 16 MiB 356 GB/s, because each copy takes 2.6 us before
@@ -55,8 +49,8 @@ const (
 // the source GPU's copy engine (by the destination's it takes 10 us more), unpack. It belongs to
 // the destination's sidecar, which issues all three steps: waiting for its own queues is the fence.
 //
-// Within one GPU there is one queue, and a stage is one kernel that reads each piece and writes it to
-// its place. A list has no byte that is written and also read.
+// Within one GPU there is one queue, and a stage is one kernel that reads each piece and writes it
+// to its place. A list has no byte that is written and also read.
 //
 // Runs share the queues. A run issues its stages behind those of the run before and waits only for
 // its own, so that the link has no pause. [measured, 2 H200] With one pipeline for each run the

@@ -387,8 +387,9 @@ func TestMovesAreCut(t *testing.T) {
 		le := binary.LittleEndian
 		for i := range n {
 			e := b.runs[0][i*device.MoveBytes:]
-			m := Move{Src: cuda.Ptr(le.Uint64(e)), Dst: cuda.Ptr(le.Uint64(e[8:])), SrcStride: le.Uint64(e[16:]),
-				DstStride: le.Uint64(e[24:]), Len: uint64(le.Uint32(e[32:])), Count: uint64(le.Uint32(e[36:]))}
+			m := Move{Src: cuda.Ptr(le.Uint64(e)), Dst: cuda.Ptr(le.Uint64(e[8:])),
+				SrcStride: le.Uint64(e[16:]), DstStride: le.Uint64(e[24:]),
+				Len: uint64(le.Uint32(e[32:])), Count: uint64(le.Uint32(e[36:]))}
 			if first := le.Uint32(b.runs[0][firstAt+i*4:]); first != pieces {
 				t.Errorf("%d pieces before entry %d, want %d", first, i, pieces)
 			}
