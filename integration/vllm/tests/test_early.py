@@ -176,6 +176,13 @@ def test_the_worker_does_not_wait_while_the_engine_has_not_handled_an_end() -> N
     assert len(waits) == before + 1
 
 
+def test_what_nothing_takes_is_not_kept() -> None:
+    ends = Early("engine")
+    early.report("engine", {"a"})
+    early.report("engine", {"b"})
+    assert ends.take({"a"}) == {"a", "b"} and ends.take({"b"}) == set()
+
+
 def test_vllm_asks_the_connector_before_it_handles_the_ends_of_loads() -> None:
     """By vLLM's own function, of the installed version."""
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# By engine with a scheduler in this process: the loads that have ended well in steps whose results
-# vLLM has not handled. Worker and scheduler use it on one thread.
+# By engine with a scheduler in this process: the loads that have ended well in the worker's last
+# step, until the scheduler takes them. Worker and scheduler use it on one thread.
 _ended: dict[str, set[str]] = {}
 
 
 def report(engine: str, requests: Iterable[str]) -> None:
-    """By the worker's side, of loads that are in the results of the step that it executes."""
+    """By the worker's side in each step, of loads that are in its results."""
     if (ended := _ended.get(engine)) is not None:
+        ended.clear()  # those of the step before come with its own results, if nothing took them
         ended.update(requests)
 
 
