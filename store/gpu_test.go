@@ -148,6 +148,37 @@ func TestPagesOfAGPUTogether(t *testing.T) {
 	shut(t, s)
 }
 
+// Pages in very many pieces are copied a few at a time: the lists of all workers are bounded.
+func TestPartsOfAGPUAreBounded(t *testing.T) {
+	d := transporttest.NewDevice(t)
+	var longest atomic.Int64
+	s, err := Open(Config{Memory: memory.Config{Bytes: 8 << 20, SlabBytes: 1 << 20}, Workers: 1,
+		Copy: func(to, from []mem.Block) error {
+			longest.Store(max(longest.Load(), int64(len(to))))
+			return d.Move(to, from)
+		}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const pageBytes = 16 * MaxPieces
+	e := onGPU(t, s, d, pageBytes)
+	pieces := make([]Piece, MaxPieces)
+	for i := range pieces {
+		pieces[i] = Piece{e.onGPU[0], uint64(i) * 16, pageBytes, 16}
+	}
+	if e.pool, err = NewPool(pieces, enginePages); err != nil {
+		t.Fatal(err)
+	}
+	if n := count(e.put(upTo(0, 10)...), Stored); n != 10 {
+		t.Fatalf("%d of 10 pages were stored", n)
+	}
+	if n := count(e.get(upTo(0, 10)...), Hit); n != 10 || longest.Load() != deviceParts {
+		t.Errorf("%d of 10 pages; %d pieces in one call, want %d", n, longest.Load(), deviceParts)
+	}
+	e.close()
+	shut(t, s)
+}
+
 // The fence of a canceled request waits for the copy that is under way, and for no other.
 func TestFenceWaitsForTheCopyOfAGPU(t *testing.T) {
 	d := transporttest.NewDevice(t)

@@ -19,6 +19,7 @@ const (
 	// The same of a GPU, in a third of a millisecond: the driver takes as long for a call as for half
 	// a MiB.
 	devicePieceBytes = 16 << 20
+	deviceParts      = 8192 // pieces of the engine's memory in one call: each worker keeps the lists
 	// While several namespaces ask, a piece of a get is 1/shortPiece as long.
 	shortPiece = 4
 )
@@ -32,6 +33,9 @@ func (s *Store) requestSize(b *Batch, pages []int, several bool) int {
 		bytes = s.pieceBytes(s.stages[requests].fair.workers, devicePieceBytes)
 	}
 	n := min(maxPiecePages, max(1, bytes/sp.pageBytes))
+	if s.together(b) {
+		n = min(n, max(1, deviceParts/len(b.pool.pieces)))
+	}
 	switch {
 	case b.put && s.disk != nil:
 		n = min(s.disk.GroupPages(sp.pageBytes),
