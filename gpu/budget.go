@@ -5,15 +5,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
-
-	"github.com/kvspray/kvspray/gpu/peercopy"
 )
-
-// PipelineBytes is what one direction between two GPUs takes on each of them, and twice on one GPU
-// that is both.
-func PipelineBytes(maxStage uint64) uint64 {
-	return PeerPipelines * peercopy.Bytes(maxStage)
-}
 
 // purpose is what memory of a GPU is allocated for.
 type purpose int

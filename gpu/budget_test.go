@@ -96,11 +96,12 @@ func TestMemoryOfAGPUIsBounded(t *testing.T) {
 	t.Parallel()
 	cfg := small()
 	staging, one := uint64(cfg.Slots)*SlotBytes, peercopy.Bytes(cfg.PeerStage)
+	within := peercopy.WithinBytes()
 	for _, c := range []struct {
 		same       bool
 		room, want uint64 // beside staging
 	}{
-		{true, 4 * one, 4 * one}, {true, 4*one - 1, 2 * one}, {true, 2*one - 1, 0}, {true, 0, 0},
+		{true, 2 * within, 2 * within}, {true, 2*within - 1, within}, {true, within - 1, 0}, {true, 0, 0},
 		{false, 2 * one, 2 * one}, {false, 2*one - 1, one}, {false, one - 1, 0},
 	} {
 		cfg.Memory = staging + c.room

@@ -1,6 +1,6 @@
 // Package gpu imports memory that engines lend on GPUs, and moves all bytes to, from and between
 // GPUs: between a GPU and host memory over its own PCIe link or every GPU's, and between two GPUs
-// by pack, copy engine and unpack.
+// by pack, copy engine and unpack, and within one GPU by a kernel.
 //
 // GPUs (gpus.go) opens GPUs and imports regions, of which GPU is the mem.Device. A GPU owns its
 // staging slots (slot.go), pinned buffers, budget and idle probe, the engines that pack for it

@@ -20,7 +20,7 @@ type Config struct {
 	// concurrent gathers and scatters, each with SlotBytes on the GPU and in host memory; default 8
 	Slots     int
 	Buffers   int    // host buffers of LendBytes that lanes borrow; default 128
-	PeerStage uint64 // bytes of one stage between two GPUs; default 32 MiB; see PipelineBytes
+	PeerStage uint64 // bytes of one stage between two GPUs; default 32 MiB; see peercopy.Bytes
 	// limit of each GPU's memory; default 2 GiB. It includes staging, pipelines and relay buffers
 	Memory      uint64
 	Table       *policy.Table // measured values; nil: built-in ones

@@ -124,8 +124,16 @@ func (g *GPUs) pair(from, to *GPU) (*pair, error) {
 	delete(g.refused, key)
 	g.pairs[key] = p
 	g.cfg.Log.Info("gpu pipeline", "from", from.index, "to", to.index,
-		"gpu_bytes_each", uint64(len(p.pipelines))*peercopy.Bytes(g.cfg.PeerStage))
+		"gpu_bytes_each", p.bytesEach(g.cfg.PeerStage))
 	return p, nil
+}
+
+// bytesEach is what the pipelines take on each of their GPUs.
+func (p *pair) bytesEach(maxStage uint64) uint64 {
+	if p.from == p.to {
+		return uint64(len(p.pipelines)) * peercopy.WithinBytes()
+	}
+	return uint64(len(p.pipelines)) * peercopy.Bytes(maxStage)
 }
 
 // newPairLocked makes the pipelines of a direction, or returns nil. final: another attempt will not
@@ -148,10 +156,14 @@ func (g *GPUs) newPairLocked(from, to *GPU, quiet bool) (_ *pair, final bool) {
 			}
 		}
 	}
+	newPipeline := g.newPipelineLocked
+	if from == to {
+		newPipeline = func(u, _ *GPU) (*peercopy.Pipeline, error) { return u.newWithin() }
+	}
 	p := &pair{from: from, to: to, policy: policy.New(g.cfg.Method, 0),
 		probed: from.mappedMethod() == policy.Auto && to.mappedMethod() == policy.Auto}
 	for range PeerPipelines {
-		q, err := g.newPipelineLocked(from, to)
+		q, err := newPipeline(from, to)
 		if err != nil {
 			// One pipeline is slower than two; without one, copies go through host memory.
 			g.cfg.Log.Log(context.Background(), level, "gpu pipeline not made",
@@ -166,7 +178,25 @@ func (g *GPUs) newPairLocked(from, to *GPU, quiet bool) (_ *pair, final bool) {
 	return p, false
 }
 
-// newPipelineLocked makes one pipeline within the budgets of both GPUs.
+// newWithin makes one pipeline within u, and within its budget.
+func (u *GPU) newWithin() (_ *peercopy.Pipeline, err error) {
+	need := peercopy.WithinBytes()
+	if err := u.budget.take(forPipelines, need); err != nil {
+		return nil, fmt.Errorf("GPU %d: %w", u.index, err)
+	}
+	defer func() {
+		if err != nil {
+			u.budget.release(forPipelines, need)
+		}
+	}()
+	dev, err := u.card.NewPacker()
+	if err != nil {
+		return nil, err
+	}
+	return peercopy.NewWithin(dev)
+}
+
+// newPipelineLocked makes one pipeline between two GPUs within the budgets of both GPUs.
 func (g *GPUs) newPipelineLocked(from, to *GPU) (_ *peercopy.Pipeline, err error) {
 	need := peercopy.Bytes(g.cfg.PeerStage)
 	var taken []*GPU
@@ -177,7 +207,7 @@ func (g *GPUs) newPipelineLocked(from, to *GPU) (_ *peercopy.Pipeline, err error
 			}
 		}
 	}()
-	for _, u := range []*GPU{from, to} { // twice of one GPU that is both
+	for _, u := range []*GPU{from, to} {
 		if err := u.budget.take(forPipelines, need); err != nil {
 			return nil, fmt.Errorf("GPU %d: %w", u.index, err)
 		}

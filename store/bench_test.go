@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -224,4 +225,39 @@ func BenchmarkExists(b *testing.B) {
 			b.Fatalf("%d exist: %v", found.Leading(), err)
 		}
 	}
+}
+
+// inertDevice is a GPU of whose memory nothing is read or written.
+type inertDevice struct{ mem.Device }
+
+// A get from memory to a GPU whose driver takes no time: a page has a piece in each of 32 regions,
+// as those of an engine with 32 layers.
+func BenchmarkGetToGPU(b *testing.B) {
+	const size, pages, layers, piece = 2 << 20, 256, 32, 64 << 10
+	var calls atomic.Int64
+	s, err := Open(Config{Memory: memory.Config{Bytes: pages*size + 64<<20, Populate: true},
+		Workers: 2, Copy: func(_, _ []mem.Block) error { calls.Add(1); return nil }})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer shut(b, s)
+	r := newRig(b, s, size, pages)
+	r.run(b, r.put, Stored)
+	var pieces []Piece
+	for i := range uint64(layers) {
+		region, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: inertDevice{},
+			Addr: (i + 1) << 40, Size: pages * piece, FD: -1})
+		if err != nil {
+			b.Fatal(err)
+		}
+		pieces = append(pieces, Piece{region, 0, piece, piece})
+	}
+	if r.pool, err = NewPool(pieces, pages); err != nil {
+		b.Fatal(err)
+	}
+	b.SetBytes(pages * size)
+	for b.Loop() {
+		r.run(b, r.get, Hit)
+	}
+	b.ReportMetric(float64(calls.Load())/float64(b.N*pages), "calls/page")
 }

@@ -1,6 +1,7 @@
 package store
 
 import (
+	"slices"
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -12,7 +13,10 @@ func (s *Store) toDevice(to []mem.Block, page []byte, at mem.Block) error {
 	if s.copy == nil || at.Region == nil {
 		return mem.Scatter(to, page)
 	}
-	return eachRegion(to, at, func(block, page []mem.Block) error { return s.copy(block, page) })
+	list := pageParts.Get().(*[]mem.Block)
+	defer pageParts.Put(list)
+	*list = cut((*list)[:0], at, to)
+	return s.copy(to, *list)
 }
 
 // fromDevice is the reverse of toDevice.
@@ -20,31 +24,107 @@ func (s *Store) fromDevice(page []byte, at mem.Block, from []mem.Block) error {
 	if s.copy == nil || at.Region == nil {
 		return mem.Gather(page, from)
 	}
-	return eachRegion(from, at, func(block, page []mem.Block) error { return s.copy(page, block) })
-}
-
-// pageParts are lists that eachRegion needs for a moment.
-var pageParts = sync.Pool{New: func() any { return new([]mem.Block) }}
-
-// eachRegion calls f for each run of pieces of a block in one region, with the parts of the page
-// that belong to them.
-func eachRegion(block []mem.Block, page mem.Block, f func(block, page []mem.Block) error) error {
 	list := pageParts.Get().(*[]mem.Block)
 	defer pageParts.Put(list)
-	for len(block) > 0 {
-		n, parts := 0, (*list)[:0]
-		for n < len(block) && block[n].Region == block[0].Region {
-			parts = append(parts, mem.Block{Region: page.Region, Off: page.Off, Len: block[n].Len})
-			page.Off += block[n].Len
-			n++
-		}
-		*list = parts
-		if err := f(block[:n], parts); err != nil {
-			return err
-		}
-		block = block[n:]
+	*list = cut((*list)[:0], at, from)
+	return s.copy(*list, from)
+}
+
+// pageParts are lists that a copy needs for a moment.
+var pageParts = sync.Pool{New: func() any { return new([]mem.Block) }}
+
+// cut appends the parts of a page that belong to the pieces of its block.
+func cut(parts []mem.Block, page mem.Block, block []mem.Block) []mem.Block {
+	for i := range block {
+		parts = append(parts, mem.Block{Region: page.Region, Off: page.Off, Len: block[i].Len})
+		page.Off += block[i].Len
 	}
-	return nil
+	return parts
+}
+
+// together reports whether pages are copied between the arena and a GPU several at a time.
+func (s *Store) together(b *Batch) bool { return s.copy != nil && b.pool.device }
+
+// lists are the blocks of several pages, on the GPU and in the arena.
+type lists struct{ far, near []mem.Block }
+
+func (l *lists) clear() { l.far, l.near = l.far[:0], l.near[:0] }
+
+// add appends a page and block i of a batch.
+func (l *lists) add(b *Batch, i int, page mem.Block) {
+	n := len(l.far)
+	l.far = b.pool.place(l.far, b.blocks[i])
+	l.near = cut(l.near, page, l.far[n:])
+}
+
+// getTogether copies those pages of a batch that are in memory and undamaged to the GPU, at once:
+// each copy of its own would wait for the driver. rest are the other pages; all, if the copy fails.
+func (s *Store) getTogether(b *Batch, pages []int, w *worker) (rest []int) {
+	w.lists.clear()
+	w.pages = w.pages[:0]
+	for _, i := range pages {
+		p, ok := s.memory.Pin(b.space.number, &b.keys[i])
+		if !ok {
+			rest = append(rest, i)
+			continue
+		}
+		w.pages = append(w.pages, p)
+		if mem.CRC32C(0, p.Bytes) != p.CRC {
+			rest = append(rest, i)
+			continue
+		}
+		w.lists.add(b, i, p.Block)
+		b.results[i] = Result{Outcome: Hit, Tier: Memory}
+	}
+	defer func() {
+		for _, p := range w.pages {
+			s.memory.Unpin(p)
+		}
+	}()
+	if len(w.lists.far) > 0 {
+		if !b.guard.Enter() {
+			return pages
+		}
+		defer b.guard.Leave()
+		if s.copy(w.lists.far, w.lists.near) != nil {
+			return pages // the error is that of the page's own copy
+		}
+	}
+	for _, i := range pages {
+		if r := &b.results[i]; r.Outcome == Hit {
+			s.count(b.space, r)
+		}
+	}
+	return rest
+}
+
+// fillTogether fills reserved pages from the GPU, at once, and returns those that are stored.
+func (s *Store) fillTogether(b *Batch, pages []held, w *worker) []held {
+	w.lists.clear()
+	for j := range pages {
+		if h := &pages[j]; b.results[h.i].Outcome == Pending {
+			w.lists.add(b, h.i, h.page.Block)
+		}
+	}
+	if len(w.lists.far) == 0 {
+		return pages
+	}
+	copied := false
+	if b.guard.Enter() {
+		copied = s.copy(w.lists.near, w.lists.far) == nil
+		b.guard.Leave()
+	}
+	for j := range pages {
+		h := &pages[j]
+		switch r := &b.results[h.i]; {
+		case r.Outcome != Pending:
+		case copied:
+			*r = s.commit(h, mem.CRC32C(0, h.page.Bytes))
+		default: // the error is that of the page's own copy
+			*r = s.fill(b, h, w)
+		}
+	}
+	return slices.DeleteFunc(pages, func(h held) bool { return h.page.Bytes == nil })
 }
 
 // copyPart copies a part of a page to host memory, and returns the checksum of what it copied,

@@ -2,6 +2,7 @@ package store
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"slices"
 	"strings"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/disk/disktest"
+	"github.com/kvspray/kvspray/store/memory"
 	"github.com/kvspray/kvspray/store/object/objecttest"
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
@@ -51,13 +53,6 @@ func TestBlocksOfAGPU(t *testing.T) {
 				if !slices.EqualFunc(to, from, func(a, b mem.Block) bool { return a.Len == b.Len }) {
 					return errors.New("the lists have other lengths")
 				}
-				for _, list := range [][]mem.Block{to, from} {
-					for _, b := range list {
-						if b.Region != list[0].Region {
-							return errors.New("a list has blocks of two regions")
-						}
-					}
-				}
 				return d.Move(to, from)
 			}
 		}
@@ -83,7 +78,7 @@ func TestBlocksOfAGPU(t *testing.T) {
 		if st.Hits[Object] == 0 || st.Hits[Disk] == 0 || st.Hits[Memory] == 0 {
 			t.Errorf("no page of some tier: %+v", st)
 		}
-		if n := copies.Load(); direct && n < 4*50 {
+		if n := copies.Load(); direct == (n == 0) {
 			t.Errorf("%d calls of Copy", n)
 		}
 		d.Fail.Store(true)
@@ -97,6 +92,134 @@ func TestBlocksOfAGPU(t *testing.T) {
 		e.close()
 		shut(t, s)
 	}
+}
+
+// Pages of a request are copied together, in one call of Copy. If it fails, each page is copied by
+// itself. Pages that are missing or damaged do not hold up the others.
+func TestPagesOfAGPUTogether(t *testing.T) {
+	d := transporttest.NewDevice(t)
+	var calls, failures atomic.Int64
+	s, err := Open(Config{Memory: memory.Config{Bytes: 4 << 20, SlabBytes: 64 << 10}, Workers: 4,
+		Copy: func(to, from []mem.Block) error {
+			calls.Add(1)
+			if failures.Add(-1) >= 0 {
+				return errors.New("the driver fails")
+			}
+			return d.Move(to, from)
+		}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	e := onGPU(t, s, d, 4096)
+	all := upTo(0, 30)
+	expect := func(what string, rs []Result, outcome Outcome, pages int, copies int64) {
+		t.Helper()
+		if n := count(rs, outcome); n != pages || calls.Swap(0) != copies {
+			t.Errorf("%s: %d pages, want %d in %d copies: %+v", what, n, pages, copies, rs)
+		}
+	}
+	expect("put", e.put(all...), Stored, 30, 1)
+	expect("put again", e.put(all...), Existed, 30, 0)
+	expect("get", e.get(all...), Hit, 30, 1)
+	expect("get more", e.get(upTo(0, 40)...), Hit, 30, 1)
+	k := e.key(7)
+	p, ok := s.memory.Pin(e.space.number, &k)
+	if !ok {
+		t.Fatal("not in memory")
+	}
+	p.Bytes[100] ^= 1
+	s.memory.Unpin(p)
+	rs := e.get(all...)
+	expect("one is damaged", rs, Hit, 29, 1)
+	if rs[7].Outcome != Damaged {
+		t.Errorf("%+v", rs[7])
+	}
+	expect("it is put again", e.put(all...), Stored, 1, 1)
+	failures.Store(1)
+	expect("the copy fails, then single ones do not", e.get(all...), Hit, 30, 31)
+	failures.Store(1)
+	expect("the same of a put", e.put(upTo(40, 60)...), Stored, 20, 21)
+	failures.Store(1000)
+	expect("all fail", e.get(all...), Failed, 30, 31)
+	expect("all fail in a put", e.put(upTo(60, 80)...), Failed, 20, 21)
+	failures.Store(0)
+	expect("those are not there", e.get(upTo(60, 80)...), Miss, 20, 0)
+	e.close()
+	shut(t, s)
+}
+
+// Pages in very many pieces are copied a few at a time: the lists of all workers are bounded.
+func TestPartsOfAGPUAreBounded(t *testing.T) {
+	d := transporttest.NewDevice(t)
+	var longest atomic.Int64
+	s, err := Open(Config{Memory: memory.Config{Bytes: 8 << 20, SlabBytes: 1 << 20}, Workers: 1,
+		Copy: func(to, from []mem.Block) error {
+			longest.Store(max(longest.Load(), int64(len(to))))
+			return d.Move(to, from)
+		}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const pageBytes = 16 * MaxPieces
+	e := onGPU(t, s, d, pageBytes)
+	pieces := make([]Piece, MaxPieces)
+	for i := range pieces {
+		pieces[i] = Piece{e.onGPU[0], uint64(i) * 16, pageBytes, 16}
+	}
+	if e.pool, err = NewPool(pieces, enginePages); err != nil {
+		t.Fatal(err)
+	}
+	if n := count(e.put(upTo(0, 10)...), Stored); n != 10 {
+		t.Fatalf("%d of 10 pages were stored", n)
+	}
+	if n := count(e.get(upTo(0, 10)...), Hit); n != 10 || longest.Load() != deviceParts {
+		t.Errorf("%d of 10 pages; %d pieces in one call, want %d", n, longest.Load(), deviceParts)
+	}
+	e.close()
+	shut(t, s)
+}
+
+// The fence of a canceled request waits for the copy that is under way, and for no other.
+func TestFenceWaitsForTheCopyOfAGPU(t *testing.T) {
+	d := transporttest.NewDevice(t)
+	var hold atomic.Bool
+	in, open := make(chan struct{}, 100), make(chan struct{})
+	s, err := Open(Config{Memory: memory.Config{Bytes: 1 << 20, SlabBytes: 64 << 10}, Workers: 1,
+		Copy: func(to, from []mem.Block) error {
+			if hold.Load() {
+				in <- struct{}{}
+				<-open
+			}
+			return d.Move(to, from)
+		}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	e := onGPU(t, s, d, 64<<10)
+	e.put(upTo(0, 10)...)
+	clear(e.memory(0))
+	hold.Store(true)
+	b, err := e.space.Get(e.keys(upTo(0, 10)), e.pool, e.blocks(10))
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-in // 4 of the pages
+	b.Cancel()
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if err := b.Fence(ctx); err == nil {
+		t.Error("the fence is done while pages are copied")
+	}
+	close(open)
+	if err := b.Fence(context.Background()); err != nil {
+		t.Error(err)
+	}
+	<-b.Done()
+	if rs := b.Results(); count(rs, Hit) != 4 || count(rs, Canceled) != 6 || len(in) != 0 {
+		t.Errorf("%d more copies: %+v", len(in), rs)
+	}
+	e.close()
+	shut(t, s)
 }
 
 // A page that is damaged in the arena does not reach the GPU.

@@ -16,6 +16,10 @@ const (
 	// copied in a tenth of a millisecond or so, before others have their turn.
 	getPieceBytes = 1 << 20
 	maxPiecePages = 64
+	// The same of a GPU, in a third of a millisecond: the driver takes as long for a call as for half
+	// a MiB.
+	devicePieceBytes = 16 << 20
+	deviceParts      = 8192 // pieces of the engine's memory in one call: each worker keeps the lists
 	// While several namespaces ask, a piece of a get is 1/shortPiece as long.
 	shortPiece = 4
 )
@@ -24,7 +28,14 @@ const (
 // until they are on the disk.
 func (s *Store) requestSize(b *Batch, pages []int, several bool) int {
 	sp := b.space
-	n := min(maxPiecePages, max(1, getPieceBytes/sp.pageBytes))
+	bytes := getPieceBytes
+	if s.together(b) {
+		bytes = s.pieceBytes(s.stages[requests].fair.workers, devicePieceBytes)
+	}
+	n := min(maxPiecePages, max(1, bytes/sp.pageBytes))
+	if s.together(b) {
+		n = min(n, max(1, deviceParts/len(b.pool.pieces)))
+	}
 	switch {
 	case b.put && s.disk != nil:
 		n = min(s.disk.GroupPages(sp.pageBytes),
@@ -49,7 +60,11 @@ func (s *Store) serveRequest(b *Batch, pages []int, w *worker) int {
 		return len(pages)
 	}
 	var there, remote []int
-	for _, i := range pages {
+	left := pages
+	if s.together(b) && len(pages) > 1 {
+		left = s.getTogether(b, pages, w)
+	}
+	for _, i := range left {
 		r := s.getPage(b, i, w)
 		b.results[i] = r
 		if r.Outcome == Miss || r.Outcome == Damaged || r.Outcome == Failed {
@@ -204,12 +219,19 @@ type held struct {
 func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 	wanted := b.space.wanted()
 	pages := make([]held, 0, to-from)
+	together := s.together(b)
 	for i := from; i < to; i++ {
-		p, r := s.fill(b, i, w)
-		b.results[i] = r
-		if p.Bytes != nil {
-			pages = append(pages, held{i, p, true, p.Slot, p.CRC, r.Outcome == Stored})
+		p, r := s.reserve(b, i)
+		h := held{i: i, page: p, pinned: true, data: p.Slot, crc: p.CRC}
+		if r.Outcome == Pending && !together {
+			r = s.fill(b, &h, w)
 		}
+		if b.results[i] = r; h.page.Bytes != nil {
+			pages = append(pages, h)
+		}
+	}
+	if together {
+		pages = s.fillTogether(b, pages, w)
 	}
 	if s.disk == nil && !s.atPut {
 		s.join(b, to)
@@ -328,9 +350,9 @@ func (s *Store) release(pages []held) {
 	}
 }
 
-// fill copies a page from its block into a slot of memory. A page that was in memory already is
-// pinned, so that it can be made durable if it is not.
-func (s *Store) fill(b *Batch, i int, w *worker) (memory.Page, Result) {
+// reserve takes a slot of memory for a page; Pending: it is to be filled. A page that was in memory
+// already is pinned, so that it can be made durable if it is not.
+func (s *Store) reserve(b *Batch, i int) (memory.Page, Result) {
 	if b.guard.Revoked() {
 		return memory.Page{}, Result{Outcome: Canceled}
 	}
@@ -338,6 +360,7 @@ func (s *Store) fill(b *Batch, i int, w *worker) (memory.Page, Result) {
 	p, err := s.memory.Reserve(sp.number, k, b.before(i))
 	switch {
 	case err == nil:
+		return p, Result{Outcome: Pending}
 	case errors.Is(err, catalog.ErrExists):
 		// If it was given up in this moment, the Result is not durable.
 		p, _ := s.memory.Pin(sp.number, k)
@@ -347,14 +370,24 @@ func (s *Store) fill(b *Batch, i int, w *worker) (memory.Page, Result) {
 	default:
 		return memory.Page{}, Result{Outcome: Full, Err: err}
 	}
-	crc, r := s.copyIn(b, i, w, p.Bytes, p.Block)
+}
+
+// fill copies a reserved page from its block. Without success the page is no longer held.
+func (s *Store) fill(b *Batch, h *held, w *worker) Result {
+	crc, r := s.copyIn(b, h.i, w, h.page.Bytes, h.page.Block)
 	if r.Outcome != Stored {
-		s.memory.Drop(p)
-		return memory.Page{}, r
+		s.memory.Drop(h.page)
+		h.page = memory.Page{}
+		return r
 	}
-	s.memory.Commit(p, crc)
-	p.CRC = crc
-	return p, r
+	return s.commit(h, crc)
+}
+
+// commit makes a page that is filled visible.
+func (s *Store) commit(h *held, crc uint32) Result {
+	s.memory.Commit(h.page, crc)
+	h.crc, h.fresh = crc, true
+	return Result{Outcome: Stored}
 }
 
 // below writes pages to the tiers below memory, unless their namespace was removed since they were

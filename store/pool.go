@@ -28,6 +28,7 @@ type Pool struct {
 	pieces    []Piece
 	blocks    int
 	pageBytes int
+	device    bool          // on a GPU
 	readOnly  *mem.Region   // one that can be put from only; nil: none
 	regions   []*mem.Region // each once
 }
@@ -74,7 +75,7 @@ func NewPool(pieces []Piece, blocks int) (*Pool, error) {
 		return nil, &RequestError{"pieces", fmt.Sprintf("%d bytes a page", total),
 			fmt.Sprintf("a page has at most %d", page.MaxBytes)}
 	}
-	p.pageBytes = int(total)
+	p.pageBytes, p.device = int(total), pieces[0].Region.Device() != nil
 	return p, nil
 }
 

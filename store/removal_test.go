@@ -385,7 +385,7 @@ func TestPutFromBeforeARemoval(t *testing.T) {
 	e.put(1)
 	b := &Batch{space: e.space, keys: e.keys([]int{1}), pool: e.pool, blocks: e.blocks(1), put: true}
 	before := e.space.wanted()
-	p, r := s.fill(b, 0, &worker{})
+	p, r := s.reserve(b, 0)
 	if err := e.space.Remove(); err != nil {
 		t.Fatal(err)
 	}

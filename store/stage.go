@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/store/memory"
 	"github.com/kvspray/kvspray/store/offheap"
 	"github.com/kvspray/kvspray/store/page"
 )
@@ -247,6 +248,8 @@ func (s *stage) work() {
 type worker struct {
 	buffer *offheap.Array[byte] // for pages that find no slot
 	place  []mem.Block          // of the block that is copied
+	lists  lists                // of pages that are copied together
+	pages  []memory.Page        // the same
 }
 
 func (w *worker) room(n int) ([]byte, error) {

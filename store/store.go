@@ -41,7 +41,8 @@ type Config struct {
 	Fetchers     int            // reads of the object store at the same time; 0: 16
 
 	// Copy copies each block of one list to the block at the same place of the other, which is as
-	// long, between the store's arena and the memory of a GPU. When it returns nothing is in flight.
+	// long, between the store's arena and the memory of a GPU, in any number of regions. When it
+	// returns nothing is in flight.
 	// nil: mem.Device copies.
 	Copy func(to, from []mem.Block) error
 

@@ -297,7 +297,8 @@ func TestLateWrites(t *testing.T) {
 	want := bytes.Repeat([]byte{0xee}, len(whole))
 	r := rand.New(rand.NewPCG(1, 1))
 	cut := 0
-	for range 300 {
+	// On a busy machine most requests end before they are canceled.
+	for n := 0; n < 300 || cut < 10 && n < 10000; n++ {
 		b, err := e.space.Get(e.keys(upTo(0, enginePages)), e.pool, e.blocks(enginePages))
 		if err != nil {
 			t.Fatal(err)
@@ -320,7 +321,7 @@ func TestLateWrites(t *testing.T) {
 		}
 	}
 	if cut < 10 {
-		t.Errorf("%d of 300 were cut in the middle", cut)
+		t.Errorf("%d were cut in the middle", cut)
 	}
 }
 

@@ -37,7 +37,8 @@ func CUDA(c *cuda.Context) (_ Packer, err error) {
 		return nil, err
 	}
 	for name, f := range map[string]**cuda.Function{"kvs_pack_v4": &d.pack, "kvs_unpack_v4": &d.unpack,
-		"kvs_pack_uniform_v4": &d.packUniform, "kvs_unpack_uniform_v4": &d.unpackUniform} {
+		"kvs_pack_uniform_v4": &d.packUniform, "kvs_unpack_uniform_v4": &d.unpackUniform,
+		"kvs_move_v4": &d.move} {
 		if *f, err = d.module.Function(name); err != nil {
 			return nil, errors.Join(err, d.module.Unload())
 		}
@@ -50,6 +51,10 @@ func CUDA(c *cuda.Context) (_ Packer, err error) {
 // bottleneck.
 const packThreads = 512
 
+// moveBlocks is the number of thread blocks of Move beside one of the other kernels. No link bounds
+// Move, and no engine computes beside it.
+const moveBlocks = 2
+
 type cudaDevice struct {
 	c            *cuda.Context
 	priority     int
@@ -58,7 +63,7 @@ type cudaDevice struct {
 	module       *cuda.Module
 	pack, unpack *cuda.Function
 
-	packUniform, unpackUniform *cuda.Function
+	packUniform, unpackUniform, move *cuda.Function
 
 	streams []*cuda.Stream
 	events  []*cuda.Event
@@ -109,6 +114,11 @@ func (d *cudaDevice) UnpackUniform(q Queue, bases cuda.Ptr, n int, dense cuda.Pt
 	length uint64) error {
 	return d.unpackUniform.LaunchWords(q.(cudaQueue).Stream, d.blocks, packThreads, uint64(bases),
 		uint64(n), uint64(dense), length)
+}
+
+func (d *cudaDevice) Move(q Queue, moves, first cuda.Ptr, n int) error {
+	return d.move.LaunchWords(q.(cudaQueue).Stream, moveBlocks*d.blocks, packThreads, uint64(moves),
+		uint64(first), uint64(n))
 }
 
 func (d *cudaDevice) NewQueue() (Queue, error) {

@@ -1,6 +1,6 @@
-// Package device is a GPU as the copy code uses it: queues, events, copies, the kernels pack and
-// unpack with their lists, and memory of other processes. The interfaces have two implementations:
-// CUDA here, and package gputest for tests.
+// Package device is a GPU as the copy code uses it: queues, events, copies, the kernels pack,
+// unpack and move with their lists, and memory of other processes. The interfaces have two
+// implementations: CUDA here, and package gputest for tests.
 //
 // The package owns no goroutine.
 package device
@@ -78,7 +78,7 @@ const (
 	DeviceToHost
 )
 
-// Packer is a Device with the two kernels that rearrange bytes inside the GPU's memory.
+// Packer is a Device with the kernels that rearrange bytes inside the GPU's memory.
 type Packer interface {
 	Device
 	// AllocHost allocates pinned host memory that copy engines and kernels reach. Close frees it.
@@ -91,4 +91,7 @@ type Packer interface {
 	// i is at dense + i*len.
 	PackUniform(q Queue, bases cuda.Ptr, n int, dense cuda.Ptr, len uint64) error
 	UnpackUniform(q Queue, bases cuda.Ptr, n int, dense cuda.Ptr, len uint64) error
+	// Move copies n runs (struct kvs_move) at moves within the GPU's memory. first has the number of
+	// pieces before each run.
+	Move(q Queue, moves, first cuda.Ptr, n int) error
 }

@@ -26,6 +26,8 @@ const (
 	Align    = 16 // addresses and lengths are multiples of it
 	RunBytes = 40 // sizeof(struct kvs_run)
 	RunOuter = 16 // offset of outer in it
+
+	MoveBytes = 40 // sizeof(struct kvs_move)
 )
 
 // PutRun encodes a struct kvs_run.
@@ -37,4 +39,24 @@ func PutRun(b []byte, base, dense, size uint64, s *mem.Strides) {
 	binary.LittleEndian.PutUint64(b[24:], dense)
 	binary.LittleEndian.PutUint32(b[32:], uint32(size))
 	binary.LittleEndian.PutUint32(b[36:], s.Count)
+}
+
+// Move is one strided run between two GPUs, or within one: Count pieces of Len bytes, piece i from
+// Src + i*SrcStride to Dst + i*DstStride.
+type Move struct {
+	Src, Dst             cuda.Ptr
+	SrcStride, DstStride uint64
+	Len                  uint64
+	Count                uint64
+}
+
+// PutMove encodes a struct kvs_move, whose pieces are shorter than 4 GiB.
+func PutMove(b []byte, m *Move) {
+	b = b[:MoveBytes]
+	binary.LittleEndian.PutUint64(b, uint64(m.Src))
+	binary.LittleEndian.PutUint64(b[8:], uint64(m.Dst))
+	binary.LittleEndian.PutUint64(b[16:], m.SrcStride)
+	binary.LittleEndian.PutUint64(b[24:], m.DstStride)
+	binary.LittleEndian.PutUint32(b[32:], uint32(m.Len))
+	binary.LittleEndian.PutUint32(b[36:], uint32(m.Count))
 }

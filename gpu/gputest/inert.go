@@ -39,6 +39,8 @@ func (InertPacker) PackUniform(device.Queue, cuda.Ptr, int, cuda.Ptr, uint64) er
 
 func (InertPacker) UnpackUniform(device.Queue, cuda.Ptr, int, cuda.Ptr, uint64) error { return nil }
 
+func (InertPacker) Move(device.Queue, cuda.Ptr, cuda.Ptr, int) error { return nil }
+
 func (InertQueue) Copy(cuda.Ptr, cuda.Ptr, uint64) error { return nil }
 
 func (InertQueue) CopyBatch([]cuda.Ptr, []cuda.Ptr, []uint64) error { return nil }

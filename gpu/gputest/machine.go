@@ -181,6 +181,51 @@ func (q *Queue) rearrange(runs, first cuda.Ptr, n int, pack bool) error {
 	return nil
 }
 
+// Move is the kernel move of kernels.cu. Like rearrange, it checks `first`, and all that is moved
+// counts as copied.
+func (d *Device) Move(queue device.Queue, moves, first cuda.Ptr, n int) error {
+	q := queue.(*Queue)
+	q.Work <- func() {
+		if q.err != nil {
+			return
+		}
+		list, f := d.machine.At(moves, uint64(n*device.MoveBytes)), d.machine.At(first, uint64(n+1)*4)
+		var pieces uint32
+		for i := range n {
+			e := list[i*device.MoveBytes:]
+			word := func(at int) uint64 { return binary.LittleEndian.Uint64(e[at:]) }
+			src, dst, srcStride, dstStride := word(0), word(8), word(16), word(24)
+			size, count := binary.LittleEndian.Uint32(e[32:]), binary.LittleEndian.Uint32(e[36:])
+			if got := binary.LittleEndian.Uint32(f[i*4:]); got != pieces || size == 0 || count == 0 {
+				q.err = fmt.Errorf("fake: move %d: first is %d, %d pieces come before it; %d pieces of %d "+
+					"bytes", i, got, pieces, count, size)
+				return
+			}
+			if (src|dst|srcStride|dstStride|uint64(size))%device.Align != 0 {
+				q.err = fmt.Errorf("fake: move %d is not in units of %d bytes", i, device.Align)
+				return
+			}
+			for k := range uint64(count) {
+				to, from := d.machine.At(cuda.Ptr(dst+k*dstStride), uint64(size)),
+					d.machine.At(cuda.Ptr(src+k*srcStride), uint64(size))
+				if to == nil || from == nil {
+					q.err = errors.New("fake: kernel out of bounds")
+					return
+				}
+				if q.err = d.copied(uint64(size)); q.err != nil {
+					return
+				}
+				copy(to, from)
+			}
+			pieces += count
+		}
+		if got := binary.LittleEndian.Uint32(f[n*4:]); got != pieces {
+			q.err = fmt.Errorf("fake: first[%d] is %d, %d pieces in all", n, got, pieces)
+		}
+	}
+	return nil
+}
+
 // ErrBroken is the error of a broken device.
 var ErrBroken = errors.New("fake: device fell off the bus")
 

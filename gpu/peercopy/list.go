@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 
 	"github.com/kvspray/kvspray/gpu/device"
+	"github.com/kvspray/kvspray/internal/sys/cuda"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
@@ -16,11 +17,22 @@ const (
 	MaxPieces = 1 << 24
 )
 
-// packable reports whether kernels move m: in units of 16 bytes. A large piece is faster by the
-// copy engine alone.
-func packable(m *Move) bool {
+// aligned reports whether kernels can move m: in units of 16 bytes.
+func aligned(m *Move) bool {
 	all := uint64(m.Src) | uint64(m.Dst) | m.SrcStride | m.DstStride | m.Len
-	return all%device.Align == 0 && m.Len < DirectBytes
+	return all%device.Align == 0
+}
+
+// packable reports whether kernels move m between two GPUs. A large piece is faster by the copy
+// engine alone.
+func packable(m *Move) bool { return aligned(m) && m.Len < DirectBytes }
+
+// byKernel reports whether kernels move m.
+func (p *Pipeline) byKernel(m *Move) bool {
+	if p.within {
+		return aligned(m)
+	}
+	return packable(m) && m.Len <= p.max
 }
 
 type cursor struct {
@@ -150,4 +162,56 @@ func (l *rowList) add(base, stride, dense, size uint64, count uint32) {
 	}
 	l.row = base
 	l.pieces += count
+}
+
+// maxCut is the number of entries of a piece that is cut: equal parts and the rest.
+const maxCut = 2
+
+// fillMoves lists pieces that stay within the GPU, and returns the number of runs.
+func (b *stageBuffer) fillMoves(moves []Move, cur *cursor, size uint64) int {
+	list := moveList{list: b.runs[0]}
+	for bytes := uint64(0); cur.move < len(moves) && list.n <= MaxRuns-maxCut; {
+		m := &moves[cur.move]
+		k := uint64(1)
+		if m.Len <= withinPiece {
+			k = min(m.Count-cur.piece, (size-bytes)/max(m.Len, 1))
+		}
+		if k == 0 || m.Len == 0 || m.Len > size-bytes || m.Count == 0 || m.Count > MaxPieces ||
+			!aligned(m) {
+			break
+		}
+		src, dst := m.Src+cuda.Ptr(cur.piece*m.SrcStride), m.Dst+cuda.Ptr(cur.piece*m.DstStride)
+		if m.Len <= withinPiece {
+			list.add(&Move{Src: src, Dst: dst, SrcStride: m.SrcStride, DstStride: m.DstStride, Len: m.Len,
+				Count: k})
+		} else {
+			parts, rest := m.Len/withinPiece, m.Len%withinPiece
+			list.add(&Move{Src: src, Dst: dst, SrcStride: withinPiece, DstStride: withinPiece,
+				Len: withinPiece, Count: parts})
+			if at := cuda.Ptr(m.Len - rest); rest > 0 {
+				list.add(&Move{Src: src + at, Dst: dst + at, Len: rest, Count: 1})
+			}
+		}
+		bytes += k * m.Len
+		cur.advance(m, k)
+	}
+	list.first()
+	return list.n
+}
+
+// moveList is the list of moves within a GPU while it is written.
+type moveList struct {
+	list   []byte
+	n      int    // entries
+	pieces uint32 // of all of them
+}
+
+// first writes the number of pieces before the next entry.
+func (l *moveList) first() { binary.LittleEndian.PutUint32(l.list[firstAt+l.n*4:], l.pieces) }
+
+func (l *moveList) add(m *Move) {
+	l.first()
+	device.PutMove(l.list[l.n*device.MoveBytes:], m)
+	l.n++
+	l.pieces += uint32(m.Count)
 }

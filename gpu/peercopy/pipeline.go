@@ -1,5 +1,5 @@
-// Package peercopy moves scattered pieces from one GPU to another, or within one GPU: pack, copy
-// engine, unpack.
+// Package peercopy moves scattered pieces from one GPU to another by pack, copy engine and unpack,
+// and within one GPU by one kernel.
 //
 // A Pipeline owns its queues, buffers and events, and no goroutine: Run issues in the caller's
 // goroutine. pipeline.go has the stages and their order, list.go the lists of the kernels.
@@ -15,17 +15,14 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// Bytes is what one pipeline allocates on each of its GPUs.
+// Bytes is what one pipeline between two GPUs allocates on each of them.
 func Bytes(maxStage uint64) uint64 { return Depth * (maxStage + listBytes) }
 
-// Move is one strided run between two GPUs: Count pieces of Len bytes, piece i from Src +
-// i*SrcStride to Dst + i*DstStride.
-type Move struct {
-	Src, Dst             cuda.Ptr
-	SrcStride, DstStride uint64
-	Len                  uint64
-	Count                uint64
-}
+// WithinBytes is what one pipeline within a GPU allocates there.
+func WithinBytes() uint64 { return Depth * listBytes }
+
+// Move is an entry of the lists that a Pipeline moves.
+type Move = device.Move
 
 // The shape of a pipeline. [measured, 2 H200, scattered 16 KiB, contiguous copy 397 GB/s]
 // Stages of 64 MiB give 379, 32 MiB 371, 16 MiB 356 GB/s, because each copy takes 2.6 us before
@@ -39,11 +36,21 @@ const (
 	Runs        = 8        // at once; others wait
 	MaxRuns     = 64 << 10 // of one stage
 	DirectBytes = 16 << 20 // pieces from this size on are not packed
+
+	// Within one GPU there is no staging: a stage is as many bytes as one kernel moves, while the host
+	// lists those of the next.
+	withinStage = 128 << 20
+	// Longer pieces are cut, so that all multiprocessors take part: this is what a thread block has in
+	// flight.
+	withinPiece = 32 << 10
 )
 
 // Pipeline moves scattered pieces from one GPU to another: pack into a dense buffer, one copy by
 // the source GPU's copy engine (by the destination's it takes 10 us more), unpack. It belongs to
 // the destination's sidecar, which issues all three steps: waiting for its own queues is the fence.
+//
+// Within one GPU there is one queue, and a stage is one kernel that reads each piece and writes it
+// to its place. A list has no byte that is written and also read.
 //
 // Runs share the queues. A run issues its stages behind those of the run before and waits only for
 // its own, so that the link has no pause. [measured, 2 H200] With one pipeline for each run the
@@ -53,6 +60,7 @@ type Pipeline struct {
 	link     device.Queue
 	buffers  [Depth]stageBuffer
 	max, min uint64
+	within   bool // src and dst are one
 
 	free chan runEvents // one per run that may begin; Close takes all
 
@@ -91,8 +99,7 @@ func New(src, dst device.Packer) (*Pipeline, error) {
 
 // NewSized is New with other sizes of stages.
 func NewSized(minStage, maxStage uint64, src, dst device.Packer) (_ *Pipeline, err error) {
-	p := &Pipeline{src: half{dev: src}, dst: half{dev: dst}, min: minStage, max: maxStage,
-		free: make(chan runEvents, Runs)}
+	p := &Pipeline{src: half{dev: src}, dst: half{dev: dst}, min: minStage, max: maxStage}
 	defer func() {
 		if err != nil {
 			err = errors.Join(fmt.Errorf("gpu: peer pipeline: %w", err), p.release())
@@ -107,40 +114,84 @@ func NewSized(minStage, maxStage uint64, src, dst device.Packer) (_ *Pipeline, e
 	if p.dst.queue, err = dst.NewQueue(); err != nil {
 		return nil, err
 	}
+	if err = p.prepare(); err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+// NewWithin makes a pipeline within the GPU of dev. It allocates WithinBytes.
+func NewWithin(dev device.Packer) (*Pipeline, error) {
+	return newWithin(MinStage, withinStage, dev)
+}
+
+func newWithin(minStage, maxStage uint64, dev device.Packer) (_ *Pipeline, err error) {
+	p := &Pipeline{src: half{dev: dev}, dst: half{dev: dev}, min: minStage, max: maxStage,
+		within: true}
+	defer func() {
+		if err != nil {
+			err = errors.Join(fmt.Errorf("gpu: pipeline within a GPU: %w", err), p.release())
+		}
+	}()
+	q, err := dev.NewQueue()
+	if err != nil {
+		return nil, err
+	}
+	p.src.queue, p.link, p.dst.queue = q, q, q
+	if err = p.prepare(); err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+// sides are the GPUs of the pipeline.
+func (p *Pipeline) sides() []device.Packer {
+	if p.within {
+		return []device.Packer{p.dst.dev}
+	}
+	return []device.Packer{p.src.dev, p.dst.dev}
+}
+
+// prepare makes the events and the buffers.
+func (p *Pipeline) prepare() (err error) {
+	src, dst := p.src.dev, p.dst.dev
+	p.free = make(chan runEvents, Runs)
 	for range Runs {
 		var e runEvents
 		if e.linked, err = src.NewEvent(); err != nil {
-			return nil, err
+			return err
 		}
 		if e.done, err = dst.NewPromptEvent(); err != nil {
-			return nil, err
+			return err
 		}
 		p.free <- e
 	}
 	for i := range p.buffers {
 		b := &p.buffers[i]
 		if b.copied, err = src.NewEvent(); err != nil {
-			return nil, err
+			return err
 		}
 		if b.packed, err = src.NewEvent(); err != nil {
-			return nil, err
+			return err
 		}
 		if b.unpacked, err = dst.NewPromptEvent(); err != nil {
-			return nil, err
+			return err
 		}
-		for side, dev := range []device.Packer{src, dst} {
-			if b.dense[side], err = dev.Alloc(maxStage); err != nil {
-				return nil, fmt.Errorf("%d bytes of staging: %w", maxStage, err)
+		for side, dev := range p.sides() {
+			if !p.within {
+				if b.dense[side], err = dev.Alloc(p.max); err != nil {
+					return fmt.Errorf("%d bytes of staging: %w", p.max, err)
+				}
 			}
 			if b.runsDev[side], err = dev.Alloc(listBytes); err != nil {
-				return nil, err
+				return err
 			}
 			if b.runs[side], b.runsHost[side], err = dev.AllocHost(listBytes); err != nil {
-				return nil, err
+				return err
 			}
 		}
 	}
-	return p, nil
+	return nil
 }
 
 // Run moves all moves and returns when every byte is in place. Also after an error nothing is in
@@ -204,7 +255,7 @@ func (p *Pipeline) stages(moves []Move) (direct bool, err error) {
 					cur.move, m.Count, m.Len,
 					uint64(MaxPieces), uint64(maxPiece))
 		}
-		if !packable(m) || m.Len > p.max {
+		if !p.byKernel(m) {
 			if err := p.link.Copy(m.Dst+cuda.Ptr(cur.piece*m.DstStride),
 				m.Src+cuda.Ptr(cur.piece*m.SrcStride), m.Len); err != nil {
 				return false, err
@@ -227,7 +278,7 @@ func (p *Pipeline) stages(moves []Move) (direct bool, err error) {
 	return direct, nil
 }
 
-// stage fills one buffer with up to size bytes of packable pieces and issues its three steps.
+// stage fills one buffer with up to size bytes of pieces for kernels and issues its steps.
 func (p *Pipeline) stage(moves []Move, cur *cursor, size uint64) error {
 	b := &p.buffers[p.used%Depth]
 	if p.used >= Depth {
@@ -238,6 +289,9 @@ func (p *Pipeline) stage(moves []Move, cur *cursor, size uint64) error {
 	}
 	p.used++
 	size = max(size, moves[cur.move].Len)
+	if p.within {
+		return p.issueWithin(b, b.fillMoves(moves, cur, size))
+	}
 	if n, bytes := b.fillUniform(moves, cur, size); n > 0 {
 		length := bytes / uint64(n)
 		return p.issue(b, bytes, func(side int, q device.Queue) error {
@@ -252,11 +306,7 @@ func (p *Pipeline) stage(moves []Move, cur *cursor, size uint64) error {
 	}
 	n, bytes := b.fillRuns(moves, cur, size)
 	return p.issue(b, bytes, func(side int, q device.Queue) error {
-		if err := q.Copy(b.runsDev[side], b.runsHost[side], uint64(n[side]*device.RunBytes)); err != nil {
-			return err
-		}
-		if err := q.Copy(b.runsDev[side]+firstAt, b.runsHost[side]+firstAt,
-			uint64((n[side]+1)*4)); err != nil {
+		if err := b.upload(side, q, n[side]*device.RunBytes, n[side]); err != nil {
 			return err
 		}
 		if side == 0 {
@@ -264,6 +314,26 @@ func (p *Pipeline) stage(moves []Move, cur *cursor, size uint64) error {
 		}
 		return p.dst.dev.Unpack(q, b.runsDev[side], b.runsDev[side]+firstAt, n[side])
 	})
+}
+
+// upload copies a list of n entries, and the pieces before each, to the GPU.
+func (b *stageBuffer) upload(side int, q device.Queue, bytes, n int) error {
+	if err := q.Copy(b.runsDev[side], b.runsHost[side], uint64(bytes)); err != nil {
+		return err
+	}
+	return q.Copy(b.runsDev[side]+firstAt, b.runsHost[side]+firstAt, uint64((n+1)*4))
+}
+
+// issueWithin enqueues the kernel of a buffer with n runs.
+func (p *Pipeline) issueWithin(b *stageBuffer, n int) error {
+	q := p.dst.queue
+	if err := b.upload(0, q, n*device.MoveBytes, n); err != nil {
+		return err
+	}
+	if err := p.dst.dev.Move(q, b.runsDev[0], b.runsDev[0]+firstAt, n); err != nil {
+		return err
+	}
+	return q.Record(b.unpacked)
 }
 
 // issue enqueues the three steps of a filled buffer. rearrange uploads the list of a side and
@@ -315,9 +385,12 @@ func (p *Pipeline) Close() error {
 }
 
 func (p *Pipeline) release() error {
-	errs := []error{p.src.dev.Close(), p.dst.dev.Close()}
+	var errs []error
+	for _, dev := range p.sides() {
+		errs = append(errs, dev.Close())
+	}
 	for i := range p.buffers {
-		for side, dev := range []device.Packer{p.src.dev, p.dst.dev} {
+		for side, dev := range p.sides() {
 			for _, ptr := range []cuda.Ptr{p.buffers[i].dense[side], p.buffers[i].runsDev[side]} {
 				if ptr != 0 {
 					errs = append(errs, dev.Free(ptr))

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"net"
 	"slices"
@@ -15,88 +16,121 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
+type makePipeline func(m *gputest.Machine, minStage, maxStage uint64) (p *Pipeline, src,
+	dst *gputest.Device, err error)
+
+// pipelines are one between two GPUs, and one within a GPU, which then is both src and dst.
+var pipelines = []struct {
+	name string
+	make makePipeline
+}{
+	{"between two", func(m *gputest.Machine, minStage, maxStage uint64) (*Pipeline, *gputest.Device,
+		*gputest.Device, error) {
+		src, dst := m.Device(), m.Device()
+		p, err := NewSized(minStage, maxStage, src, dst)
+		return p, src, dst, err
+	}},
+	{"within one", func(m *gputest.Machine, minStage, maxStage uint64) (*Pipeline, *gputest.Device,
+		*gputest.Device, error) {
+		dev := m.Device()
+		p, err := newWithin(minStage, maxStage, dev)
+		return p, dev, dev, err
+	}},
+}
+
 // TestPeerContent: random moves, scattered and strided, aligned or not, small and large, equal a
 // plain copy, and no byte beside them changes.
 func TestPeerContent(t *testing.T) {
-	for seed := range uint64(20) {
-		rng := rand.New(rand.NewPCG(seed, 1))
-		m := gputest.NewMachine()
-		src, dst := m.Device(), m.Device()
-		p, err := NewSized(16<<10, 128<<10, src, dst)
-		if err != nil {
-			t.Fatal(err)
+	for _, c := range pipelines {
+		for seed := range uint64(12) {
+			t.Run(fmt.Sprint(c.name, ", ", seed), func(t *testing.T) {
+				testContent(t, seed, c.make)
+			})
 		}
-		const pool = 8 << 20
-		from, to := m.Alloc(pool), m.Alloc(pool)
-		sb, db := m.At(from, pool), m.At(to, pool)
-		noise := rand.NewChaCha8([32]byte{byte(seed)})
-		noise.Read(sb)
-		noise.Read(db)
-		for range 3 {
-			want := bytes.Clone(db)
-			var moves []Move
-			const cell = 32 << 10 // every move has a cell of its own on both sides
-			a, b := rng.Perm(pool/cell), rng.Perm(pool/cell)
-			uniform := rng.IntN(3) == 0
-			for i := range 1 + rng.IntN(200) {
-				mv := Move{Src: from + cuda.Ptr(a[i]*cell), Dst: to + cuda.Ptr(b[i]*cell)}
-				kind := rng.IntN(3)
-				if uniform && rng.IntN(40) > 0 {
-					kind = 3
-				}
-				switch kind {
-				case 3: // blocks of one size, as in usual caches
-					mv.Len, mv.Count = 4096, 1
-					if rng.IntN(4) == 0 { // some of which happen to lie evenly, in either direction
-						mv.Count, mv.SrcStride, mv.DstStride = 3+rng.Uint64N(4), 4096, 4112
-						if rng.IntN(2) == 0 {
-							mv.Src += cuda.Ptr((mv.Count - 1) * 4096)
-							mv.SrcStride = -mv.SrcStride
-						}
+	}
+}
+
+func testContent(t *testing.T, seed uint64, pipeline makePipeline) {
+	rng := rand.New(rand.NewPCG(seed, 1))
+	m := gputest.NewMachine()
+	p, src, dst, err := pipeline(m, 16<<10, 128<<10)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const pool, cell = 8 << 20, 64 << 10 // every move has a cell of its own on both sides
+	from, to := m.Alloc(pool), m.Alloc(pool)
+	sb, db := m.At(from, pool), m.At(to, pool)
+	noise := rand.NewChaCha8([32]byte{byte(seed)})
+	noise.Read(sb)
+	noise.Read(db)
+	for range 3 {
+		want := bytes.Clone(db)
+		var moves []Move
+		a, b := rng.Perm(pool/cell), rng.Perm(pool/cell)
+		uniform := rng.IntN(3) == 0
+		for i := range 1 + rng.IntN(pool/cell) {
+			mv := Move{Src: from + cuda.Ptr(a[i]*cell), Dst: to + cuda.Ptr(b[i]*cell)}
+			kind := rng.IntN(3)
+			if uniform && rng.IntN(40) > 0 {
+				kind = 3
+			}
+			switch kind {
+			case 3: // blocks of one size, as in usual caches
+				mv.Len, mv.Count = 4096, 1
+				if rng.IntN(4) == 0 { // some of which happen to lie evenly, in either direction
+					mv.Count, mv.SrcStride, mv.DstStride = 3+rng.Uint64N(4), 4096, 4112
+					if rng.IntN(2) == 0 {
+						mv.Src += cuda.Ptr((mv.Count - 1) * 4096)
+						mv.SrcStride = -mv.SrcStride
 					}
-				case 0: // one block
-					mv.Len, mv.Count = 16*(1+rng.Uint64N(cell/16)), 1
-				case 1: // strided
-					mv.Len, mv.Count = 16*(1+rng.Uint64N(32)), 1+rng.Uint64N(30)
-					mv.SrcStride, mv.DstStride = mv.Len+16*rng.Uint64N(16), mv.Len+16*rng.Uint64N(16)
-				default: // unaligned
-					mv.Len, mv.Count = 1+rng.Uint64N(1000), 1+rng.Uint64N(4)
-					mv.SrcStride, mv.DstStride = mv.Len+rng.Uint64N(9), mv.Len+rng.Uint64N(9)
-					mv.Src += cuda.Ptr(rng.Uint64N(16))
 				}
-				for k := range mv.Count {
-					s, d := uint64(mv.Src-from)+k*mv.SrcStride, uint64(mv.Dst-to)+k*mv.DstStride
-					copy(want[d:d+mv.Len], sb[s:s+mv.Len])
-				}
-				moves = append(moves, mv)
+			case 0: // one block
+				mv.Len, mv.Count = 16*(1+rng.Uint64N(cell/16)), 1
+			case 1: // strided
+				mv.Len, mv.Count = 16*(1+rng.Uint64N(32)), 1+rng.Uint64N(30)
+				mv.SrcStride, mv.DstStride = mv.Len+16*rng.Uint64N(16), mv.Len+16*rng.Uint64N(16)
+			default: // unaligned
+				mv.Len, mv.Count = 1+rng.Uint64N(1000), 1+rng.Uint64N(4)
+				mv.SrcStride, mv.DstStride = mv.Len+rng.Uint64N(9), mv.Len+rng.Uint64N(9)
+				mv.Src += cuda.Ptr(rng.Uint64N(16))
 			}
-			if err := p.Run(moves); err != nil {
-				t.Fatalf("seed %d: %v", seed, err)
+			for k := range mv.Count {
+				s, d := uint64(mv.Src-from)+k*mv.SrcStride, uint64(mv.Dst-to)+k*mv.DstStride
+				copy(want[d:d+mv.Len], sb[s:s+mv.Len])
 			}
-			if !bytes.Equal(db, want) {
-				t.Fatalf("seed %d: content differs", seed)
-			}
+			moves = append(moves, mv)
 		}
-		if err := p.Run([]Move{{Len: 16}}); err == nil {
-			t.Error("a move of no pieces was accepted")
+		if err := p.Run(moves); err != nil {
+			t.Fatalf("%v", err)
 		}
-		if err := p.Close(); err != nil {
-			t.Error(err)
+		if !bytes.Equal(db, want) {
+			t.Fatal("content differs")
 		}
-		if err := p.Run(nil); !errors.Is(err, net.ErrClosed) {
-			t.Errorf("Run after Close: %v", err)
-		}
-		if src.Allocated+dst.Allocated != 0 {
-			t.Errorf("%d allocations leaked", src.Allocated+dst.Allocated)
-		}
+	}
+	if err := p.Run([]Move{{Len: 16}}); err == nil {
+		t.Error("a move of no pieces was accepted")
+	}
+	if err := p.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := p.Run(nil); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("Run after Close: %v", err)
+	}
+	if src.Allocated+dst.Allocated != 0 {
+		t.Errorf("%d allocations leaked", src.Allocated+dst.Allocated)
 	}
 }
 
 // TestPeerFails: Run returns the error, and nothing of the pipeline writes afterwards.
 func TestPeerFails(t *testing.T) {
+	for _, c := range pipelines {
+		t.Run(c.name, func(t *testing.T) { testFails(t, c.make) })
+	}
+}
+
+func testFails(t *testing.T, pipeline makePipeline) {
 	m := gputest.NewMachine()
-	src, dst := m.Device(), m.Device()
-	p, err := NewSized(16<<10, 64<<10, src, dst)
+	p, src, _, err := pipeline(m, 16<<10, 64<<10)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -129,9 +163,14 @@ func pattern(rng *rand.Rand, from, to cuda.Ptr, n int) []Move {
 // TestPeerRunsOverlap: runs of several callers overlap, and the bytes of each are in place when it
 // returns.
 func TestPeerRunsOverlap(t *testing.T) {
+	for _, c := range pipelines {
+		t.Run(c.name, func(t *testing.T) { testRunsOverlap(t, c.make) })
+	}
+}
+
+func testRunsOverlap(t *testing.T, pipeline makePipeline) {
 	m := gputest.NewMachine()
-	src, dst := m.Device(), m.Device()
-	p, err := NewSized(16<<10, 64<<10, src, dst)
+	p, _, _, err := pipeline(m, 16<<10, 64<<10)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -219,10 +258,9 @@ func TestPeerIssuesBehindAnother(t *testing.T) {
 
 // TestPeerFailsForAll: an error of the device is returned by every run whose bytes did not arrive.
 func TestPeerFailsForAll(t *testing.T) {
-	for seed := range uint64(30) {
-		m := gputest.NewMachine()
-		src, dst := m.Device(), m.Device()
-		p, err := NewSized(16<<10, 64<<10, src, dst)
+	for i := range uint64(60) {
+		m, seed := gputest.NewMachine(), i/2
+		p, src, _, err := pipelines[i%2].make(m, 16<<10, 64<<10)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -329,5 +367,52 @@ func TestStageRows(t *testing.T) {
 		if stage == 1<<20 && runs != 2*pages {
 			t.Errorf("%d runs for %d pages on two sides", runs, pages)
 		}
+	}
+}
+
+// TestMovesAreCut: within a GPU, long pieces are cut, so that no thread block moves more than
+// withinPiece at a time, and a stage ends where its size is reached.
+func TestMovesAreCut(t *testing.T) {
+	moves := []Move{
+		{Src: 1 << 30, Dst: 1 << 40, Len: 3*withinPiece + 48, Count: 1},
+		{Src: 2 << 30, Dst: 2 << 40, SrcStride: 4096, DstStride: 8192, Len: 2048, Count: 10},
+		{Src: 3 << 30, Dst: 3 << 40, SrcStride: 1 << 20, DstStride: 2 << 20, Len: withinPiece + 16,
+			Count: 2},
+	}
+	b := stageBuffer{runs: [2][]byte{make([]byte, listBytes)}}
+	var got []Move
+	var ends []int
+	for cur := (cursor{}); cur.move < len(moves); {
+		n, pieces := b.fillMoves(moves, &cur, 3*withinPiece+48+3*2048), uint32(0)
+		le := binary.LittleEndian
+		for i := range n {
+			e := b.runs[0][i*device.MoveBytes:]
+			m := Move{Src: cuda.Ptr(le.Uint64(e)), Dst: cuda.Ptr(le.Uint64(e[8:])),
+				SrcStride: le.Uint64(e[16:]), DstStride: le.Uint64(e[24:]),
+				Len: uint64(le.Uint32(e[32:])), Count: uint64(le.Uint32(e[36:]))}
+			if first := le.Uint32(b.runs[0][firstAt+i*4:]); first != pieces {
+				t.Errorf("%d pieces before entry %d, want %d", first, i, pieces)
+			}
+			pieces += uint32(m.Count)
+			got = append(got, m)
+		}
+		if all := le.Uint32(b.runs[0][firstAt+n*4:]); all != pieces {
+			t.Errorf("%d pieces in all, want %d", all, pieces)
+		}
+		ends = append(ends, len(got))
+	}
+	const part = withinPiece
+	want := []Move{
+		{Src: 1 << 30, Dst: 1 << 40, SrcStride: part, DstStride: part, Len: part, Count: 3},
+		{Src: 1<<30 + 3*part, Dst: 1<<40 + 3*part, Len: 48, Count: 1},
+		{Src: 2 << 30, Dst: 2 << 40, SrcStride: 4096, DstStride: 8192, Len: 2048, Count: 3},
+		{Src: 2<<30 + 3*4096, Dst: 2<<40 + 3*8192, SrcStride: 4096, DstStride: 8192, Len: 2048, Count: 7},
+		{Src: 3 << 30, Dst: 3 << 40, SrcStride: part, DstStride: part, Len: part, Count: 1},
+		{Src: 3<<30 + part, Dst: 3<<40 + part, Len: 16, Count: 1},
+		{Src: 3<<30 + 1<<20, Dst: 3<<40 + 2<<20, SrcStride: part, DstStride: part, Len: part, Count: 1},
+		{Src: 3<<30 + 1<<20 + part, Dst: 3<<40 + 2<<20 + part, Len: 16, Count: 1},
+	}
+	if !slices.Equal(got, want) || !slices.Equal(ends, []int{3, 8}) {
+		t.Errorf("moves %+v, want %+v; stages end at %v", got, want, ends)
 	}
 }

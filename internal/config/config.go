@@ -100,7 +100,7 @@ type GPU struct {
 	CopyMethod string `yaml:"copy_method" unit:"auto, pack or copy" doc:"How scattered blocks are copied between a GPU and the host. pack: a kernel packs them on the GPU; beside a busy engine it waits unless MPS runs. copy: the copy engine copies each piece separately. auto: the faster method, learned under the current load."`
 	Buffers    int    `yaml:"pinned_buffers" unit:"buffers of 1 MiB" doc:"Pinned host memory per GPU for the use of lanes."`
 	Table      string `yaml:"calibration" unit:"path, auto or off" doc:"Results of kvspray calibrate for this host's GPU models. auto: the default file in the user's cache directory, if it exists. off: built-in or learned values."`
-	Stage      Size   `yaml:"staging_buffer" unit:"bytes" doc:"Size of one staging buffer of the copy between two GPUs. Each GPU has 8 for every direction in use; a GPU that two engines share has 16."`
+	Stage      Size   `yaml:"staging_buffer" unit:"bytes" doc:"Size of one staging buffer of the copy between two GPUs. Each GPU has 8 for every direction in use. Copies within one GPU need none."`
 	Memory     Size   `yaml:"memory" unit:"bytes" doc:"Limit of the memory that this sidecar allocates on each GPU: 64 MiB of staging, the staging buffers of copies between GPUs, and 48 MiB for each other GPU whose copies it relays. Copies for which no buffers are left go through host memory. The driver's context, about 0.5 GiB, is not included."`
 
 	Open   []string `yaml:"open" unit:"GPUs" doc:"GPUs whose context and staging the sidecar takes at its start, so that an engine that starts later counts them: numbers, UUIDs as nvidia-smi -L prints them, or all. Other GPUs are opened when an engine registers memory of them."`

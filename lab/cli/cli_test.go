@@ -11,7 +11,7 @@ import (
 // A wrong argument or flag has the exit code of usage errors, and its error has the correct form.
 func TestUsageErrors(t *testing.T) {
 	for args, want := range map[string][]string{
-		"gpu hops": {`"hops"`, "staged, nvlink, multipath"},
+		"gpu hops": {`"hops"`, "staged, within, nvlink, multipath"},
 		"cpoy":     {`unknown command "cpoy" for "kvspray-bench"`, "Did you mean copy?"},
 		"help bogus": {`unknown command "bogus"`,
 			"There are completion, copy, gpu, peers, place, rails, route, sim, version"},

@@ -66,14 +66,16 @@ func NewCommand() *cobra.Command {
 	var repeat int
 	var jsonFile, htmlFile string
 	cmd := &cobra.Command{
-		Use: "gpu [staged] [nvlink] [multipath]",
+		Use: "gpu [staged] [within] [nvlink] [multipath]",
 		Short: "GPU memory: NVLink between two processes' GPUs, and every PCIe link to one GPU, beside " +
 			"the ceilings",
 		Long: `Measures the paths that the sidecar has to GPU memory, all that this host can or those that
-are named. Needs a build with cgo, and but for staged two GPUs or more with peer access.
+are named. Needs a build with cgo; nvlink and multipath need two GPUs or more with peer access.
 
   staged      slices between GPU 0 and host memory, as tcp lanes take them, by each copy method;
               moves as shm lanes take them
+  within      scattered blocks within GPU 0, in memory of two other processes: one kernel, as the
+              sidecar copies there, and pack, copy engine, unpack
   nvlink      scattered blocks from GPU 0 to GPU 1, in memory of two other processes: pack, copy
               engine, unpack
   multipath   host memory to and from GPU 0 over the PCIe links of 1, 2, ... all GPUs
@@ -132,7 +134,7 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 }
 
 // benches are in the order in which they run.
-var benches = []string{"staged", "nvlink", "multipath"}
+var benches = []string{"staged", "within", "nvlink", "multipath"}
 
 // choose returns the benches that run on that many GPUs: those asked for, or all that can.
 func choose(asked []string, gpus int) (out []string, err error) {
@@ -141,7 +143,7 @@ func choose(asked []string, gpus int) (out []string, err error) {
 			continue
 		}
 		need := 2
-		if name == "staged" {
+		if name == "staged" || name == "within" {
 			need = 1
 		}
 		switch {
@@ -164,6 +166,8 @@ func (b *bench) run(name string) error {
 	switch name {
 	case "nvlink":
 		return b.nvlink()
+	case "within":
+		return b.within()
 	case "staged":
 		return b.staged()
 	default:

@@ -89,7 +89,7 @@ func TestChoose(t *testing.T) {
 		err   string
 	}{
 		{nil, 4, benches, ""},
-		{nil, 1, []string{"staged"}, ""},
+		{nil, 1, []string{"staged", "within"}, ""},
 		{[]string{"multipath", "staged"}, 2, []string{"staged", "multipath"}, ""},
 		{[]string{"staged", "nvlink"}, 1, nil, "gpu nvlink: 1 GPUs here, it takes 2 or more"},
 		{nil, 0, nil, "no GPU"},

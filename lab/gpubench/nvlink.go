@@ -71,29 +71,77 @@ func (b *bench) nvlink() error {
 }
 
 func (b *bench) nvlinkRows(cs []*cuda.Context, from, to, near cuda.Ptr) error {
-	src, err := device.CUDA(cs[0])
+	p, err := pipeline(cs[0], cs[1])
 	if err != nil {
 		return err
 	}
-	dst, err := device.CUDA(cs[1])
+	return errors.Join(b.scattered(cs[0], p, "two processes' memory", from, to, near), p.Close())
+}
+
+// pipeline makes one with staging buffers.
+func pipeline(from, to *cuda.Context) (*peercopy.Pipeline, error) {
+	src, err := device.CUDA(from)
 	if err != nil {
-		return errors.Join(err, src.Close())
+		return nil, err
 	}
-	p, err := peercopy.New(src, dst)
+	dst, err := device.CUDA(to)
+	if err != nil {
+		return nil, errors.Join(err, src.Close())
+	}
+	return peercopy.New(src, dst)
+}
+
+// within compares, on one GPU, the kernel that the sidecar uses there with staging buffers.
+func (b *bench) within() error {
+	cs, release, err := b.contexts(1)
 	if err != nil {
 		return err
 	}
-	defer p.Close()
-	copies, err := cs[0].NewStream(0)
+	c := cs[0]
+	from, _, stop0, err := owner(c, nvlinkPool)
+	if err != nil {
+		return err
+	}
+	to, _, stop1, err := owner(c, nvlinkPool)
+	if err != nil {
+		return errors.Join(err, stop0())
+	}
+	return errors.Join(b.withinRows(c, from, to), c.CloseIPC(from), c.CloseIPC(to), stop0(), stop1(),
+		release())
+}
+
+func (b *bench) withinRows(c *cuda.Context, from, to cuda.Ptr) error {
+	dev, err := device.CUDA(c)
+	if err != nil {
+		return err
+	}
+	p, err := peercopy.NewWithin(dev)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(b.scattered(c, p, "one kernel", from, to, to), p.Close()); err != nil {
+		return err
+	}
+	if p, err = pipeline(c, c); err != nil {
+		return err
+	}
+	return errors.Join(b.scattered(c, p, "pack, copy, unpack", from, to, to), p.Close())
+}
+
+// scattered measures blocks of several sizes between two pools. near is the address of the second
+// one in c, the context of the first.
+func (b *bench) scattered(c *cuda.Context, p *peercopy.Pipeline, what string, from, to,
+	near cuda.Ptr) error {
+	copies, err := c.NewStream(0)
 	if err != nil {
 		return err
 	}
 	defer copies.Destroy()
-	host, hostPtr, err := cs[0].AllocHost(256 << 20)
+	host, hostPtr, err := c.AllocHost(256 << 20)
 	if err != nil {
 		return err
 	}
-	defer cs[0].FreeHost(host)
+	defer c.FreeHost(host)
 	rng := rand.NewChaCha8([32]byte{1})
 	for off := uint64(0); off < nvlinkPool; off += uint64(len(host)) {
 		rng.Read(host)
@@ -106,14 +154,14 @@ func (b *bench) nvlinkRows(cs []*cuda.Context, from, to, near cuda.Ptr) error {
 		return errors.Join(copies.Copy(near, from, nvlinkTotal), copies.Sync())
 	}
 	shuffle := rand.New(rand.NewPCG(1, 2))
-	for _, block := range []uint64{2 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20} {
+	for _, block := range []uint64{2 << 10, 4 << 10, 16 << 10, 32 << 10, 64 << 10, 1 << 20} {
 		a, z := shuffle.Perm(int(nvlinkPool/block)), shuffle.Perm(int(nvlinkPool/block))
 		moves := make([]peercopy.Move, nvlinkTotal/block)
 		for i := range moves {
 			moves[i] = peercopy.Move{Src: from + cuda.Ptr(uint64(a[i])*block), Dst: to +
 				cuda.Ptr(uint64(z[i])*block), Len: block, Count: 1}
 		}
-		r := Row{What: fmt.Sprintf("two processes' memory, scattered blocks of %d KiB", block>>10),
+		r := Row{What: fmt.Sprintf("%s, scattered blocks of %d KiB", what, block>>10),
 			Bytes: nvlinkTotal, Block: block}
 		if err := b.pair(r, func() error { return p.Run(moves) }, nvlinkTotal, contiguous); err != nil {
 			return err

@@ -10,6 +10,7 @@ import (
 
 func newOwnerCommand() *cobra.Command { return &cobra.Command{Use: "owner", Hidden: true} }
 
+func (b *bench) within() error    { return cuda.ErrNotSupported }
 func (b *bench) nvlink() error    { return cuda.ErrNotSupported }
 func (b *bench) staged() error    { return cuda.ErrNotSupported }
 func (b *bench) multipath() error { return cuda.ErrNotSupported }

@@ -1,4 +1,4 @@
-// The kernels of the sidecar: they rearrange bytes, packing and unpacking inside one GPU's memory while copy engines cross links. Scattered
+// The kernels of the sidecar: they rearrange bytes, packing, unpacking and moving inside one GPU's memory while copy engines cross links. Scattered
 // pages of the host they read and write themselves where no other kernel computes on the GPU, and nowhere else (see gpu/doc.go).
 //
 // Compiled by generate.py to PTX (any later GPU, by the driver's JIT) and to sm_80 and sm_90 code; both are committed.
@@ -37,6 +37,20 @@ static __device__ __forceinline__ void copy_piece(const char *src, char *dst, u3
 		__stcs(reinterpret_cast<uint4 *>(dst + off), __ldcs(reinterpret_cast<const uint4 *>(src + off)));
 }
 
+// The last of n runs whose first piece is <= p.
+static __device__ __forceinline__ u32 last_before(const u32 *first, u64 n, u32 p)
+{
+	u32 lo = 0, hi = (u32)n;
+	while (hi - lo > 1) {
+		u32 mid = (lo + hi) / 2;
+		if (first[mid] <= p)
+			lo = mid;
+		else
+			hi = mid;
+	}
+	return lo;
+}
+
 // rearrange walks the pieces of all runs; block b takes a contiguous share of them, so that it searches once and then walks.
 // `runs` are in order, `first` holds the number of pieces before each run, first[n] the total.
 template <int VEC, bool PACK>
@@ -47,14 +61,7 @@ static __device__ __forceinline__ void rearrange(const kvs_run *runs, const u32 
 	const u32 end = (u32)(total * (blockIdx.x + 1) / gridDim.x);
 	if (p >= end)
 		return;
-	u32 lo = 0, hi = (u32)n; // the last run whose first piece is <= p
-	while (hi - lo > 1) {
-		u32 mid = (lo + hi) / 2;
-		if (first[mid] <= p)
-			lo = mid;
-		else
-			hi = mid;
-	}
+	u32 lo = last_before(first, n, p);
 	for (; p < end; p++) {
 		while (p >= first[lo + 1])
 			lo++;
@@ -84,6 +91,35 @@ static __device__ __forceinline__ void rearrange_uniform(const u64 *base, u64 n,
 	}
 }
 
+// One strided run within the GPU: count pieces of len bytes, piece i from src + i * src_stride to dst + i * dst_stride. All are multiples of 16.
+struct kvs_move {
+	u64 src;
+	u64 dst;
+	u64 src_stride;
+	u64 dst_stride;
+	u32 len;
+	u32 count;
+};
+
+// move copies the pieces of all moves; each block takes a contiguous share of them. `first` is as for rearrange.
+template <int VEC>
+static __device__ __forceinline__ void move(const kvs_move *moves, const u32 *first, u64 n)
+{
+	const u64 total = first[n];
+	u32 p = (u32)(total * blockIdx.x / gridDim.x);
+	const u32 end = (u32)(total * (blockIdx.x + 1) / gridDim.x);
+	if (p >= end)
+		return;
+	u32 at = last_before(first, n, p);
+	for (; p < end; p++) {
+		while (p >= first[at + 1])
+			at++;
+		const kvs_move m = moves[at];
+		const u64 i = p - first[at];
+		copy_piece<VEC>(reinterpret_cast<const char *>(m.src + i * m.src_stride), reinterpret_cast<char *>(m.dst + i * m.dst_stride), m.len);
+	}
+}
+
 #define REARRANGE(vec)                                                                                      \
 	extern "C" __global__ void kvs_pack_v##vec(const kvs_run *runs, const u32 *first, u64 n)                \
 	{                                                                                                       \
@@ -100,6 +136,10 @@ static __device__ __forceinline__ void rearrange_uniform(const u64 *base, u64 n,
 	extern "C" __global__ void kvs_unpack_uniform_v##vec(const u64 *base, u64 n, u64 dense, u64 len)        \
 	{                                                                                                       \
 		rearrange_uniform<vec, false>(base, n, dense, len);                                                 \
+	}                                                                                                       \
+	extern "C" __global__ void kvs_move_v##vec(const kvs_move *moves, const u32 *first, u64 n)              \
+	{                                                                                                       \
+		move<vec>(moves, first, n);                                                                         \
 	}
 
 REARRANGE(4)

@@ -1,5 +1,6 @@
 // The kernels as a host's compiler understands them, one thread after the other: none of them waits for another, so that the order makes
-// no difference. Random strided runs of one axis and of two, each forwards or backwards, are packed and unpacked and compared with copies one by one.
+// no difference. Random strided runs of one axis and of two, each forwards or backwards, are packed and unpacked and compared with copies one by one,
+// and so are runs that are moved.
 
 #include <cstdio>
 #include <cstdlib>
@@ -122,6 +123,38 @@ int main()
 			std::memcpy(wanted + (bases[i] - (u64)memory), dense + i * len, len);
 		launch(grid, block, [&] { kvs_unpack_uniform_v4(bases.data(), n, (u64)dense, len); });
 		check(!std::memcmp(memory, wanted, sizeof memory), "uniform blocks: unpacked bytes differ", round);
+	}
+	for (int round = 0; round < 60; round++) {
+		// From the lower half of the cells to the upper one.
+		for (size_t i = 0; i < sizeof memory; i += 8) {
+			const u64 word = rng();
+			std::memcpy(memory + i, &word, 8);
+		}
+		std::memcpy(wanted, memory, sizeof memory);
+		std::vector<kvs_move> moves;
+		std::vector<u32> first;
+		u32 pieces = 0;
+		size_t from = 0, to = cells / 2; // cells taken
+		while (moves.size() < 1 + below(60)) {
+			const u32 len = 16 * (1 + below(cell / 16)), count = below(3) == 0 ? 1 : 1 + below(30), a = 1 + below(3), b = 1 + below(3);
+			if (from + (size_t)count * a > cells / 2 || to + (size_t)count * b > cells)
+				break;
+			kvs_move m = {(u64)(memory + from * cell), (u64)(memory + to * cell), a * cell, b * cell, len, count};
+			if (below(2)) { // backwards on one side
+				m.dst += (count - 1) * m.dst_stride;
+				m.dst_stride = -m.dst_stride;
+			}
+			for (u64 i = 0; i < count; i++)
+				std::memcpy(wanted + (m.dst + i * m.dst_stride - (u64)memory), (const void *)(m.src + i * m.src_stride), len);
+			moves.push_back(m);
+			first.push_back(pieces);
+			pieces += count;
+			from += (size_t)count * a;
+			to += (size_t)count * b;
+		}
+		first.push_back(pieces);
+		launch(1 + below(70), 32 * (1 + below(8)), [&] { kvs_move_v4(moves.data(), first.data(), moves.size()); });
+		check(!std::memcmp(memory, wanted, sizeof memory), "moved bytes differ, or others were written", round);
 	}
 	check(strided > 200 && grids > 50, "hardly a run has more than one piece, or more than one row", 0);
 	std::printf("%lu strided runs, %lu of rows\n", strided, grids);
