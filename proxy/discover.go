@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"net"
 	"net/netip"
 	"net/url"
 	"slices"
@@ -168,6 +169,16 @@ func (f *Found) ownHost() bool {
 		b, err := netip.ParseAddr(h)
 		return err == nil && a.Unmap() == b.Unmap()
 	})
+}
+
+// hostPortOf is the address that a URL leads to; empty: it has none.
+func hostPortOf(raw string) string {
+	u, err := url.Parse(raw)
+	if err != nil || u.Hostname() == "" {
+		return ""
+	}
+	port := map[string]string{"http": "80", "https": "443"}[u.Scheme]
+	return net.JoinHostPort(u.Hostname(), cmp.Or(u.Port(), port))
 }
 
 // hostOf is the host of a URL; empty: it has none.

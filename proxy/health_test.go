@@ -4,10 +4,13 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -520,4 +523,181 @@ func TestEngineWithABadDevice(t *testing.T) {
 	until(t, "the engine does not leave", func() bool { return !b.takes() })
 	state.Store("fit")
 	until(t, "the engine does not come back", func() bool { return b.condition() == fit && b.takes() })
+}
+
+// A router takes no fault of a device back because one question to the sidecar got no answer. The
+// mark ends as that of a sidecar that is gone.
+func TestFaultOutlivesAQuestionWithoutAnswer(t *testing.T) {
+	var quiet atomic.Bool
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if quiet.Load() {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprint(w, `{"endpoint":"10.1.2.3:7650","health":{"state":"degraded"}}`)
+	}))
+	defer sidecar.Close()
+	d := newEngine(t, answerDecode)
+	px, err := New(Config{Decode: []Engine{{URL: d.URL, Sidecar: sidecar.URL}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer px.client.CloseIdleConnections()
+	b := px.decode.all[0]
+	if err := checkNow(t, px, b); err != nil {
+		t.Fatal(err)
+	}
+	ask := func(want condition, what string) {
+		t.Helper()
+		px.askSidecar(t.Context(), b)
+		if c := b.condition(); c != want {
+			t.Errorf("%s: %s", what, c)
+		}
+	}
+	ask(slow, "a degraded device")
+	quiet.Store(true)
+	ask(slow, "one question without an answer")
+	b.identity.sidecarAnswered = b.identity.sidecarAnswered.Add(-leavingFor)
+	ask(fit, "the mark has no end")
+	quiet.Store(false)
+	ask(slow, "a degraded device again")
+	quiet.Store(true)
+	ask(slow, "one question without an answer")
+	for _, unwell := range []bool{true, true, false} {
+		d.mu.Lock()
+		d.unwell = unwell
+		d.mu.Unlock()
+		if err := checkNow(t, px, b); (err != nil) != unwell {
+			t.Fatal(err)
+		}
+	}
+	if c := b.condition(); c != fit {
+		t.Errorf("the mark outlives the engine: %s", c)
+	}
+}
+
+// A listed engine whose device has failed gets no requests, also if its sidecar has another engine
+// that works. That one does.
+func TestListedEngineBesideAFailedOne(t *testing.T) {
+	d0, d1 := newEngine(t, answerDecode), newEngine(t, answerDecode)
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprintf(w, `{"endpoint":"10.1.2.3:7650","health":{"state":"failed","failed":["vllm/a"],`+
+			`"failed_urls":[%q]}}`, d0.URL)
+	}))
+	defer sidecar.Close()
+	px, url := start(t, Config{Decode: []Engine{{URL: d0.URL, Sidecar: sidecar.URL},
+		{URL: d1.URL, Sidecar: sidecar.URL}}})
+	until(t, "the failed engine is left out, and only that one", func() bool {
+		return !px.decode.all[0].takes() && px.decode.all[1].condition() == slow &&
+			px.decode.all[1].takes()
+	})
+	for range 4 {
+		if code, _, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
+			t.Error(code)
+		}
+	}
+	if n := len(d0.requests()); n != 0 {
+		t.Errorf("%d requests to the engine with the failed device", n)
+	}
+}
+
+// An engine that leaves does so after a change of its role, too: the new role has not asked the
+// sidecar yet. The mark of another sidecar does not count.
+func TestLeavingEngineChangesItsRole(t *testing.T) {
+	d := newEngine(t, answerDecode)
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprint(w, `{"endpoint":"10.1.2.3:7650","leaving":true,"health":{"state":"degraded"}}`)
+	}))
+	defer sidecar.Close()
+	is := Engine{URL: d.URL, Sidecar: sidecar.URL}
+	px, err := New(Config{Prefill: []Engine{is}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer px.client.CloseIdleConnections()
+	b := px.prefill.list()[0]
+	if err := checkNow(t, px, b); err != nil {
+		t.Fatal(err)
+	}
+	px.askSidecar(t.Context(), b)
+	if err := px.SetEngines(nil, []Engine{is}); err != nil {
+		t.Fatal(err)
+	}
+	if c := px.decode.list()[0].candidate(time.Now(), ""); !c.leaving || c.condition != slow {
+		t.Errorf("as decode engine: %+v", c)
+	}
+	is.Sidecar += "0"
+	if err := px.SetEngines([]Engine{is}, nil); err != nil {
+		t.Fatal(err)
+	}
+	if c := px.prefill.list()[0].candidate(time.Now(), ""); c.leaving || c.condition != fit {
+		t.Errorf("with another sidecar: %+v", c)
+	}
+}
+
+// full is a listener whose backlog is full: a connection to it is not accepted, as by a host that is
+// gone. wake makes it an engine.
+func full(t *testing.T) (url string, wake func()) {
+	t.Helper()
+	l, err := net.Listen("tcp", net.JoinHostPort(kvtest.Loopback(), "0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	raw, err := l.(*net.TCPListener).SyscallConn()
+	if err == nil {
+		err = raw.Control(func(fd uintptr) {
+			if err := syscall.Listen(int(fd), 0); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = c.Close()
+	srv := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path != "/health" {
+			answerDecode(w, r, seen{})
+		}
+	})}
+	var serving sync.WaitGroup
+	t.Cleanup(func() {
+		_ = l.Close()
+		_ = srv.Close()
+		serving.Wait()
+	})
+	return "http://" + l.Addr().String(), func() { serving.Go(func() { _ = srv.Serve(l) }) }
+}
+
+// An engine that accepts no connection is out after the first one. The request that needed it goes
+// to another engine at once. Once it accepts, it gets requests again.
+func TestEngineThatAcceptsNoConnection(t *testing.T) {
+	url, wake := full(t)
+	for _, role := range []string{rolePrefill, roleDecode} {
+		d := newEngine(t, answerDecode)
+		cfg := Config{Decode: decoders(url, d.URL), Times: Times{Slow: time.Hour, Silent: time.Hour}}
+		if role == rolePrefill {
+			cfg.Prefill, cfg.Decode = []Engine{{URL: url, Peer: "127.0.0.1:1"}}, cfg.Decode[1:]
+		}
+		px, at := start(t, cfg)
+		b := px.backends()[0]
+		until(t, "the other engine is not up", func() bool { return px.backends()[1].takes() })
+		for range 2 {
+			if code, answer, _ := post(t, at, "/v1/completions", `{"prompt":"a"}`); code != 200 {
+				t.Errorf("%s: %d %s", role, code, answer)
+			}
+		}
+		until(t, role+" is not silent", func() bool { return b.condition() == silent })
+		if text := get(t, at+"/health"); !strings.Contains(text, "a connection was not accepted within") {
+			t.Errorf("/health gives no reason: %s", text)
+		}
+		if role == roleDecode {
+			wake()
+			until(t, "it is not fit again", func() bool { return b.condition() == fit })
+		}
+	}
 }

@@ -91,6 +91,22 @@ func (s *served) of(workers []*engines.Worker) cluster.Serving {
 	return out
 }
 
+// failed lists the URLs whose engines all have a failed device, at most cluster.MaxAPIs.
+func (s *served) failed(workers []*engines.Worker, failed []string) (urls []string) {
+	works := map[string]bool{}
+	for _, w := range workers {
+		if a, _ := s.api(w); a.URL != "" && !w.Internal && len(failed) > 0 {
+			works[a.URL] = works[a.URL] || !slices.Contains(failed, w.Place.Engine)
+		}
+	}
+	for _, u := range slices.Sorted(maps.Keys(works)) {
+		if !works[u] && len(urls) < cluster.MaxAPIs {
+			urls = append(urls, u)
+		}
+	}
+	return urls
+}
+
 // api describes the engine of a worker, without ranks.
 func (s *served) api(w *engines.Worker) (cluster.API, error) {
 	a := cluster.API{URL: s.cfg.API, Role: s.cfg.Role, Engine: w.Place.Engine,
