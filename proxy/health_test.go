@@ -4,13 +4,11 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
@@ -635,48 +633,19 @@ func TestLeavingEngineChangesItsRole(t *testing.T) {
 	}
 }
 
-// full is a listener whose backlog is full: a connection to it is not accepted, as by a host that is
-// gone. wake makes it an engine.
-func full(t *testing.T) (url string, wake func()) {
-	t.Helper()
-	l, err := net.Listen("tcp", net.JoinHostPort(kvtest.Loopback(), "0"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	raw, err := l.(*net.TCPListener).SyscallConn()
-	if err == nil {
-		err = raw.Control(func(fd uintptr) {
-			if err := syscall.Listen(int(fd), 0); err != nil {
-				t.Error(err)
-			}
-		})
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	c, err := net.Dial("tcp", l.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	_ = c.Close()
+// An engine that accepts no connection is out after the first one. The request that needed it goes
+// to another engine at once. Once it accepts, it gets requests again.
+func TestEngineThatAcceptsNoConnection(t *testing.T) {
+	l := kvtest.FullListener(t)
+	url := "http://" + l.Addr().String()
 	srv := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path != "/health" {
 			answerDecode(w, r, seen{})
 		}
 	})}
 	var serving sync.WaitGroup
-	t.Cleanup(func() {
-		_ = l.Close()
-		_ = srv.Close()
-		serving.Wait()
-	})
-	return "http://" + l.Addr().String(), func() { serving.Go(func() { _ = srv.Serve(l) }) }
-}
-
-// An engine that accepts no connection is out after the first one. The request that needed it goes
-// to another engine at once. Once it accepts, it gets requests again.
-func TestEngineThatAcceptsNoConnection(t *testing.T) {
-	url, wake := full(t)
+	defer serving.Wait()
+	defer func() { _ = srv.Close() }()
 	for _, role := range []string{rolePrefill, roleDecode} {
 		d := newEngine(t, answerDecode)
 		cfg := Config{Decode: decoders(url, d.URL), Times: Times{Slow: time.Hour, Silent: time.Hour}}
@@ -696,7 +665,7 @@ func TestEngineThatAcceptsNoConnection(t *testing.T) {
 			t.Errorf("/health gives no reason: %s", text)
 		}
 		if role == roleDecode {
-			wake()
+			serving.Go(func() { _ = srv.Serve(l) })
 			until(t, "it is not fit again", func() bool { return b.condition() == fit })
 		}
 	}
