@@ -4,6 +4,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"net"
 	"net/netip"
@@ -31,6 +32,7 @@ type served struct {
 	http    string // set before the first description
 
 	problems atomic.Pointer[[]string] // of the last description
+	logged   []string                 // problems; of the publisher
 
 	mu    sync.Mutex
 	roles map[string]string // that were set, by URL; guarded by mu
@@ -53,6 +55,11 @@ func (s *served) of(workers []*engines.Worker) cluster.Serving {
 		}
 		if slices.Contains(health.Failed, name) {
 			why[name] = "a device that it uses has failed"
+			continue
+		}
+		if len(name) > cluster.MaxNameBytes {
+			why[name] = fmt.Sprintf("its name has %d bytes, and routers take at most %d: shorten the "+
+				"engine's id", len(name), cluster.MaxNameBytes)
 			continue
 		}
 		a, err := s.api(w)
@@ -81,14 +88,34 @@ func (s *served) of(workers []*engines.Worker) cluster.Serving {
 	}
 	out := cluster.Serving{HTTP: s.http, Leaving: s.leaving() || health.Leaving, Started: s.started}
 	for _, u := range slices.Sorted(maps.Keys(byURL)) {
+		if len(out.APIs) == cluster.MaxAPIs {
+			why[byURL[u].Engine] = fmt.Sprintf("%d URLs are published, and that is the bound: give its "+
+				"engines a sidecar of their own", cluster.MaxAPIs)
+			continue
+		}
 		out.APIs = append(out.APIs, *byURL[u])
 	}
 	var problems []string
 	for _, name := range slices.Sorted(maps.Keys(why)) {
-		problems = append(problems, "routers do not find engine "+name+": "+why[name])
+		shown := name
+		if len(name) > cluster.MaxNameBytes {
+			shown = name[:cluster.MaxNameBytes/2] + "..."
+		}
+		problems = append(problems, "routers do not find engine "+shown+": "+why[name])
 	}
 	s.problems.Store(&problems)
 	return out
+}
+
+// log logs each problem when it begins.
+func (s *served) log(l *slog.Logger) {
+	now := *s.problems.Load()
+	for _, text := range now {
+		if !slices.Contains(s.logged, text) {
+			l.Warn(text)
+		}
+	}
+	s.logged = now
 }
 
 // failed lists the URLs whose engines all have a failed device, at most cluster.MaxAPIs.
