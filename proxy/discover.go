@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/origin"
+	"github.com/kvspray/kvspray/proxy/internal/zmtp"
 )
 
 // maxFound bounds the engines that a router finds.
@@ -47,7 +48,7 @@ type Fleet interface {
 type discovery struct {
 	p     *Proxy
 	fleet Fleet
-	allow []hosts
+	allow allowed
 	wake  chan struct{} // an engine has listed its models, or went down
 
 	taken  []Found             // at the last look
@@ -76,7 +77,13 @@ type hosts struct {
 	name   string // or a name; "*.x" stands for all names below x
 }
 
-func parseHosts(list []string) (out []hosts, err error) {
+type allowed []hosts
+
+func (a allowed) have(raw string) bool {
+	return slices.ContainsFunc(a, func(h hosts) bool { return h.have(hostOf(raw)) })
+}
+
+func parseHosts(list []string) (out allowed, err error) {
 	for _, text := range list {
 		p, perr := netip.ParsePrefix(text)
 		if a, aerr := netip.ParseAddr(text); aerr == nil {
@@ -107,7 +114,7 @@ func (h hosts) have(host string) bool {
 
 // chosen is the engines of a router out of what members publish, with reasons against the others.
 // The order of the argument is of no importance.
-func chosen(found []Found, allow []hosts) (list []Found, problems []string) {
+func chosen(found []Found, allow allowed) (list []Found, problems []string) {
 	reject := func(f *Found, why string, args ...any) {
 		problems = append(problems, fmt.Sprintf("engine %s of %s: ", shown(f.URL), f.Member)+
 			fmt.Sprintf(why, args...))
@@ -142,9 +149,7 @@ func chosen(found []Found, allow []hosts) (list []Found, problems []string) {
 		switch {
 		case f.Role != rolePrefill && f.Role != roleDecode && f.Role != roleBoth:
 			reject(&f, "its role %q is not one of prefill, decode, both", f.Role)
-		case !f.ownHost() && !slices.ContainsFunc(allow, func(h hosts) bool {
-			return h.have(hostOf(f.URL))
-		}):
+		case !f.ownHost() && !allow.have(f.URL):
 			reject(&f, "it is on another host than that member: add this host to allow if the member "+
 				"may publish it")
 		case len(list) > 0 && list[len(list)-1].URL == f.URL:
@@ -163,8 +168,10 @@ func chosen(found []Found, allow []hosts) (list []Found, problems []string) {
 }
 
 // ownHost reports whether an engine is on the host of its member.
-func (f *Found) ownHost() bool {
-	a, err := netip.ParseAddr(hostOf(f.URL))
+func (f *Found) ownHost() bool { return f.owns(f.URL) }
+
+func (f *Found) owns(raw string) bool {
+	a, err := netip.ParseAddr(hostOf(raw))
 	return err == nil && slices.ContainsFunc(f.Hosts, func(h string) bool {
 		b, err := netip.ParseAddr(h)
 		return err == nil && a.Unmap() == b.Unmap()
@@ -287,6 +294,9 @@ func (d *discovery) look() {
 			continue
 		}
 		f.found = true
+		if err := d.feed(&f); err != nil {
+			problems = append(problems, fmt.Sprintf("engine %s of %s: %v", shown(f.URL), f.Member, err))
+		}
 		_, err := d.p.newBackend(rolePrefill, f.Engine)
 		if err != nil {
 			problems = append(problems, err.Error())
@@ -311,6 +321,29 @@ func (d *discovery) look() {
 	}
 	d.report(now)
 	d.approve(list, names)
+}
+
+// feed checks where an engine publishes KV events, and takes them from one that may not name the
+// host, or of which nothing follows them.
+func (d *discovery) feed(f *Found) error {
+	events, replay := f.Events, f.Replay
+	f.Events, f.Replay = "", ""
+	if d.p.placing == nil || events == "" {
+		return nil
+	}
+	for _, text := range []string{events, replay} {
+		if text == "" {
+			continue
+		}
+		_, addr, err := zmtp.ParseEndpoint(text)
+		u := "http://" + addr
+		if err != nil || hostOf(u) != hostOf(f.URL) && !f.owns(u) && !d.allow.have(u) {
+			return fmt.Errorf("its KV events are ignored: %q is not tcp://HOST:PORT on the host of its "+
+				"URL: add the host to allow if the member may publish it", text)
+		}
+	}
+	f.Events, f.Replay = events, replay
+	return nil
 }
 
 // lives reports whether an engine that is in use answers.

@@ -42,7 +42,7 @@ type served struct {
 // role, and adds the reason to the problems.
 func (s *served) of(workers []*engines.Worker) cluster.Serving {
 	slices.SortFunc(workers, func(a, b *engines.Worker) int { return strings.Compare(a.Name, b.Name) })
-	byURL, why := map[string]*cluster.API{}, map[string]string{}
+	byURL, why, mute := map[string]*cluster.API{}, map[string]string{}, map[string]string{}
 	counted := map[string]bool{} // engines
 	health := s.health()
 	for _, w := range workers {
@@ -67,6 +67,9 @@ func (s *served) of(workers []*engines.Worker) cluster.Serving {
 			why[name] = err.Error()
 			continue
 		}
+		if err := s.feed(&a, w); err != nil {
+			mute[name] = err.Error()
+		}
 		x := byURL[a.URL]
 		if x == nil {
 			x = &a
@@ -79,6 +82,9 @@ func (s *served) of(workers []*engines.Worker) cluster.Serving {
 		}
 		if x.Fingerprint == "" {
 			x.Fingerprint = a.Fingerprint
+		}
+		if x.Engine != a.Engine {
+			x.Events, x.Replay = "", "" // a router follows one feed of a server
 		}
 		if !counted[name] {
 			counted[name] = true
@@ -96,13 +102,17 @@ func (s *served) of(workers []*engines.Worker) cluster.Serving {
 		out.APIs = append(out.APIs, *byURL[u])
 	}
 	var problems []string
-	for _, name := range slices.Sorted(maps.Keys(why)) {
-		shown := name
-		if len(name) > cluster.MaxNameBytes {
-			shown = name[:cluster.MaxNameBytes/2] + "..."
+	add := func(what string, why map[string]string) {
+		for _, name := range slices.Sorted(maps.Keys(why)) {
+			shown := name
+			if len(name) > cluster.MaxNameBytes {
+				shown = name[:cluster.MaxNameBytes/2] + "..."
+			}
+			problems = append(problems, what+" engine "+shown+": "+why[name])
 		}
-		problems = append(problems, "routers do not find engine "+shown+": "+why[name])
 	}
+	add("routers do not find", why)
+	add("routers get no KV events of", mute)
 	s.problems.Store(&problems)
 	return out
 }
@@ -156,6 +166,40 @@ func (s *served) api(w *engines.Worker) (cluster.API, error) {
 		a.Role = w.Engine.Role
 	}
 	return a, checkRole(a.Role, w.Engine.Role)
+}
+
+// feed takes the endpoints of KV events that an engine announces. They are on the host of its URL, or
+// of the sidecar.
+func (s *served) feed(a *cluster.API, w *engines.Worker) error {
+	u, err := url.Parse(a.URL)
+	if err != nil {
+		return nil // an engine without a URL has none
+	}
+	at := func(raw string) (string, error) {
+		addr, tcp := strings.CutPrefix(raw, "tcp://")
+		host, port, err := net.SplitHostPort(addr)
+		ip, _ := netip.ParseAddr(host) // a name has none
+		switch {
+		case raw == "":
+			return "", nil
+		case !tcp || err != nil:
+			return "", fmt.Errorf("its endpoint %q is not tcp://HOST:PORT", raw)
+		case host == "*", ip.IsUnspecified():
+			host = u.Hostname()
+		case host != u.Hostname() && (!ip.IsValid() || !s.own(ip)):
+			return "", fmt.Errorf("its endpoint %s is at no address of this host", raw)
+		}
+		return "tcp://" + net.JoinHostPort(host, port), nil
+	}
+	events, err := at(w.Engine.Events)
+	replay, err2 := at(w.Engine.Replay)
+	if err := errors.Join(err, err2); err != nil {
+		return err
+	}
+	if events != "" {
+		a.Events, a.Replay = events, replay
+	}
+	return nil
 }
 
 // checkRole compares a role with what an engine announces, which is empty if it announces none.

@@ -160,6 +160,50 @@ func TestServedEnginesBeyondTheBound(t *testing.T) {
 	}
 }
 
+// Where routers get an engine's KV events: at the host of its URL, or of the sidecar. A server of
+// several engines has several feeds, and routers get none.
+func TestServedFeeds(t *testing.T) {
+	type feed struct{ engine, api, events, replay string }
+	const host = "http://10.1.1.1:8000"
+	for name, c := range map[string]struct {
+		feeds   []feed
+		want    string
+		problem string
+	}{
+		"none":         {feeds: []feed{{"a", host, "", ""}}},
+		"replay alone": {feeds: []feed{{"a", host, "", "tcp://*:2"}}},
+		"its own host": {feeds: []feed{{"a", host, "tcp://*:1", "tcp://0.0.0.0:2"}},
+			want: "tcp://10.1.1.1:1 tcp://10.1.1.1:2"},
+		"two ranks": {feeds: []feed{{"a", host, "tcp://[::]:1", ""}, {"a", host, "tcp://*:1", ""}},
+			want: "tcp://10.1.1.1:1 "},
+		"the sidecar's host": {feeds: []feed{{"a", host, "tcp://127.0.0.1:1", ""}},
+			want: "tcp://127.0.0.1:1 "},
+		"two engines": {feeds: []feed{{"a", host, "tcp://*:1", ""}, {"b", host, "tcp://*:2", ""},
+			{"c", host, "tcp://*:3", ""}}},
+		"another host": {feeds: []feed{{"a", host, "tcp://169.254.169.254:1", ""}},
+			problem: "routers get no KV events of engine vllm/a: its endpoint tcp://169.254.169.254:1 is"},
+		"a name": {feeds: []feed{{"a", host, "tcp://*:1", "tcp://x:1"}},
+			problem: "its endpoint tcp://x:1 is at no address of this host"},
+		"a file": {feeds: []feed{{"a", host, "ipc:///tmp/x", ""}}, problem: "is not tcp://HOST:PORT"},
+	} {
+		s := &served{cfg: &config.Engine{API: host, Role: "both"}, leaving: func() bool { return false },
+			health: fit, own: func(a netip.Addr) bool { return a.IsLoopback() }}
+		var workers []*engines.Worker
+		for _, f := range c.feeds {
+			workers = append(workers, &engines.Worker{Name: f.engine,
+				Place:  engines.Place{Engine: "vllm/" + f.engine},
+				Engine: engines.About{Events: f.events, Replay: f.replay}})
+		}
+		got := s.of(workers)
+		text := strings.TrimPrefix(got.APIs[0].Events+" "+got.APIs[0].Replay, " ")
+		problems := strings.Join(*s.problems.Load(), "; ")
+		if len(got.APIs) != 1 || text != c.want || !strings.Contains(problems, c.problem) ||
+			(problems == "") != (c.problem == "") {
+			t.Errorf("%s: %q, want %q; problems %q", name, text, c.want, problems)
+		}
+	}
+}
+
 // A role that is set lasts for the engine's URL, and cannot exceed what the engine announces.
 func TestSetRole(t *testing.T) {
 	s := &served{cfg: &config.Engine{}, leaving: func() bool { return false },

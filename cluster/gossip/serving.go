@@ -177,6 +177,9 @@ func servingOf(m *peerv1.Serving) cluster.Serving {
 		if len(a.Fingerprint) == fingerprintBytes {
 			x.Fingerprint = hex.EncodeToString(a.Fingerprint)
 		}
+		if len(a.Events) <= cluster.MaxURLBytes && len(a.Replay) <= cluster.MaxURLBytes {
+			x.Events, x.Replay = a.Events, a.Replay
+		}
 		ranks := slices.DeleteFunc(a.Ranks, long)
 		x.Ranks = ranks[:min(len(ranks), cluster.MaxRanks)]
 		out.APIs = append(out.APIs, x)
@@ -194,7 +197,8 @@ func messageOf(boot transfer.Boot, revision uint64, s *cluster.Serving) ([]byte,
 		print, _ := hex.DecodeString(a.Fingerprint)                           // another form: unknown
 		valid := func(s string) string { return strings.ToValidUTF8(s, "?") } // engines name them
 		m.Apis = append(m.Apis, &peerv1.Api{Url: valid(a.URL), Role: a.Role, Engine: valid(a.Engine),
-			Version: valid(a.Version), Fingerprint: print, World: uint32(a.World), Ranks: a.Ranks})
+			Version: valid(a.Version), Fingerprint: print, World: uint32(a.World), Ranks: a.Ranks,
+			Events: valid(a.Events), Replay: valid(a.Replay)})
 	}
 	for {
 		b, err := proto.Marshal(&peerv1.GossipMessage{

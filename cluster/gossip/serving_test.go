@@ -35,7 +35,8 @@ func observer(t *testing.T, key []byte, join ...string) *Gossip {
 
 func api(url string) cluster.API {
 	return cluster.API{URL: url, Role: cluster.RoleDecode, Engine: "vllm/x", Version: "1", World: 2,
-		Ranks: []string{"pp0/tp0", "pp0/tp1"}, Fingerprint: strings.Repeat("ab", 32)}
+		Ranks: []string{"pp0/tp0", "pp0/tp1"}, Fingerprint: strings.Repeat("ab", 32),
+		Events: "tcp://127.0.0.1:5557", Replay: "tcp://127.0.0.1:5558"}
 }
 
 // What members serve reaches each router, also what they served before it came, and each change.
@@ -253,7 +254,8 @@ func FuzzMessage(f *testing.F) {
 			}
 			for _, a := range m.APIs {
 				if a.URL == "" || len(a.URL) > cluster.MaxURLBytes || long(a.Role) || long(a.Engine) ||
-					len(a.Ranks) > cluster.MaxRanks {
+					len(a.Ranks) > cluster.MaxRanks || len(a.Events) > cluster.MaxURLBytes ||
+					len(a.Replay) > cluster.MaxURLBytes {
 					t.Errorf("%+v", a)
 				}
 			}

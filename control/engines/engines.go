@@ -50,6 +50,8 @@ type About struct {
 	Version string
 	API     string // URL of its API server; empty: unknown
 	Role    string // prefill, decode or both; empty: unknown
+	Events  string // endpoint of its KV events, whose host may be "*"; empty: none
+	Replay  string // of their replay; empty: none
 }
 
 // Session is what package connector has behind a Worker.

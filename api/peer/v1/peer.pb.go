@@ -3263,6 +3263,8 @@ type Api struct {
 	Fingerprint   []byte                 `protobuf:"bytes,5,opt,name=fingerprint,proto3" json:"fingerprint,omitempty"` // of its model; empty: unknown
 	World         uint32                 `protobuf:"varint,6,opt,name=world,proto3" json:"world,omitempty"`            // ranks of the engine
 	Ranks         []string               `protobuf:"bytes,7,rep,name=ranks,proto3" json:"ranks,omitempty"`             // of these, those of this sidecar
+	Events        string                 `protobuf:"bytes,8,opt,name=events,proto3" json:"events,omitempty"`           // endpoint of its KV events, tcp://HOST:PORT; empty: none
+	Replay        string                 `protobuf:"bytes,9,opt,name=replay,proto3" json:"replay,omitempty"`           // of their replay; empty: none
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3344,6 +3346,20 @@ func (x *Api) GetRanks() []string {
 		return x.Ranks
 	}
 	return nil
+}
+
+func (x *Api) GetEvents() string {
+	if x != nil {
+		return x.Events
+	}
+	return ""
+}
+
+func (x *Api) GetReplay() string {
+	if x != nil {
+		return x.Replay
+	}
+	return ""
 }
 
 // GossipMessage is what members and routers send each other by gossip.
@@ -3693,7 +3709,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04http\x18\x03 \x01(\tR\x04http\x12\x18\n" +
 	"\aleaving\x18\x04 \x01(\bR\aleaving\x12\x18\n" +
 	"\astarted\x18\x05 \x01(\x03R\astarted\x12(\n" +
-	"\x04apis\x18\x06 \x03(\v2\x14.kvspray.peer.v1.ApiR\x04apis\"\xab\x01\n" +
+	"\x04apis\x18\x06 \x03(\v2\x14.kvspray.peer.v1.ApiR\x04apis\"\xdb\x01\n" +
 	"\x03Api\x12\x10\n" +
 	"\x03url\x18\x01 \x01(\tR\x03url\x12\x12\n" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
@@ -3701,7 +3717,9 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\aversion\x18\x04 \x01(\tR\aversion\x12 \n" +
 	"\vfingerprint\x18\x05 \x01(\fR\vfingerprint\x12\x14\n" +
 	"\x05world\x18\x06 \x01(\rR\x05world\x12\x14\n" +
-	"\x05ranks\x18\a \x03(\tR\x05ranks\"a\n" +
+	"\x05ranks\x18\a \x03(\tR\x05ranks\x12\x16\n" +
+	"\x06events\x18\b \x01(\tR\x06events\x12\x16\n" +
+	"\x06replay\x18\t \x01(\tR\x06replay\"a\n" +
 	"\rGossipMessage\x12\x12\n" +
 	"\x03ask\x18\x01 \x01(\tH\x00R\x03ask\x124\n" +
 	"\aserving\x18\x02 \x01(\v2\x18.kvspray.peer.v1.ServingH\x00R\aservingB\x06\n" +
