@@ -60,6 +60,7 @@ type API struct {
 	Ranks       []string // of these, those of the member
 	Events      string   // endpoint of its KV events; empty: none
 	Replay      string   // of their replay; empty: none
+	Leases      int      // that are open; -1: unknown
 }
 
 // Serving is where the engines of a member answer clients.

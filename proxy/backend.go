@@ -46,6 +46,7 @@ type backend struct {
 	identity identity
 	waits    bool // until discovery lets it have requests
 	load     int  // requests in flight
+	leases   int  // open at its sidecar, as that has published; -1: unknown
 	holds    int  // requests for which it may have to release a cache
 	models   models
 	guards   map[*guard]struct{} // of its requests in flight
@@ -79,7 +80,7 @@ func (b *backend) condition() condition {
 // engine's other role.
 func (b *backend) candidate(now time.Time, model string) candidate {
 	b.mu.Lock()
-	c := candidate{b.models.serve(model), b.conditionLocked(now), b.identity.leaving, b.load}
+	c := candidate{b.models.serve(model), b.conditionLocked(now), b.identity.leaving, b.load, b.leases}
 	if c.condition < failing && b.load > 0 && b.health.trial() {
 		c.condition = failing
 	}

@@ -160,6 +160,8 @@ func TestBetter(t *testing.T) {
 		a, b candidate // a is better
 	}{
 		{"fewer requests", candidate{load: 1}, candidate{load: 2}},
+		{"fewer leases", candidate{leases: 1}, candidate{leases: 2}},
+		{"requests before leases", candidate{load: 1, leases: 9}, candidate{load: 2, leases: 0}},
 		{"fails at once", candidate{load: 90}, candidate{condition: failing}},
 		{"slow", candidate{load: 90}, candidate{condition: slow}},
 		{"busy", candidate{condition: slow, load: 90}, candidate{condition: busy}},
@@ -169,6 +171,10 @@ func TestBetter(t *testing.T) {
 		if !c.a.better(c.b) || c.b.better(c.a) {
 			t.Errorf("%s: %+v, %+v", c.name, c.a, c.b)
 		}
+	}
+	if (candidate{leases: -1}).better(candidate{leases: 5}) ||
+		(candidate{leases: 5}).better(candidate{leases: -1}) {
+		t.Error("unknown leases decide")
 	}
 	if (candidate{}).better(candidate{}) {
 		t.Error("an engine is better than its like")

@@ -34,6 +34,7 @@ type Found struct {
 	Started time.Time
 	ID      string // of the member's process, to order equal entries
 	Leaving bool   // it takes no new requests
+	Leases  int    // that its sidecar has open for it; -1: unknown
 	Lost    bool   // the member has ended, or does not answer to the others
 }
 
@@ -320,6 +321,7 @@ func (d *discovery) look() {
 		return
 	}
 	d.report(now)
+	d.load(now)
 	d.approve(list, names)
 }
 
@@ -383,6 +385,23 @@ func (d *discovery) approve(list []Found, names [][]string) {
 				b.mu.Unlock()
 			}
 		}
+	}
+}
+
+// load notes what the sidecars of engines have published, for all routers.
+func (d *discovery) load(now []Found) {
+	by := map[string]int{}
+	for _, f := range now {
+		by[f.URL] = f.Leases
+	}
+	for _, b := range d.p.backends() {
+		leases, ok := by[b.url.String()]
+		if !ok {
+			leases = -1
+		}
+		b.mu.Lock()
+		b.leases = leases
+		b.mu.Unlock()
 	}
 }
 

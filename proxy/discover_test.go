@@ -278,6 +278,26 @@ func TestFoundEnginesWithUnlikeModels(t *testing.T) {
 	answered(t, url, "from c")
 }
 
+// Of two engines without requests of this router, the one with fewer open leases gets the next: they
+// are of requests by other routers.
+func TestFoundEnginesLoad(t *testing.T) {
+	a, b := serving(t, "from a", "x"), serving(t, "from b", "x")
+	f := &fleetOf{}
+	_, url := startFleet(t, f)
+	leases := func(n int) func(*Found) { return func(f *Found) { f.Leases = n } }
+	for _, c := range []struct {
+		a, b int
+		want []string
+	}{{3, 2, []string{"from b"}}, {1, 2, []string{"from a"}}, {2, 2, []string{"from a", "from b"}},
+		{-1, 2, []string{"from a", "from b"}}} {
+		f.set(at(a.URL, "decode", leases(c.a)), at(b.URL, "decode", leases(c.b)))
+		until(t, fmt.Sprint(c), func() bool {
+			return strings.Count(get(t, url+"/health"), fmt.Sprintf(`"leases":%d`, c.a)) > 0
+		})
+		answered(t, url, c.want...)
+	}
+}
+
 // A role changes under load: no request fails, and one that was in flight ends.
 func TestFoundEngineChangesItsRole(t *testing.T) {
 	a, b := serving(t, "from a", "x"), serving(t, "from b", "x")

@@ -181,7 +181,7 @@ func (p *Proxy) number(fresh []*member) error {
 
 // newBackend reads the addresses of an engine.
 func (p *Proxy) newBackend(role string, e Engine) (*backend, error) {
-	b := &backend{role: role, found: e.found, waits: e.found,
+	b := &backend{role: role, found: e.found, waits: e.found, leases: -1,
 		health:   health{slowAfter: p.times.Slow, silentAfter: p.times.Silent, firstRest: p.times.Check},
 		identity: identity{role: role}}
 	var err error

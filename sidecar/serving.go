@@ -43,7 +43,7 @@ type served struct {
 func (s *served) of(workers []*engines.Worker) cluster.Serving {
 	slices.SortFunc(workers, func(a, b *engines.Worker) int { return strings.Compare(a.Name, b.Name) })
 	byURL, why, mute := map[string]*cluster.API{}, map[string]string{}, map[string]string{}
-	counted := map[string]bool{} // engines
+	leases := map[string]int{} // of an engine; each of its ranks has one for a request
 	health := s.health()
 	for _, w := range workers {
 		if w.Internal {
@@ -86,10 +86,12 @@ func (s *served) of(workers []*engines.Worker) cluster.Serving {
 		if x.Engine != a.Engine {
 			x.Events, x.Replay = "", "" // a router follows one feed of a server
 		}
-		if !counted[name] {
-			counted[name] = true
+		open, counted := leases[name]
+		if !counted {
 			x.World += w.Place.World()
 		}
+		leases[name] = max(open, int(w.Leases.Load()))
+		x.Leases += leases[name] - open
 		x.Ranks = append(x.Ranks, w.Place.Rank())
 	}
 	out := cluster.Serving{HTTP: s.http, Leaving: s.leaving() || health.Leaving, Started: s.started}

@@ -160,6 +160,25 @@ func TestServedEnginesBeyondTheBound(t *testing.T) {
 	}
 }
 
+// The load of an engine is that of one of its ranks: each has a lease for a request. A server has
+// the load of all its engines.
+func TestServedLoad(t *testing.T) {
+	s := &served{cfg: &config.Engine{API: "http://10.1.1.1:8000", Role: "both"}, health: fit,
+		leaving: func() bool { return false }}
+	var workers []*engines.Worker
+	for i, n := range []int64{3, 4, 2} {
+		w := &engines.Worker{Name: fmt.Sprint(i), Place: engines.Place{Engine: "vllm/a", TP: i, TPSize: 2}}
+		if i == 2 {
+			w.Place = engines.Place{Engine: "vllm/b"}
+		}
+		w.Leases.Store(n)
+		workers = append(workers, w)
+	}
+	if a := s.of(workers).APIs[0]; a.Leases != 6 {
+		t.Errorf("%d leases", a.Leases)
+	}
+}
+
 // Where routers get an engine's KV events: at the host of its URL, or of the sidecar. A server of
 // several engines has several feeds, and routers get none.
 func TestServedFeeds(t *testing.T) {

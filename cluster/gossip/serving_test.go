@@ -76,6 +76,58 @@ func TestServing(t *testing.T) {
 	})
 }
 
+// The load of a member's engines reaches routers without another revision, and is repeated.
+func TestLoad(t *testing.T) {
+	a := begun(t, nil)
+	one := cluster.Serving{APIs: []cluster.API{api("http://127.0.0.1:8000"),
+		api("http://127.0.0.1:8001")}}
+	a.Serve(one)
+	r := observer(t, nil, a.Address())
+	sees := func(want ...int) func() bool {
+		return func() bool {
+			list := r.Served()
+			return len(list) == 1 && len(list[0].APIs) == 2 && list[0].APIs[0].Leases == want[0] &&
+				list[0].APIs[1].Leases == want[1]
+		}
+	}
+	poll(t, "no load", sees(0, 0))
+	before := r.Served()
+	one.APIs = slices.Clone(one.APIs)
+	one.APIs[1].Leases = 7
+	a.Serve(one)
+	poll(t, "a load", sees(0, 7))
+	if before[0].APIs[1].Leases != 0 {
+		t.Error("a list that was returned has changed")
+	}
+	a.self.mu.Lock()
+	revision, s := a.self.serving.revision, newServing(false)
+	a.self.mu.Unlock()
+	if revision != 1 {
+		t.Errorf("revision %d", revision)
+	}
+	s.own = one
+	for i, want := range []bool{false, true, false, true, false} {
+		switch i {
+		case 1:
+			s.askedLocked("r")
+		case 3:
+			s.own.APIs[0].Leases++
+		}
+		if got := s.dueLoadLocked(); (got != nil) != want {
+			t.Errorf("%d: %v", i, got)
+		}
+	}
+	sent := 0
+	for range 3 * loadAgain {
+		if s.dueLoadLocked() != nil {
+			sent++
+		}
+	}
+	if sent != 3 {
+		t.Errorf("an unchanged load was repeated %d times in %d s", sent, 3*loadAgain)
+	}
+}
+
 // A router that misses a message asks again, because the revision of the metadata shows it.
 func TestServingIsAskedAgain(t *testing.T) {
 	a := begun(t, nil)
