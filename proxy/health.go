@@ -48,7 +48,7 @@ type health struct {
 	busyUntil time.Time
 	reason    string
 	fault     string    // of its devices, by its sidecar; empty: none
-	heard     time.Time // of the last answer to a check
+	answered  time.Time // of the last answer to a check
 	unreached time.Time // begin of a connection that was not accepted in time; zero: none
 }
 
@@ -62,7 +62,7 @@ func (h *health) asks(now time.Time) {
 // unaccepted notes that a connection which began at a time has not been accepted in acceptTime. An
 // engine that has sent something since then lives: a burst of connections fills its backlog.
 func (h *health) unaccepted(begun, lastByte time.Time) {
-	if !h.heard.After(begun) && !lastByte.After(begun) {
+	if !h.answered.After(begun) && !lastByte.After(begun) {
 		h.unreached = begun
 	}
 }
@@ -107,7 +107,7 @@ func (h *health) answers(now time.Time, s sign, err error) {
 		}
 		h.lateCheck, h.reason = false, err.Error()
 	}
-	h.checked, h.asked, h.heard, h.unreached = true, time.Time{}, now, time.Time{}
+	h.checked, h.asked, h.answered, h.unreached = true, time.Time{}, now, time.Time{}
 }
 
 // request notes the outcome of a request; after is of a busy engine.

@@ -40,13 +40,13 @@ const (
 // serving is a part of self. In a member it has the member's Serving, and the routers that get it.
 // In a router it has the Serving of each member.
 type serving struct {
-	observe  bool
-	revision uint64 // 0: no Serving yet
-	own      cluster.Serving
-	asked    []string // names of routers in memberlist, the last one that asked at the end
-	post     *post
-	told     []uint32 // the last load that was sent
-	toldFor  int      // loadEvery since then; 0: send it
+	observe   bool
+	revision  uint64 // 0: no Serving yet
+	own       cluster.Serving
+	asked     []string // names of routers in memberlist, the last one that asked at the end
+	post      *post
+	lastLoad  []uint32 // that was sent
+	sinceLoad int      // loadEvery since then; 0: send it
 
 	routers map[string]string // addresses of nodes without a boot, by memberlist's name
 	wanted  map[string]wanted // by memberlist's name
@@ -142,7 +142,7 @@ func (s *serving) askedLocked(name string) {
 		s.asked = s.asked[1:]
 	}
 	s.asked = append(s.asked, name)
-	s.toldFor = 0
+	s.sinceLoad = 0
 }
 
 // tookLocked stores the Serving of a member, and reports whether it is newer than the stored one.
@@ -183,11 +183,11 @@ func (s *serving) dueLoadLocked() []uint32 {
 	for _, a := range s.own.APIs {
 		now = append(now, uint32(max(a.Leases, 0)))
 	}
-	if s.toldFor++; len(now) == 0 || len(s.asked) == 0 ||
-		s.toldFor > 1 && s.toldFor <= loadAgain && slices.Equal(now, s.told) {
+	if s.sinceLoad++; len(now) == 0 || len(s.asked) == 0 ||
+		s.sinceLoad > 1 && s.sinceLoad <= loadAgain && slices.Equal(now, s.lastLoad) {
 		return nil
 	}
-	s.told, s.toldFor = now, 1
+	s.lastLoad, s.sinceLoad = now, 1
 	return now
 }
 
@@ -425,7 +425,7 @@ func (g *Gossip) Serve(s cluster.Serving) {
 		d.mu.Unlock()
 		return
 	}
-	d.serving.own, d.serving.toldFor = s, 0
+	d.serving.own, d.serving.sinceLoad = s, 0
 	d.serving.revision++
 	if b, err := encode(d.member, d.serving.revision); err == nil {
 		d.meta = b

@@ -26,8 +26,8 @@ func FullListener(tb testing.TB) net.Listener {
 	if err != nil {
 		tb.Fatal(err)
 	}
-	const most = 8 // the queue has one or two
-	for range most {
+	const tries = 8 // the queue has one or two
+	for range tries {
 		c, err := net.DialTimeout("tcp", l.Addr().String(), 100*time.Millisecond)
 		if err != nil {
 			return l
