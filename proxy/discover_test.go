@@ -278,8 +278,8 @@ func TestFoundEnginesWithUnlikeModels(t *testing.T) {
 	answered(t, url, "from c")
 }
 
-// Of two engines without requests of this router, the one with fewer open leases gets the next: they
-// are of requests by other routers.
+// Of two engines without requests of this router, the one with fewer open leases gets the next:
+// they are of requests by other routers.
 func TestFoundEnginesLoad(t *testing.T) {
 	a, b := serving(t, "from a", "x"), serving(t, "from b", "x")
 	f := &fleetOf{}
@@ -372,8 +372,8 @@ func TestFoundEngineOfLostMember(t *testing.T) {
 	until(t, "it is left out", func() bool { return !gets(px, roleDecode, a.URL) })
 }
 
-// A found engine's KV events decide, as those of a listed one do. Events from a host that the member
-// may not name are ignored, and the engine is used.
+// A found engine's KV events decide, as those of a listed one do. Events from a host that the
+// member may not name are ignored, and the engine is used.
 func TestFoundEnginesEvents(t *testing.T) {
 	a, b := newReporting(t), newReporting(t)
 	reg := prometheus.NewRegistry()

@@ -170,8 +170,8 @@ func (s *served) api(w *engines.Worker) (cluster.API, error) {
 	return a, checkRole(a.Role, w.Engine.Role)
 }
 
-// feed takes the endpoints of KV events that an engine announces. They are on the host of its URL, or
-// of the sidecar.
+// feed takes the endpoints of KV events that an engine announces. They are on the host of its URL,
+// or of the sidecar.
 func (s *served) feed(a *cluster.API, w *engines.Worker) error {
 	u, err := url.Parse(a.URL)
 	if err != nil {

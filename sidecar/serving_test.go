@@ -134,8 +134,8 @@ func TestServedEnginesOfFailedDevices(t *testing.T) {
 	}
 }
 
-// Of more engines than a sidecar can publish, each one that is left out has a problem. The log has a
-// problem once.
+// Of more engines than a sidecar can publish, each one that is left out has a problem. The log has
+// a problem once.
 func TestServedEnginesBeyondTheBound(t *testing.T) {
 	s := &served{cfg: &config.Engine{}, leaving: func() bool { return false }, health: fit,
 		own: func(netip.Addr) bool { return true }}
@@ -167,7 +167,8 @@ func TestServedLoad(t *testing.T) {
 		leaving: func() bool { return false }}
 	var workers []*engines.Worker
 	for i, n := range []int64{3, 4, 2} {
-		w := &engines.Worker{Name: fmt.Sprint(i), Place: engines.Place{Engine: "vllm/a", TP: i, TPSize: 2}}
+		w := &engines.Worker{Name: fmt.Sprint(i),
+			Place: engines.Place{Engine: "vllm/a", TP: i, TPSize: 2}}
 		if i == 2 {
 			w.Place = engines.Place{Engine: "vllm/b"}
 		}

@@ -46,7 +46,11 @@ def test_a_worker_announces_api_and_role(
         ({"publisher": "null"}, 0, ("", "")),
         ({}, 0, ("tcp://*:5557", "")),
         ({"replay_endpoint": "tcp://*:5600"}, 3, ("tcp://*:5560", "tcp://*:5603")),
-        ({"endpoint": "tcp://[::]:1", "replay_endpoint": "tcp://[::]:2"}, 0, ("tcp://*:1", "tcp://*:2")),
+        (
+            {"endpoint": "tcp://[::]:1", "replay_endpoint": "tcp://[::]:2"},
+            0,
+            ("tcp://*:1", "tcp://*:2"),
+        ),
         ({"endpoint": "tcp://*:0"}, 0, ("", "")),
         ({"endpoint": "tcp://collector:5557"}, 0, ("", "")),
         ({"endpoint": "ipc:///tmp/x"}, 0, ("", "")),

@@ -51,7 +51,7 @@ def endpoints(config: VllmConfig) -> tuple[str, str]:
 
 
 def _is_bound(endpoint: str | None) -> TypeGuard[str]:
-    return bool(endpoint) and endpoint.startswith("tcp://") and not endpoint.endswith(":0")
+    return endpoint is not None and endpoint.startswith("tcp://") and not endpoint.endswith(":0")
 
 
 class StoreEvents:
