@@ -355,15 +355,21 @@ func (p *Proxy) probe(ctx context.Context, b *backend) {
 func (p *Proxy) dial(ctx context.Context, network, addr string) (net.Conn, error) {
 	var late *time.Timer
 	var once sync.Once
+	var ended atomic.Bool
 	d := net.Dialer{Timeout: dialTimeout, ControlContext: func(context.Context, string, string,
 		syscall.RawConn) error {
 		once.Do(func() { // once the name is resolved: the resolver shows nothing about the engine
 			begun := time.Now()
-			late = time.AfterFunc(acceptTime, func() { p.unaccepted(ctx, addr, begun) })
+			late = time.AfterFunc(acceptTime, func() {
+				if !ended.Load() { // this router may have had no CPU
+					p.unaccepted(ctx, addr, begun)
+				}
+			})
 		})
 		return nil
 	}}
 	c, err := d.DialContext(ctx, network, addr)
+	ended.Store(true)
 	once.Do(func() {})
 	if late != nil && !late.Stop() && err == nil {
 		p.at(addr, func(b *backend) { b.health.unreached = time.Time{} })
