@@ -634,39 +634,48 @@ func TestLeavingEngineChangesItsRole(t *testing.T) {
 }
 
 // An engine that accepts no connection is out after the first one. The request that needed it goes
-// to another engine at once. Once it accepts, it gets requests again.
+// to another engine at once. Once it answers a check, it gets requests again.
 func TestEngineThatAcceptsNoConnection(t *testing.T) {
 	l := kvtest.FullListener(t)
 	url := "http://" + l.Addr().String()
-	srv := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path != "/health" {
-			answerDecode(w, r, seen{})
-		}
-	})}
+	srv := &http.Server{Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})}
 	var serving sync.WaitGroup
 	defer serving.Wait()
 	defer func() { _ = srv.Close() }()
+	d := newEngine(t, answerDecode)
 	for _, role := range []string{rolePrefill, roleDecode} {
-		d := newEngine(t, answerDecode)
-		cfg := Config{Decode: decoders(url, d.URL), Times: Times{Slow: time.Hour, Silent: time.Hour}}
+		var log kvtest.Log
+		cfg := Config{Mode: PrefillFirst, Decode: decoders(url, d.URL),
+			Log: slog.New(slog.NewTextHandler(&log, nil))}
 		if role == rolePrefill {
-			cfg.Prefill, cfg.Decode = []Engine{{URL: url, Peer: "127.0.0.1:1"}}, cfg.Decode[1:]
+			cfg.Prefill, cfg.Decode = cfg.Decode[:1], cfg.Decode[1:]
 		}
-		px, at := start(t, cfg)
+		px, err := New(cfg) // nothing watches the engines
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer px.client.CloseIdleConnections()
+		at := httptest.NewServer(px.Handler())
+		defer at.Close()
 		b := px.backends()[0]
-		until(t, "the other engine is not up", func() bool { return px.backends()[1].takes() })
 		for range 2 {
-			if code, answer, _ := post(t, at, "/v1/completions", `{"prompt":"a"}`); code != 200 {
+			if code, answer, _ := post(t, at.URL, "/v1/completions", `{"prompt":"a"}`); code != 200 {
 				t.Errorf("%s: %d %s", role, code, answer)
 			}
 		}
-		until(t, role+" is not silent", func() bool { return b.condition() == silent })
-		if text := get(t, at+"/health"); !strings.Contains(text, "a connection was not accepted within") {
+		if n := strings.Count(log.String(), errUnaccepted.Error()); n != 1 || b.condition() != silent {
+			t.Errorf("%s: %d requests went on to another engine, and it is %s: %s", role, n, b.condition(),
+				log.String())
+		}
+		if text := get(t, at.URL+"/health"); !strings.Contains(text,
+			"a connection was not accepted within") {
 			t.Errorf("/health gives no reason: %s", text)
 		}
 		if role == roleDecode {
 			serving.Go(func() { _ = srv.Serve(l) })
-			until(t, "it is not fit again", func() bool { return b.condition() == fit })
+			until(t, "it is not fit again", func() bool {
+				return checkNow(t, px, b) == nil && b.condition() == fit
+			})
 		}
 	}
 }

@@ -294,6 +294,12 @@ func FuzzMessage(f *testing.F) {
 		f.Fatal(err)
 	}
 	f.Add(ask)
+	load, err := proto.Marshal(&peerv1.GossipMessage{Body: &peerv1.GossipMessage_Load{
+		Load: &peerv1.Load{Boot: []byte{1, 15: 0}, Revision: 1, Leases: []uint32{7}}}})
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(load)
 	f.Fuzz(func(t *testing.T, b []byte) {
 		d := &self{members: map[string]cluster.Member{"n": {Boot: transfer.Boot{1}}},
 			changed: make(chan struct{}), serving: newServing(true)}
