@@ -58,6 +58,9 @@ type API struct {
 	Fingerprint string   // of its model, 64 hexadecimal digits; empty: unknown
 	World       int      // ranks of the engine
 	Ranks       []string // of these, those of the member
+	Events      string   // endpoint of its KV events; empty: none
+	Replay      string   // of their replay; empty: none
+	Leases      int      // that are open; -1: unknown
 }
 
 // Serving is where the engines of a member answer clients.

@@ -125,4 +125,8 @@ func TestAfterOfAnotherSession(t *testing.T) {
 	if got := r.rec.seen().expects; len(got) != 1 || got[0].Lease.ID != again || r.Leases() != 1 {
 		t.Errorf("begun: %+v, %d leases open", got, r.Leases())
 	}
+	ups := r.rec.seen().ups
+	if old, now := ups[0].Leases.Load(), ups[1].Leases.Load(); old != 0 || now != 1 {
+		t.Errorf("%d leases of the session before are open, %d of the new one", old, now)
+	}
 }

@@ -183,7 +183,8 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 	}
 	pub := &engines.Worker{Boot: c.hello.Boot, Name: workerName(c.hello), Place: placeOf(c.hello),
 		Engine: engines.About{Version: c.hello.Engine.Version, API: c.hello.Engine.Api,
-			Role: c.hello.Engine.Role}}
+			Role: c.hello.Engine.Role, Events: c.hello.Engine.Events,
+			Replay: c.hello.Engine.Replay}}
 	if err = in.Open(m.Regions, m.First); err != nil {
 		return nil, err
 	}

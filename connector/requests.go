@@ -86,6 +86,7 @@ func (w *worker) admitLocked(l *lease, ids int) error {
 		w.sources.Store(l.id, l)
 	}
 	w.s.hookLeases(l.source, 1)
+	w.pub.Leases.Add(1)
 	return nil
 }
 

@@ -262,6 +262,7 @@ func (w *worker) closeLeaseLocked(l *lease) {
 		w.sources.Delete(l.id)
 	}
 	w.s.hookLeases(l.source, -1)
+	w.pub.Leases.Add(-1)
 }
 
 // shut stops using the rings and forgets the leases; the memory stays until release.

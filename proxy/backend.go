@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/kvspray/kvspray/internal/nodeapi"
@@ -29,6 +30,7 @@ type backend struct {
 	role    string
 	number  int // of the engine, in the policy
 	url     origin.URL
+	address string     // host:port of url
 	sidecar origin.URL // for asking for its state; zero: none
 	twin    *backend   // the same engine in the other role; nil: none
 	found   bool       // by discovery
@@ -44,6 +46,7 @@ type backend struct {
 	identity identity
 	waits    bool // until discovery lets it have requests
 	load     int  // requests in flight
+	leases   int  // open at its sidecar, as that has published; -1: unknown
 	holds    int  // requests for which it may have to release a cache
 	models   models
 	guards   map[*guard]struct{} // of its requests in flight
@@ -77,7 +80,7 @@ func (b *backend) condition() condition {
 // engine's other role.
 func (b *backend) candidate(now time.Time, model string) candidate {
 	b.mu.Lock()
-	c := candidate{b.models.serve(model), b.conditionLocked(now), b.identity.leaving, b.load}
+	c := candidate{b.models.serve(model), b.conditionLocked(now), b.identity.leaving, b.load, b.leases}
 	if c.condition < failing && b.load > 0 && b.health.trial() {
 		c.condition = failing
 	}
@@ -307,8 +310,11 @@ func (p *Proxy) check(ctx context.Context, b *backend, asked <-chan struct{}) er
 	b.health.asks(time.Now())
 	b.mu.Unlock()
 	asking, cancel := context.WithTimeout(ctx, p.times.Silent)
+	var probe sync.WaitGroup
+	probe.Go(func() { p.probe(asking, b) })
 	err := p.get(asking, b.url, "/health", nil, maxSmallAnswer)
 	cancel()
+	probe.Wait()
 	select {
 	case <-ctx.Done():
 		return ctx.Err()
@@ -324,10 +330,73 @@ func (p *Proxy) check(ctx context.Context, b *backend, asked <-chan struct{}) er
 	defer b.mu.Unlock()
 	now := time.Now()
 	b.health.answers(now, s, err)
-	if b.conditionLocked(now) == down {
-		b.identity.ended()
+	if b.conditionLocked(now) == down && b.identity.ended() {
+		b.health.fault = ""
 	}
 	return err
+}
+
+// probe connects to an engine whose check is not answered at once: a check on a connection of
+// before shows the loss of a host late.
+func (p *Proxy) probe(ctx context.Context, b *backend) {
+	if !pause(ctx, p.times.Check) {
+		return
+	}
+	c, err := p.dial(ctx, "tcp", b.address)
+	if err == nil {
+		_ = c.Close() // nothing was sent
+	} else if s := signOfError(err); s == signRefused && ctx.Err() == nil {
+		b.outcome(err, s, 0)
+	}
+}
+
+// dial connects to an engine or a sidecar. If an engine does not accept in time, and sends nothing
+// meanwhile, it is silent, and another one gets the request that needs the connection.
+func (p *Proxy) dial(ctx context.Context, network, addr string) (net.Conn, error) {
+	var late *time.Timer
+	var once sync.Once
+	var ended atomic.Bool
+	d := net.Dialer{Timeout: dialTimeout, ControlContext: func(context.Context, string, string,
+		syscall.RawConn) error {
+		once.Do(func() { // once the name is resolved: the resolver shows nothing about the engine
+			begun := time.Now()
+			late = time.AfterFunc(acceptTime, func() {
+				if !ended.Load() { // this router may have had no CPU
+					p.unaccepted(ctx, addr, begun)
+				}
+			})
+		})
+		return nil
+	}}
+	c, err := d.DialContext(ctx, network, addr)
+	ended.Store(true)
+	once.Do(func() {})
+	if late != nil && !late.Stop() && err == nil {
+		p.at(addr, func(b *backend) { b.health.unreached = time.Time{} })
+	}
+	return c, err
+}
+
+func (p *Proxy) unaccepted(ctx context.Context, addr string, begun time.Time) {
+	lost := false
+	p.at(addr, func(b *backend) {
+		b.health.unaccepted(begun, b.last())
+		lost = lost || b.health.lost(b.last())
+	})
+	if g, ok := ctx.Value(guardKey{}).(*guard); ok && lost && g.other() {
+		g.replace(errUnaccepted)
+	}
+}
+
+// at calls a function, under the lock, for each role of the engine at an address.
+func (p *Proxy) at(addr string, f func(*backend)) {
+	for _, b := range p.backends() {
+		if b.address == addr {
+			b.mu.Lock()
+			f(b)
+			b.mu.Unlock()
+		}
+	}
 }
 
 // watchSidecar asks the sidecar of one back end until ctx ends, also while the engine is down.
@@ -350,15 +419,20 @@ func (p *Proxy) askSidecar(ctx context.Context, b *backend) {
 	if ctx.Err() != nil {
 		return // the router ends
 	}
+	failed := slices.ContainsFunc(node.Health.FailedURLs, func(u string) bool {
+		return u == b.url.String() || sameEndpoint(asking, hostPortOf(u), b.address)
+	})
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	now := time.Now()
-	b.health.fault = faultOf(&node.Health)
+	if err == nil || b.identity.stale(now) {
+		b.health.fault = faultOf(&node.Health)
+	}
 	up := b.conditionLocked(now) < silent
 	var changed bool
 	if err != nil {
 		changed = b.identity.unanswered(now)
-	} else if changed = b.identity.answered(now, node.Leaving); node.Endpoint == "" {
+	} else if changed = b.identity.answered(now, node.Leaving || failed); node.Endpoint == "" {
 		err = errors.New("its answer contains no endpoint")
 	}
 	switch {

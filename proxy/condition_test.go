@@ -37,6 +37,7 @@ func requested(at time.Duration, s sign) step { return step{at: at, what: "reque
 func busyFor(at, after time.Duration) step    { return step{at, "request", signBusy, after} }
 func passes(at time.Duration) step            { return step{at: at, what: "passes"} }
 func gotByte(at time.Duration) step           { return step{at: at, what: "byte"} }
+func unaccepted(since time.Duration) step     { return step{at: since, what: "unaccepted"} }
 
 func TestHealthCondition(t *testing.T) {
 	const s = time.Second
@@ -85,6 +86,13 @@ func TestHealthCondition(t *testing.T) {
 		{"no first byte in time", []step{requested(0, signLate)}, 0, failing},
 		{"good checks do not hide it", []step{requested(0, signFailed), asks(0),
 			answers(0, signAlive)}, 0, failing},
+		{"a connection is not accepted", []step{unaccepted(0)}, s, silent},
+		{"after good checks", []step{asks(0), answers(0, signAlive), unaccepted(1)}, s, silent},
+		{"a byte came before", []step{gotByte(0), unaccepted(1)}, s, silent},
+		{"a byte came meanwhile", []step{gotByte(1), unaccepted(0)}, s, fit},
+		{"a byte came afterwards", []step{unaccepted(0), gotByte(1)}, s, fit},
+		{"a check was answered meanwhile", []step{asks(0), answers(1, signAlive), unaccepted(0)}, s, fit},
+		{"a check is answered afterwards", []step{unaccepted(0), asks(1), answers(2, signAlive)}, s, fit},
 		{"the rest doubles", []step{requested(0, signFailed), requested(s, signFailed)}, 3*s - 1,
 			failing},
 		{"and ends", []step{requested(0, signFailed), requested(s, signFailed)}, 3 * s, fit},
@@ -113,6 +121,8 @@ func TestHealthCondition(t *testing.T) {
 				h.passes(now, s)
 			case "byte":
 				lastByte = now
+			case "unaccepted":
+				h.unaccepted(now, lastByte)
 			}
 		}
 		now := begin.Add(c.at)
@@ -150,6 +160,8 @@ func TestBetter(t *testing.T) {
 		a, b candidate // a is better
 	}{
 		{"fewer requests", candidate{load: 1}, candidate{load: 2}},
+		{"fewer leases", candidate{leases: 1}, candidate{leases: 2}},
+		{"requests before leases", candidate{load: 1, leases: 9}, candidate{load: 2, leases: 0}},
 		{"fails at once", candidate{load: 90}, candidate{condition: failing}},
 		{"slow", candidate{load: 90}, candidate{condition: slow}},
 		{"busy", candidate{condition: slow, load: 90}, candidate{condition: busy}},
@@ -159,6 +171,10 @@ func TestBetter(t *testing.T) {
 		if !c.a.better(c.b) || c.b.better(c.a) {
 			t.Errorf("%s: %+v, %+v", c.name, c.a, c.b)
 		}
+	}
+	if (candidate{leases: -1}).better(candidate{leases: 5}) ||
+		(candidate{leases: 5}).better(candidate{leases: -1}) {
+		t.Error("unknown leases decide")
 	}
 	if (candidate{}).better(candidate{}) {
 		t.Error("an engine is better than its like")

@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"net"
 	"net/netip"
 	"net/url"
 	"slices"
@@ -13,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/origin"
+	"github.com/kvspray/kvspray/proxy/internal/zmtp"
 )
 
 // maxFound bounds the engines that a router finds.
@@ -32,6 +34,7 @@ type Found struct {
 	Started time.Time
 	ID      string // of the member's process, to order equal entries
 	Leaving bool   // it takes no new requests
+	Leases  int    // that its sidecar has open for it; -1: unknown
 	Lost    bool   // the member has ended, or does not answer to the others
 }
 
@@ -46,7 +49,7 @@ type Fleet interface {
 type discovery struct {
 	p     *Proxy
 	fleet Fleet
-	allow []hosts
+	allow allowed
 	wake  chan struct{} // an engine has listed its models, or went down
 
 	taken  []Found             // at the last look
@@ -75,7 +78,13 @@ type hosts struct {
 	name   string // or a name; "*.x" stands for all names below x
 }
 
-func parseHosts(list []string) (out []hosts, err error) {
+type allowed []hosts
+
+func (a allowed) have(raw string) bool {
+	return slices.ContainsFunc(a, func(h hosts) bool { return h.have(hostOf(raw)) })
+}
+
+func parseHosts(list []string) (out allowed, err error) {
 	for _, text := range list {
 		p, perr := netip.ParsePrefix(text)
 		if a, aerr := netip.ParseAddr(text); aerr == nil {
@@ -106,7 +115,7 @@ func (h hosts) have(host string) bool {
 
 // chosen is the engines of a router out of what members publish, with reasons against the others.
 // The order of the argument is of no importance.
-func chosen(found []Found, allow []hosts) (list []Found, problems []string) {
+func chosen(found []Found, allow allowed) (list []Found, problems []string) {
 	reject := func(f *Found, why string, args ...any) {
 		problems = append(problems, fmt.Sprintf("engine %s of %s: ", shown(f.URL), f.Member)+
 			fmt.Sprintf(why, args...))
@@ -141,9 +150,7 @@ func chosen(found []Found, allow []hosts) (list []Found, problems []string) {
 		switch {
 		case f.Role != rolePrefill && f.Role != roleDecode && f.Role != roleBoth:
 			reject(&f, "its role %q is not one of prefill, decode, both", f.Role)
-		case !f.ownHost() && !slices.ContainsFunc(allow, func(h hosts) bool {
-			return h.have(hostOf(f.URL))
-		}):
+		case !f.ownHost() && !allow.have(f.URL):
 			reject(&f, "it is on another host than that member: add this host to allow if the member "+
 				"may publish it")
 		case len(list) > 0 && list[len(list)-1].URL == f.URL:
@@ -162,12 +169,24 @@ func chosen(found []Found, allow []hosts) (list []Found, problems []string) {
 }
 
 // ownHost reports whether an engine is on the host of its member.
-func (f *Found) ownHost() bool {
-	a, err := netip.ParseAddr(hostOf(f.URL))
+func (f *Found) ownHost() bool { return f.owns(f.URL) }
+
+func (f *Found) owns(raw string) bool {
+	a, err := netip.ParseAddr(hostOf(raw))
 	return err == nil && slices.ContainsFunc(f.Hosts, func(h string) bool {
 		b, err := netip.ParseAddr(h)
 		return err == nil && a.Unmap() == b.Unmap()
 	})
+}
+
+// hostPortOf is the address that a URL leads to; empty: it has none.
+func hostPortOf(raw string) string {
+	u, err := url.Parse(raw)
+	if err != nil || u.Hostname() == "" {
+		return ""
+	}
+	port := map[string]string{"http": "80", "https": "443"}[u.Scheme]
+	return net.JoinHostPort(u.Hostname(), cmp.Or(u.Port(), port))
 }
 
 // hostOf is the host of a URL; empty: it has none.
@@ -276,6 +295,9 @@ func (d *discovery) look() {
 			continue
 		}
 		f.found = true
+		if err := d.feed(&f); err != nil {
+			problems = append(problems, fmt.Sprintf("engine %s of %s: %v", shown(f.URL), f.Member, err))
+		}
 		_, err := d.p.newBackend(rolePrefill, f.Engine)
 		if err != nil {
 			problems = append(problems, err.Error())
@@ -299,7 +321,31 @@ func (d *discovery) look() {
 		return
 	}
 	d.report(now)
+	d.load(now)
 	d.approve(list, names)
+}
+
+// feed checks where an engine publishes KV events, and takes them from one that may not name the
+// host, or of which nothing follows them.
+func (d *discovery) feed(f *Found) error {
+	events, replay := f.Events, f.Replay
+	f.Events, f.Replay = "", ""
+	if d.p.placing == nil || events == "" {
+		return nil
+	}
+	for _, text := range []string{events, replay} {
+		if text == "" {
+			continue
+		}
+		_, addr, err := zmtp.ParseEndpoint(text)
+		u := "http://" + addr
+		if err != nil || hostOf(u) != hostOf(f.URL) && !f.owns(u) && !d.allow.have(u) {
+			return fmt.Errorf("its KV events are ignored: %q is not tcp://HOST:PORT on the host of its "+
+				"URL: add the host to allow if the member may publish it", text)
+		}
+	}
+	f.Events, f.Replay = events, replay
+	return nil
 }
 
 // lives reports whether an engine that is in use answers.
@@ -339,6 +385,23 @@ func (d *discovery) approve(list []Found, names [][]string) {
 				b.mu.Unlock()
 			}
 		}
+	}
+}
+
+// load notes what the sidecars of engines have published, for all routers.
+func (d *discovery) load(now []Found) {
+	by := map[string]int{}
+	for _, f := range now {
+		by[f.URL] = f.Leases
+	}
+	for _, b := range d.p.backends() {
+		leases, ok := by[b.url.String()]
+		if !ok {
+			leases = -1
+		}
+		b.mu.Lock()
+		b.leases = leases
+		b.mu.Unlock()
 	}
 }
 

@@ -10,6 +10,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
 )
 
 // fleetOf is a Fleet that a test changes.
@@ -276,6 +278,26 @@ func TestFoundEnginesWithUnlikeModels(t *testing.T) {
 	answered(t, url, "from c")
 }
 
+// Of two engines without requests of this router, the one with fewer open leases gets the next:
+// they are of requests by other routers.
+func TestFoundEnginesLoad(t *testing.T) {
+	a, b := serving(t, "from a", "x"), serving(t, "from b", "x")
+	f := &fleetOf{}
+	_, url := startFleet(t, f)
+	leases := func(n int) func(*Found) { return func(f *Found) { f.Leases = n } }
+	for _, c := range []struct {
+		a, b int
+		want []string
+	}{{3, 2, []string{"from b"}}, {1, 2, []string{"from a"}}, {2, 2, []string{"from a", "from b"}},
+		{-1, 2, []string{"from a", "from b"}}} {
+		f.set(at(a.URL, "decode", leases(c.a)), at(b.URL, "decode", leases(c.b)))
+		until(t, fmt.Sprint(c), func() bool {
+			return strings.Count(get(t, url+"/health"), fmt.Sprintf(`"leases":%d`, c.a)) > 0
+		})
+		answered(t, url, c.want...)
+	}
+}
+
 // A role changes under load: no request fails, and one that was in flight ends.
 func TestFoundEngineChangesItsRole(t *testing.T) {
 	a, b := serving(t, "from a", "x"), serving(t, "from b", "x")
@@ -348,6 +370,50 @@ func TestFoundEngineOfLostMember(t *testing.T) {
 	answered(t, url, "from a")
 	a.Close()
 	until(t, "it is left out", func() bool { return !gets(px, roleDecode, a.URL) })
+}
+
+// A found engine's KV events decide, as those of a listed one do. Events from a host that the
+// member may not name are ignored, and the engine is used.
+func TestFoundEnginesEvents(t *testing.T) {
+	a, b := newReporting(t), newReporting(t)
+	reg := prometheus.NewRegistry()
+	f := &fleetOf{}
+	px, url := start(t, Config{Fleet: f, Mode: PrefillFirst, Times: quick(), Policy: "cache",
+		Registry: reg})
+	found := func(e *reporting, events string) Found {
+		return at(e.URL, "decode", func(x *Found) {
+			x.Events, x.Replay, x.Hosts = events, e.Replay(), append(x.Hosts, "127.0.0.1")
+		})
+	}
+	f.set(found(a, a.Endpoint()), found(b, b.Endpoint()))
+	until(t, "the feeds", func() bool { return values(t, reg)["kv_events_up"] == 2 })
+	text := strings.Repeat("a document of some length. ", 400)
+	b.Publish(storedText(text))
+	until(t, "the blocks", func() bool {
+		return values(t, reg)["kv_blocks"] == float64(len(text)/block) && px.about("base") != nil
+	})
+	for range 3 {
+		post(t, url, "/v1/completions", completion("base", text))
+	}
+	if x, y := a.completions(), b.completions(); x != 0 || y != 3 {
+		t.Errorf("%d and %d requests", x, y)
+	}
+	for _, foreign := range []string{"tcp://169.254.169.254:80", "ipc:///tmp/x", "tcp://*:1"} {
+		f.set(found(a, foreign))
+		until(t, "the feed of "+foreign+" is left out", func() bool {
+			return values(t, reg)["kv_events_up"] == 0 && gets(px, roleDecode, a.URL) &&
+				px.decode.list()[0].reporter == nil
+		})
+		if code, answer, _ := post(t, url, "/v1/completions", completion("base", text)); code != 200 {
+			t.Errorf("%s: %d %s", foreign, code, answer)
+		}
+	}
+	px, url = startFleet(t, f)
+	f.set(found(a, a.Endpoint()))
+	until(t, "a router without a policy uses the engine", func() bool {
+		code, _, _ := post(t, url, "/v1/completions", completion("base", text))
+		return code == 200 && px.decode.list()[0].reporter == nil
+	})
 }
 
 // Engines of the file stay, whatever members publish.

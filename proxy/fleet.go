@@ -101,6 +101,11 @@ func (p *Proxy) inherit(m *member) {
 			}
 			x.mu.Lock()
 			b.health, b.models, b.waits = x.health, x.models, x.waits
+			if b.sidecar.String() == x.sidecar.String() {
+				b.identity.inherit(&x.identity)
+			} else {
+				b.health.fault = "" // the other sidecar's
+			}
 			x.mu.Unlock()
 			b.lastByte.Store(x.lastByte.Load())
 		}
@@ -176,13 +181,14 @@ func (p *Proxy) number(fresh []*member) error {
 
 // newBackend reads the addresses of an engine.
 func (p *Proxy) newBackend(role string, e Engine) (*backend, error) {
-	b := &backend{role: role, found: e.found, waits: e.found,
+	b := &backend{role: role, found: e.found, waits: e.found, leases: -1,
 		health:   health{slowAfter: p.times.Slow, silentAfter: p.times.Silent, firstRest: p.times.Check},
 		identity: identity{role: role}}
 	var err error
 	if b.url, err = origin.Parse(e.URL); err != nil {
 		return nil, fmt.Errorf("proxy: %s engine: url %q: %w", role, redact.URL(e.URL), err)
 	}
+	b.address = hostPortOf(b.url.String())
 	for _, x := range []struct {
 		key, value, form string
 		check            func(string) error

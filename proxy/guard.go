@@ -23,9 +23,12 @@ type guard struct {
 	decided atomic.Bool
 }
 
+// guardKey is the key of the guard in the context of its request, for the dialer.
+type guardKey struct{}
+
 func newGuard(ctx context.Context, b *backend, bound time.Duration, other func() bool) *guard {
 	g := &guard{b: b, other: other}
-	g.ctx, g.cancel = context.WithCancelCause(ctx)
+	g.ctx, g.cancel = context.WithCancelCause(context.WithValue(ctx, guardKey{}, g))
 	g.late = time.AfterFunc(bound, func() { g.replace(errLate) })
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -81,7 +84,8 @@ func (g *guard) stop() {
 
 // cause is the reason of an error of the request, before stop.
 func (g *guard) cause(err error) error {
-	if c := context.Cause(g.ctx); errors.Is(c, errLate) || errors.Is(c, errSilent) {
+	c := context.Cause(g.ctx)
+	if errors.Is(c, errLate) || errors.Is(c, errSilent) || errors.Is(c, errUnaccepted) {
 		return c
 	}
 	return err

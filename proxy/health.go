@@ -26,6 +26,7 @@ const (
 	deadFactor   = 5 // a silent engine is down after this multiple of Times.Silent
 	maxDoublings = 10
 	longestRest  = 30 * time.Second // of an engine whose requests fail
+	acceptTime   = time.Second      // for a connection, before silence counts against the engine
 )
 
 // health derives the condition of one engine from its health checks and its requests. It has no
@@ -46,7 +47,9 @@ type health struct {
 	restUntil time.Time // after failures
 	busyUntil time.Time
 	reason    string
-	fault     string // of its devices, by its sidecar; empty: none
+	fault     string    // of its devices, by its sidecar; empty: none
+	answered  time.Time // of the last answer to a check
+	unreached time.Time // begin of a connection that was not accepted in time; zero: none
 }
 
 // asks notes that a check begins.
@@ -54,6 +57,19 @@ func (h *health) asks(now time.Time) {
 	if h.asked.IsZero() {
 		h.asked = now
 	}
+}
+
+// unaccepted notes that a connection which began at a time has not been accepted in acceptTime. An
+// engine that has sent something since then lives: a burst of connections fills its backlog.
+func (h *health) unaccepted(begun, lastByte time.Time) {
+	if !h.answered.After(begun) && !lastByte.After(begun) {
+		h.unreached = begun
+	}
+}
+
+// lost reports whether a connection was not accepted, and nothing has come from the engine since.
+func (h *health) lost(lastByte time.Time) bool {
+	return !h.unreached.IsZero() && !lastByte.After(h.unreached)
 }
 
 // passes notes that the router runs. Time in which the router itself was stopped, or had no CPU, is
@@ -91,7 +107,7 @@ func (h *health) answers(now time.Time, s sign, err error) {
 		}
 		h.lateCheck, h.reason = false, err.Error()
 	}
-	h.checked, h.asked = true, time.Time{}
+	h.checked, h.asked, h.answered, h.unreached = true, time.Time{}, now, time.Time{}
 }
 
 // request notes the outcome of a request; after is of a busy engine.
@@ -146,7 +162,7 @@ func (h *health) condition(now, lastByte time.Time) condition {
 	switch {
 	case h.bad >= downAfter, h.gone, h.dead(quiet):
 		return down
-	case quiet >= h.silentAfter:
+	case quiet >= h.silentAfter, h.lost(lastByte):
 		return silent
 	case now.Before(h.restUntil):
 		return failing
@@ -167,6 +183,9 @@ func (h *health) why(now, lastByte time.Time) string {
 		return h.fault
 	case c == slow:
 		return fmt.Sprintf("its health check takes longer than %s", h.slowAfter)
+	case c == silent && h.lost(lastByte):
+		return fmt.Sprintf("a connection was not accepted within %s, and nothing has come since",
+			acceptTime)
 	case h.reason == "":
 		return fmt.Sprintf("no sign of life for %s", h.silence(now, lastByte).Round(time.Second))
 	}

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -520,4 +521,161 @@ func TestEngineWithABadDevice(t *testing.T) {
 	until(t, "the engine does not leave", func() bool { return !b.takes() })
 	state.Store("fit")
 	until(t, "the engine does not come back", func() bool { return b.condition() == fit && b.takes() })
+}
+
+// A router takes no fault of a device back because one question to the sidecar got no answer. The
+// mark ends as that of a sidecar that is gone.
+func TestFaultOutlivesAQuestionWithoutAnswer(t *testing.T) {
+	var quiet atomic.Bool
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if quiet.Load() {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprint(w, `{"endpoint":"10.1.2.3:7650","health":{"state":"degraded"}}`)
+	}))
+	defer sidecar.Close()
+	d := newEngine(t, answerDecode)
+	px, err := New(Config{Decode: []Engine{{URL: d.URL, Sidecar: sidecar.URL}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer px.client.CloseIdleConnections()
+	b := px.decode.all[0]
+	if err := checkNow(t, px, b); err != nil {
+		t.Fatal(err)
+	}
+	ask := func(want condition, what string) {
+		t.Helper()
+		px.askSidecar(t.Context(), b)
+		if c := b.condition(); c != want {
+			t.Errorf("%s: %s", what, c)
+		}
+	}
+	ask(slow, "a degraded device")
+	quiet.Store(true)
+	ask(slow, "one question without an answer")
+	b.identity.sidecarAnswered = b.identity.sidecarAnswered.Add(-leavingFor)
+	ask(fit, "the mark has no end")
+	quiet.Store(false)
+	ask(slow, "a degraded device again")
+	quiet.Store(true)
+	ask(slow, "one question without an answer")
+	for _, unwell := range []bool{true, true, false} {
+		d.mu.Lock()
+		d.unwell = unwell
+		d.mu.Unlock()
+		if err := checkNow(t, px, b); (err != nil) != unwell {
+			t.Fatal(err)
+		}
+	}
+	if c := b.condition(); c != fit {
+		t.Errorf("the mark outlives the engine: %s", c)
+	}
+}
+
+// A listed engine whose device has failed gets no requests, also if its sidecar has another engine
+// that works. That one does.
+func TestListedEngineBesideAFailedOne(t *testing.T) {
+	d0, d1 := newEngine(t, answerDecode), newEngine(t, answerDecode)
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprintf(w, `{"endpoint":"10.1.2.3:7650","health":{"state":"failed","failed":["vllm/a"],`+
+			`"failed_urls":[%q]}}`, d0.URL)
+	}))
+	defer sidecar.Close()
+	px, url := start(t, Config{Decode: []Engine{{URL: d0.URL, Sidecar: sidecar.URL},
+		{URL: d1.URL, Sidecar: sidecar.URL}}})
+	until(t, "the failed engine is left out, and only that one", func() bool {
+		return !px.decode.all[0].takes() && px.decode.all[1].condition() == slow &&
+			px.decode.all[1].takes()
+	})
+	for range 4 {
+		if code, _, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
+			t.Error(code)
+		}
+	}
+	if n := len(d0.requests()); n != 0 {
+		t.Errorf("%d requests to the engine with the failed device", n)
+	}
+}
+
+// An engine that leaves does so after a change of its role, too: the new role has not asked the
+// sidecar yet. The mark of another sidecar does not count.
+func TestLeavingEngineChangesItsRole(t *testing.T) {
+	d := newEngine(t, answerDecode)
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprint(w, `{"endpoint":"10.1.2.3:7650","leaving":true,"health":{"state":"degraded"}}`)
+	}))
+	defer sidecar.Close()
+	is := Engine{URL: d.URL, Sidecar: sidecar.URL}
+	px, err := New(Config{Prefill: []Engine{is}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer px.client.CloseIdleConnections()
+	b := px.prefill.list()[0]
+	if err := checkNow(t, px, b); err != nil {
+		t.Fatal(err)
+	}
+	px.askSidecar(t.Context(), b)
+	if err := px.SetEngines(nil, []Engine{is}); err != nil {
+		t.Fatal(err)
+	}
+	if c := px.decode.list()[0].candidate(time.Now(), ""); !c.leaving || c.condition != slow {
+		t.Errorf("as decode engine: %+v", c)
+	}
+	is.Sidecar += "0"
+	if err := px.SetEngines([]Engine{is}, nil); err != nil {
+		t.Fatal(err)
+	}
+	if c := px.prefill.list()[0].candidate(time.Now(), ""); c.leaving || c.condition != fit {
+		t.Errorf("with another sidecar: %+v", c)
+	}
+}
+
+// An engine that accepts no connection is out after the first one. The request that needed it goes
+// to another engine at once. Once it answers a check, it gets requests again.
+func TestEngineThatAcceptsNoConnection(t *testing.T) {
+	l := kvtest.FullListener(t)
+	url := "http://" + l.Addr().String()
+	srv := &http.Server{Handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})}
+	var serving sync.WaitGroup
+	defer serving.Wait()
+	defer func() { _ = srv.Close() }()
+	d := newEngine(t, answerDecode)
+	for _, role := range []string{rolePrefill, roleDecode} {
+		var log kvtest.Log
+		cfg := Config{Mode: PrefillFirst, Decode: decoders(url, d.URL),
+			Log: slog.New(slog.NewTextHandler(&log, nil))}
+		if role == rolePrefill {
+			cfg.Prefill, cfg.Decode = cfg.Decode[:1], cfg.Decode[1:]
+		}
+		px, err := New(cfg) // nothing watches the engines
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer px.client.CloseIdleConnections()
+		at := httptest.NewServer(px.Handler())
+		defer at.Close()
+		b := px.backends()[0]
+		for range 2 {
+			if code, answer, _ := post(t, at.URL, "/v1/completions", `{"prompt":"a"}`); code != 200 {
+				t.Errorf("%s: %d %s", role, code, answer)
+			}
+		}
+		if n := strings.Count(log.String(), errUnaccepted.Error()); n != 1 || b.condition() != silent {
+			t.Errorf("%s: %d requests went on to another engine, and it is %s: %s", role, n, b.condition(),
+				log.String())
+		}
+		if text := get(t, at.URL+"/health"); !strings.Contains(text,
+			"a connection was not accepted within") {
+			t.Errorf("/health gives no reason: %s", text)
+		}
+		if role == roleDecode {
+			serving.Go(func() { _ = srv.Serve(l) })
+			until(t, "it is not fit again", func() bool {
+				return checkNow(t, px, b) == nil && b.condition() == fit
+			})
+		}
+	}
 }

@@ -35,22 +35,32 @@ func (i *identity) answered(now time.Time, leaving bool) (changed bool) {
 	return changed
 }
 
+// inherit takes the marks of the same sidecar from another role of the engine.
+func (i *identity) inherit(x *identity) {
+	i.sidecarDown, i.sidecarAnswered, i.leaving = x.sidecarDown, x.sidecarAnswered, x.leaving
+}
+
+// stale reports whether the sidecar's last answer is too old to count.
+func (i *identity) stale(now time.Time) bool { return now.Sub(i.sidecarAnswered) >= leavingFor }
+
 // unanswered notes that the sidecar does not answer. Its last mark stays for leavingFor: a slow
 // answer must not bring requests to an engine that ends.
 func (i *identity) unanswered(now time.Time) (changed bool) {
 	i.sidecarDown = true
-	if !i.leaving || now.Sub(i.sidecarAnswered) < leavingFor {
+	if !i.leaving || !i.stale(now) {
 		return false
 	}
 	i.leaving = false
 	return true
 }
 
-// ended notes that the engine is down: what comes back may have another sidecar, or none.
-func (i *identity) ended() {
+// ended notes that the engine is down: what comes back may have another sidecar, or none. It
+// reports whether the marks of a sidecar without answers have ended.
+func (i *identity) ended() bool {
 	if i.sidecarDown {
 		i.leaving = false
 	}
+	return i.sidecarDown
 }
 
 // asked takes the result of a request for the endpoint. learns: the endpoint is for a policy, or of

@@ -6,6 +6,7 @@ type candidate struct {
 	condition condition
 	leaving   bool // by its sidecar, the engine ends soon
 	load      int  // requests in flight, in both roles
+	leases    int  // open at its sidecar, also by other routers' requests; -1: unknown
 }
 
 // takes reports whether an engine is a good choice for a new request.
@@ -30,5 +31,8 @@ func (c candidate) better(b candidate) bool {
 	if c.condition != b.condition {
 		return c.condition < b.condition
 	}
-	return c.load < b.load
+	if c.load != b.load || c.leases < 0 || b.leases < 0 {
+		return c.load < b.load
+	}
+	return c.leases < b.leases
 }

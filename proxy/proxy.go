@@ -170,7 +170,7 @@ func New(cfg Config) (*Proxy, error) {
 	p.met = newMetrics(p.reg)
 	p.client = &http.Client{
 		Transport: &http.Transport{
-			DialContext:         (&net.Dialer{Timeout: dialTimeout}).DialContext,
+			DialContext:         p.dial,
 			MaxIdleConnsPerHost: keptIdlePerBackend,
 			IdleConnTimeout:     backendIdle,
 			DisableCompression:  true, // bytes pass through unchanged

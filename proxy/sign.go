@@ -44,6 +44,8 @@ var (
 	errEmpty  = errors.New("status 200 with an empty body")
 	errLate   = errors.New("no first byte in time")
 	errSilent = errors.New("it shows no sign of life")
+	// errUnaccepted ends a request that has not reached its engine.
+	errUnaccepted = fmt.Errorf("no connection within %s", acceptTime)
 )
 
 // signOfError classifies an error of a request that got no answer.
@@ -64,7 +66,7 @@ func signOfError(err error) sign {
 		return signRefused
 	case errors.Is(err, errEmpty):
 		return signFailed
-	case errors.Is(err, errLate), errors.Is(err, errSilent),
+	case errors.Is(err, errLate), errors.Is(err, errSilent), errors.Is(err, errUnaccepted),
 		errors.As(err, &late) && late.Timeout():
 		return signLate // also of a connection: a burst of them fills the engine's backlog
 	case errors.As(err, &op) && op.Op == "dial":
@@ -145,7 +147,7 @@ func refused(err error) bool {
 // request.
 func notReached(err error) bool {
 	op := (*net.OpError)(nil)
-	return errors.As(err, &op) && op.Op == "dial"
+	return errors.As(err, &op) && op.Op == "dial" || errors.Is(err, errUnaccepted)
 }
 
 // ended replaces io.EOF, which Go's client returns for a connection that closes before an answer,

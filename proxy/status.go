@@ -17,6 +17,7 @@ func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
 		Condition string     `json:"condition"`
 		Leaves    bool       `json:"leaving,omitempty"` // it gets no new requests
 		Load      int        `json:"in_flight"`
+		Leases    int        `json:"leases"` // at its sidecar, as that has published; -1: unknown
 		Peer      string     `json:"peer,omitempty"`
 		Reason    string     `json:"reason,omitempty"`
 		Warn      string     `json:"warning,omitempty"`
@@ -30,7 +31,7 @@ func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
 			c, why = down, "it has not listed its models (/v1/models)"
 		}
 		list = append(list, state{b.role, b.url, c < silent, c.String(), b.identity.leaving, b.load,
-			b.identity.endpoint, why, b.identity.warnings()})
+			b.leases, b.identity.endpoint, why, b.identity.warnings()})
 		b.mu.Unlock()
 	}
 	w.Header().Set("Content-Type", "application/json")

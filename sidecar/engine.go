@@ -140,6 +140,7 @@ func (n *Node) publishWorkers(ctx context.Context) {
 		}
 		workers := n.workers()
 		c.Serve(n.served.of(workers))
+		n.served.log(n.log)
 		n.pages.publish(workers)
 	}
 }

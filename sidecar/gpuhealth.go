@@ -283,6 +283,7 @@ func (n *Node) failWorker(w *engines.Worker, why string) (known bool) {
 // health describes the faults of all devices, for routers and operators.
 func (n *Node) health() nodeapi.Health {
 	v := n.devices.view()
+	v.FailedURLs = n.served.failed(n.workers(), v.Failed)
 	for name, f := range n.rails.links.faults() {
 		v.Faults = append(v.Faults, faultView("interface "+name, f))
 	}

@@ -4,6 +4,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"net"
 	"net/netip"
@@ -31,6 +32,7 @@ type served struct {
 	http    string // set before the first description
 
 	problems atomic.Pointer[[]string] // of the last description
+	logged   []string                 // problems; of the publisher
 
 	mu    sync.Mutex
 	roles map[string]string // that were set, by URL; guarded by mu
@@ -40,8 +42,8 @@ type served struct {
 // role, and adds the reason to the problems.
 func (s *served) of(workers []*engines.Worker) cluster.Serving {
 	slices.SortFunc(workers, func(a, b *engines.Worker) int { return strings.Compare(a.Name, b.Name) })
-	byURL, why := map[string]*cluster.API{}, map[string]string{}
-	counted := map[string]bool{} // engines
+	byURL, why, mute := map[string]*cluster.API{}, map[string]string{}, map[string]string{}
+	leases := map[string]int{} // of an engine; each of its ranks has one for a request
 	health := s.health()
 	for _, w := range workers {
 		if w.Internal {
@@ -55,10 +57,18 @@ func (s *served) of(workers []*engines.Worker) cluster.Serving {
 			why[name] = "a device that it uses has failed"
 			continue
 		}
+		if len(name) > cluster.MaxNameBytes {
+			why[name] = fmt.Sprintf("its name has %d bytes, and routers take at most %d: shorten the "+
+				"engine's id", len(name), cluster.MaxNameBytes)
+			continue
+		}
 		a, err := s.api(w)
 		if err != nil {
 			why[name] = err.Error()
 			continue
+		}
+		if err := s.feed(&a, w); err != nil {
+			mute[name] = err.Error()
 		}
 		x := byURL[a.URL]
 		if x == nil {
@@ -73,22 +83,67 @@ func (s *served) of(workers []*engines.Worker) cluster.Serving {
 		if x.Fingerprint == "" {
 			x.Fingerprint = a.Fingerprint
 		}
-		if !counted[name] {
-			counted[name] = true
+		if x.Engine != a.Engine {
+			x.Events, x.Replay = "", "" // a router follows one feed of a server
+		}
+		open, counted := leases[name]
+		if !counted {
 			x.World += w.Place.World()
 		}
+		leases[name] = max(open, int(w.Leases.Load()))
+		x.Leases += leases[name] - open
 		x.Ranks = append(x.Ranks, w.Place.Rank())
 	}
 	out := cluster.Serving{HTTP: s.http, Leaving: s.leaving() || health.Leaving, Started: s.started}
 	for _, u := range slices.Sorted(maps.Keys(byURL)) {
+		if len(out.APIs) == cluster.MaxAPIs {
+			why[byURL[u].Engine] = fmt.Sprintf("%d URLs are published, and that is the bound: give its "+
+				"engines a sidecar of their own", cluster.MaxAPIs)
+			continue
+		}
 		out.APIs = append(out.APIs, *byURL[u])
 	}
 	var problems []string
-	for _, name := range slices.Sorted(maps.Keys(why)) {
-		problems = append(problems, "routers do not find engine "+name+": "+why[name])
+	add := func(what string, why map[string]string) {
+		for _, name := range slices.Sorted(maps.Keys(why)) {
+			shown := name
+			if len(name) > cluster.MaxNameBytes {
+				shown = name[:cluster.MaxNameBytes/2] + "..."
+			}
+			problems = append(problems, what+" engine "+shown+": "+why[name])
+		}
 	}
+	add("routers do not find", why)
+	add("routers get no KV events of", mute)
 	s.problems.Store(&problems)
 	return out
+}
+
+// log logs each problem when it begins.
+func (s *served) log(l *slog.Logger) {
+	now := *s.problems.Load()
+	for _, text := range now {
+		if !slices.Contains(s.logged, text) {
+			l.Warn(text)
+		}
+	}
+	s.logged = now
+}
+
+// failed lists the URLs whose engines all have a failed device, at most cluster.MaxAPIs.
+func (s *served) failed(workers []*engines.Worker, failed []string) (urls []string) {
+	works := map[string]bool{}
+	for _, w := range workers {
+		if a, _ := s.api(w); a.URL != "" && !w.Internal && len(failed) > 0 {
+			works[a.URL] = works[a.URL] || !slices.Contains(failed, w.Place.Engine)
+		}
+	}
+	for _, u := range slices.Sorted(maps.Keys(works)) {
+		if !works[u] && len(urls) < cluster.MaxAPIs {
+			urls = append(urls, u)
+		}
+	}
+	return urls
 }
 
 // api describes the engine of a worker, without ranks.
@@ -113,6 +168,40 @@ func (s *served) api(w *engines.Worker) (cluster.API, error) {
 		a.Role = w.Engine.Role
 	}
 	return a, checkRole(a.Role, w.Engine.Role)
+}
+
+// feed takes the endpoints of KV events that an engine announces. They are on the host of its URL,
+// or of the sidecar.
+func (s *served) feed(a *cluster.API, w *engines.Worker) error {
+	u, err := url.Parse(a.URL)
+	if err != nil {
+		return nil // an engine without a URL has none
+	}
+	at := func(raw string) (string, error) {
+		addr, tcp := strings.CutPrefix(raw, "tcp://")
+		host, port, err := net.SplitHostPort(addr)
+		ip, _ := netip.ParseAddr(host) // a name has none
+		switch {
+		case raw == "":
+			return "", nil
+		case !tcp || err != nil:
+			return "", fmt.Errorf("its endpoint %q is not tcp://HOST:PORT", raw)
+		case host == "*", ip.IsUnspecified():
+			host = u.Hostname()
+		case host != u.Hostname() && (!ip.IsValid() || !s.own(ip)):
+			return "", fmt.Errorf("its endpoint %s is at no address of this host", raw)
+		}
+		return "tcp://" + net.JoinHostPort(host, port), nil
+	}
+	events, err := at(w.Engine.Events)
+	replay, err2 := at(w.Engine.Replay)
+	if err := errors.Join(err, err2); err != nil {
+		return err
+	}
+	if events != "" {
+		a.Events, a.Replay = events, replay
+	}
+	return nil
 }
 
 // checkRole compares a role with what an engine announces, which is empty if it announces none.

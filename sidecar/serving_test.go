@@ -2,6 +2,7 @@ package sidecar
 
 import (
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"strings"
 	"testing"
@@ -10,6 +11,7 @@ import (
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/nodeapi"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 )
 
@@ -26,6 +28,7 @@ func TestServedEngines(t *testing.T) {
 		}
 		return w
 	}
+	long := strings.Repeat("x", cluster.MaxNameBytes+1)
 	internal := worker("store", "tp0", "http://127.0.0.1:1", "both", 1)
 	internal.Internal = true
 	for name, c := range map[string]struct {
@@ -62,6 +65,11 @@ func TestServedEngines(t *testing.T) {
 			problem: "its role is to be prefill, and its own (kv_role) is decode"},
 		"unknown role": {workers: []*engines.Worker{
 			worker("vllm/a", "tp0", "http://127.0.0.1:1", "chef", 1)}, problem: `its role "chef"`},
+		"long name": {workers: []*engines.Worker{
+			worker(long, "tp0", "http://127.0.0.1:1", "both", 1),
+			worker("vllm/"+long[:cluster.MaxNameBytes-5], "tp0", "http://127.0.0.1:2", "both", 1)},
+			want:    "http://127.0.0.1:2 both vllm/" + long[:cluster.MaxNameBytes-5] + " 1/1",
+			problem: "...: its name has 129 bytes, and routers take at most 128: shorten the engine's id"},
 		"one URL, two roles": {workers: []*engines.Worker{
 			worker("vllm/a", "tp0", "http://127.0.0.1:1", "decode", 1),
 			worker("vllm/b", "tp0", "http://127.0.0.1:1", "prefill", 1)},
@@ -102,11 +110,13 @@ func TestServedEnginesOfFailedDevices(t *testing.T) {
 	for _, c := range []struct {
 		health nodeapi.Health
 		urls   string
+		failed string
 	}{
-		{nodeapi.Health{}, "http://127.0.0.1:1 http://127.0.0.1:2"},
-		{nodeapi.Health{State: nodeapi.HealthFailed, Failed: []string{"vllm/a"}}, "http://127.0.0.1:2"},
+		{nodeapi.Health{}, "http://127.0.0.1:1 http://127.0.0.1:2", ""},
+		{nodeapi.Health{State: nodeapi.HealthFailed, Failed: []string{"vllm/a"}}, "http://127.0.0.1:2",
+			"http://127.0.0.1:1"},
 		{nodeapi.Health{State: nodeapi.HealthFailed, Failed: []string{"vllm/a", "vllm/b"},
-			Leaving: true}, ""},
+			Leaving: true}, "", "http://127.0.0.1:1 http://127.0.0.1:2"},
 	} {
 		health = c.health
 		got := s.of(workers)
@@ -117,6 +127,99 @@ func TestServedEnginesOfFailedDevices(t *testing.T) {
 		if strings.Join(urls, " ") != c.urls || got.Leaving != health.Leaving ||
 			len(*s.problems.Load()) != len(health.Failed) {
 			t.Errorf("%+v: %+v, problems %q", health, got, *s.problems.Load())
+		}
+		if urls := strings.Join(s.failed(workers, health.Failed), " "); urls != c.failed {
+			t.Errorf("%+v: failed URLs %s, want %s", health, urls, c.failed)
+		}
+	}
+}
+
+// Of more engines than a sidecar can publish, each one that is left out has a problem. The log has
+// a problem once.
+func TestServedEnginesBeyondTheBound(t *testing.T) {
+	s := &served{cfg: &config.Engine{}, leaving: func() bool { return false }, health: fit,
+		own: func(netip.Addr) bool { return true }}
+	var workers []*engines.Worker
+	for i := range cluster.MaxAPIs + 2 {
+		workers = append(workers, &engines.Worker{Name: fmt.Sprint(i),
+			Place:  engines.Place{Engine: fmt.Sprintf("vllm/%d", i)},
+			Engine: engines.About{API: fmt.Sprintf("http://127.0.0.1:%d", 1000+i), Role: "both"}})
+	}
+	var log testutil.Log
+	for range 2 {
+		got := s.of(workers)
+		s.log(slog.New(slog.NewTextHandler(&log, nil)))
+		problems := *s.problems.Load()
+		if len(got.APIs) != cluster.MaxAPIs || len(problems) != 2 ||
+			!strings.Contains(problems[0], "engine vllm/64: 64 URLs are published") {
+			t.Errorf("%d engines, problems %q", len(got.APIs), problems)
+		}
+	}
+	if n := strings.Count(log.String(), "routers do not find engine"); n != 2 {
+		t.Errorf("logged %d problems: %s", n, log.String())
+	}
+}
+
+// The load of an engine is that of one of its ranks: each has a lease for a request. A server has
+// the load of all its engines.
+func TestServedLoad(t *testing.T) {
+	s := &served{cfg: &config.Engine{API: "http://10.1.1.1:8000", Role: "both"}, health: fit,
+		leaving: func() bool { return false }}
+	var workers []*engines.Worker
+	for i, n := range []int64{3, 4, 2} {
+		w := &engines.Worker{Name: fmt.Sprint(i),
+			Place: engines.Place{Engine: "vllm/a", TP: i, TPSize: 2}}
+		if i == 2 {
+			w.Place = engines.Place{Engine: "vllm/b"}
+		}
+		w.Leases.Store(n)
+		workers = append(workers, w)
+	}
+	if a := s.of(workers).APIs[0]; a.Leases != 6 {
+		t.Errorf("%d leases", a.Leases)
+	}
+}
+
+// Where routers get an engine's KV events: at the host of its URL, or of the sidecar. A server of
+// several engines has several feeds, and routers get none.
+func TestServedFeeds(t *testing.T) {
+	type feed struct{ engine, api, events, replay string }
+	const host = "http://10.1.1.1:8000"
+	for name, c := range map[string]struct {
+		feeds   []feed
+		want    string
+		problem string
+	}{
+		"none":         {feeds: []feed{{"a", host, "", ""}}},
+		"replay alone": {feeds: []feed{{"a", host, "", "tcp://*:2"}}},
+		"its own host": {feeds: []feed{{"a", host, "tcp://*:1", "tcp://0.0.0.0:2"}},
+			want: "tcp://10.1.1.1:1 tcp://10.1.1.1:2"},
+		"two ranks": {feeds: []feed{{"a", host, "tcp://[::]:1", ""}, {"a", host, "tcp://*:1", ""}},
+			want: "tcp://10.1.1.1:1 "},
+		"the sidecar's host": {feeds: []feed{{"a", host, "tcp://127.0.0.1:1", ""}},
+			want: "tcp://127.0.0.1:1 "},
+		"two engines": {feeds: []feed{{"a", host, "tcp://*:1", ""}, {"b", host, "tcp://*:2", ""},
+			{"c", host, "tcp://*:3", ""}}},
+		"another host": {feeds: []feed{{"a", host, "tcp://169.254.169.254:1", ""}},
+			problem: "routers get no KV events of engine vllm/a: its endpoint tcp://169.254.169.254:1 is"},
+		"a name": {feeds: []feed{{"a", host, "tcp://*:1", "tcp://x:1"}},
+			problem: "its endpoint tcp://x:1 is at no address of this host"},
+		"a file": {feeds: []feed{{"a", host, "ipc:///tmp/x", ""}}, problem: "is not tcp://HOST:PORT"},
+	} {
+		s := &served{cfg: &config.Engine{API: host, Role: "both"}, leaving: func() bool { return false },
+			health: fit, own: func(a netip.Addr) bool { return a.IsLoopback() }}
+		var workers []*engines.Worker
+		for _, f := range c.feeds {
+			workers = append(workers, &engines.Worker{Name: f.engine,
+				Place:  engines.Place{Engine: "vllm/" + f.engine},
+				Engine: engines.About{Events: f.events, Replay: f.replay}})
+		}
+		got := s.of(workers)
+		text := strings.TrimPrefix(got.APIs[0].Events+" "+got.APIs[0].Replay, " ")
+		problems := strings.Join(*s.problems.Load(), "; ")
+		if len(got.APIs) != 1 || text != c.want || !strings.Contains(problems, c.problem) ||
+			(problems == "") != (c.problem == "") {
+			t.Errorf("%s: %q, want %q; problems %q", name, text, c.want, problems)
 		}
 	}
 }

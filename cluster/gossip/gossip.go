@@ -8,6 +8,7 @@
 package gossip
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -66,13 +67,14 @@ type Options struct {
 	Missed func(addresses []string)
 
 	reunion time.Duration // 0: reunionEvery
+	stream  time.Duration // longest exchange by a stream; 0: memberlist's
 	observe bool          // no member: it asks for what they serve
 }
 
 // Gossip is this process among the members. It implements cluster.Cluster.
 type Gossip struct {
 	list *memberlist.Memberlist
-	gate *admit.Gate // of its streams
+	net  *gated
 	self *self
 	own  string // address; memberlist may change its node meanwhile
 	stop context.CancelFunc
@@ -217,6 +219,7 @@ func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
 	}
 	c.GossipInterval, c.ProbeInterval, c.ProbeTimeout = gossipInterval, probeInterval, probeTimeout
 	c.SuspicionMult, c.SuspicionMaxTimeoutMult = suspicionMult, suspicionMax
+	c.TCPTimeout = cmp.Or(o.stream, c.TCPTimeout)
 	c.LogOutput, c.Logger = nil, slog.NewLogLogger(o.Log.With("part", "gossip").Handler(),
 		slog.LevelDebug)
 	d := &self{news: make(chan struct{}, 1), member: m, members: map[string]cluster.Member{},
@@ -235,7 +238,7 @@ func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
 		c.Transport = t
 		var list *memberlist.Memberlist
 		if list, err = memberlist.Create(c); err == nil {
-			g := &Gossip{list: list, gate: t.gate, self: d, own: list.LocalNode().Address()}
+			g := &Gossip{list: list, net: t, self: d, own: list.LocalNode().Address()}
 			g.begin(o)
 			return g, nil
 		}
@@ -395,6 +398,7 @@ func (g *Gossip) Address() string { return g.own }
 // Leave implements cluster.Cluster.
 func (g *Gossip) Leave() error {
 	g.stop()
+	g.net.leave()
 	g.wg.Wait()
 	_ = g.list.Leave(leaveTime) // members without this message detect it by probes
 	return g.list.Shutdown()    //nolint:wrapcheck // memberlist's own

@@ -31,6 +31,8 @@ const (
 	maxPost     = 1024                   // messages that wait
 	postAtOnce  = 16                     // messages being sent
 	maxServed   = 1024                   // members whose Serving a router keeps
+	loadEvery   = time.Second            // between two messages about a changed load
+	loadAgain   = 10                     // an unchanged one is repeated after as many of these
 	keepLost    = 10 * time.Minute       // a Serving after its member is lost
 	maxRevision = 1<<63 - 1
 )
@@ -38,11 +40,13 @@ const (
 // serving is a part of self. In a member it has the member's Serving, and the routers that get it.
 // In a router it has the Serving of each member.
 type serving struct {
-	observe  bool
-	revision uint64 // 0: no Serving yet
-	own      cluster.Serving
-	asked    []string // names of routers in memberlist, the last one that asked at the end
-	post     *post
+	observe   bool
+	revision  uint64 // 0: no Serving yet
+	own       cluster.Serving
+	asked     []string // names of routers in memberlist, the last one that asked at the end
+	post      *post
+	lastLoad  []uint32 // that was sent
+	sinceLoad int      // loadEvery since then; 0: send it
 
 	routers map[string]string // addresses of nodes without a boot, by memberlist's name
 	wanted  map[string]wanted // by memberlist's name
@@ -138,6 +142,7 @@ func (s *serving) askedLocked(name string) {
 		s.asked = s.asked[1:]
 	}
 	s.asked = append(s.asked, name)
+	s.sinceLoad = 0
 }
 
 // tookLocked stores the Serving of a member, and reports whether it is newer than the stored one.
@@ -157,6 +162,35 @@ func (d *self) tookLocked(m *peerv1.Serving) bool {
 	return false
 }
 
+// loadLocked takes the load of a member's engines. Routers look at it now and then: it is no news.
+func (s *serving) loadLocked(m *peerv1.Load) {
+	for name, h := range s.have {
+		if string(h.member.Boot[:]) != string(m.Boot) || h.revision != m.Revision ||
+			len(h.serving.APIs) != len(m.Leases) {
+			continue
+		}
+		h.serving.APIs = slices.Clone(h.serving.APIs) // readers have the old one
+		for i, n := range m.Leases {
+			h.serving.APIs[i].Leases = int(n)
+		}
+		s.have[name] = h
+	}
+}
+
+// dueLoadLocked is the load to send now; nil: none. It is called every loadEvery.
+func (s *serving) dueLoadLocked() []uint32 {
+	now := make([]uint32, 0, len(s.own.APIs))
+	for _, a := range s.own.APIs {
+		now = append(now, uint32(max(a.Leases, 0)))
+	}
+	if s.sinceLoad++; len(now) == 0 || len(s.asked) == 0 ||
+		s.sinceLoad > 1 && s.sinceLoad <= loadAgain && slices.Equal(now, s.lastLoad) {
+		return nil
+	}
+	s.lastLoad, s.sinceLoad = now, 1
+	return now
+}
+
 // servingOf reads a Serving of another process, and leaves out what exceeds the bounds.
 func servingOf(m *peerv1.Serving) cluster.Serving {
 	out := cluster.Serving{Leaving: m.Leaving, Started: time.UnixMilli(m.Started)}
@@ -170,12 +204,15 @@ func servingOf(m *peerv1.Serving) cluster.Serving {
 		if a.Url == "" || len(a.Url) > cluster.MaxURLBytes || long(a.Role) || long(a.Engine) {
 			continue
 		}
-		x := cluster.API{URL: a.Url, Role: a.Role, Engine: a.Engine, World: int(a.World)}
+		x := cluster.API{URL: a.Url, Role: a.Role, Engine: a.Engine, World: int(a.World), Leases: -1}
 		if !long(a.Version) {
 			x.Version = a.Version
 		}
 		if len(a.Fingerprint) == fingerprintBytes {
 			x.Fingerprint = hex.EncodeToString(a.Fingerprint)
+		}
+		if len(a.Events) <= cluster.MaxURLBytes && len(a.Replay) <= cluster.MaxURLBytes {
+			x.Events, x.Replay = a.Events, a.Replay
 		}
 		ranks := slices.DeleteFunc(a.Ranks, long)
 		x.Ranks = ranks[:min(len(ranks), cluster.MaxRanks)]
@@ -194,7 +231,8 @@ func messageOf(boot transfer.Boot, revision uint64, s *cluster.Serving) ([]byte,
 		print, _ := hex.DecodeString(a.Fingerprint)                           // another form: unknown
 		valid := func(s string) string { return strings.ToValidUTF8(s, "?") } // engines name them
 		m.Apis = append(m.Apis, &peerv1.Api{Url: valid(a.URL), Role: a.Role, Engine: valid(a.Engine),
-			Version: valid(a.Version), Fingerprint: print, World: uint32(a.World), Ranks: a.Ranks})
+			Version: valid(a.Version), Fingerprint: print, World: uint32(a.World), Ranks: a.Ranks,
+			Events: valid(a.Events), Replay: valid(a.Replay)})
 	}
 	for {
 		b, err := proto.Marshal(&peerv1.GossipMessage{
@@ -261,6 +299,8 @@ func (d *self) NotifyMsg(b []byte) {
 		if d.tookLocked(body.Serving) {
 			d.notifyLocked()
 		}
+	case *peerv1.GossipMessage_Load:
+		d.serving.loadLocked(body.Load)
 	}
 }
 
@@ -281,9 +321,12 @@ func (g *Gossip) deliver(ctx context.Context) {
 		})
 		return true
 	}
-	look := time.NewTicker(askLook)
+	look, load := time.NewTicker(askLook), time.NewTicker(loadEvery)
 	defer look.Stop()
-	if !g.self.serving.observe {
+	defer load.Stop()
+	if g.self.serving.observe {
+		load.Stop()
+	} else {
 		look.Stop()
 	}
 	for {
@@ -296,6 +339,8 @@ func (g *Gossip) deliver(ctx context.Context) {
 					break
 				}
 			}
+		case <-load.C:
+			g.sendLoad()
 		case now := <-look.C:
 			g.self.mu.Lock()
 			due := g.self.serving.dueLocked(now)
@@ -323,20 +368,46 @@ func (g *Gossip) question() ([]byte, error) {
 
 // send sends one message to a node of the membership. If it is lost, the router asks again.
 func (g *Gossip) send(name string, message func() ([]byte, error)) {
-	d := g.self
-	d.mu.Lock()
+	g.self.mu.Lock()
+	to := g.self.nodeLocked(name)
+	g.self.mu.Unlock()
+	if b, err := message(); err == nil && to != nil {
+		_ = g.list.SendReliable(to, b) // the revision makes the router ask again
+	}
+}
+
+// nodeLocked is a node as memberlist wants it; nil: it has left.
+func (d *self) nodeLocked(name string) *memberlist.Node {
 	at, router := d.serving.routers[name]
 	if !router {
 		at = d.members[name].Address
 	}
-	d.mu.Unlock()
 	addr, err := netip.ParseAddrPort(at)
 	if err != nil {
-		return // it has left
+		return nil
 	}
-	if b, err := message(); err == nil {
-		_ = g.list.SendReliable(&memberlist.Node{Name: name, Addr: addr.Addr().AsSlice(),
-			Port: addr.Port()}, b) // the revision makes the router ask again
+	return &memberlist.Node{Name: name, Addr: addr.Addr().AsSlice(), Port: addr.Port()}
+}
+
+// sendLoad sends the load of this member's engines to the routers that get its Serving.
+func (g *Gossip) sendLoad() {
+	d := g.self
+	d.mu.Lock()
+	m := &peerv1.Load{Boot: d.member.Boot[:], Revision: d.serving.revision,
+		Leases: d.serving.dueLoadLocked()}
+	var to []*memberlist.Node
+	for _, name := range d.serving.asked {
+		if n := d.nodeLocked(name); n != nil && m.Leases != nil {
+			to = append(to, n)
+		}
+	}
+	d.mu.Unlock()
+	b, err := proto.Marshal(&peerv1.GossipMessage{Body: &peerv1.GossipMessage_Load{Load: m}})
+	if err != nil {
+		return // it is of numbers
+	}
+	for _, n := range to {
+		_ = g.list.SendBestEffort(n, b) // the next one replaces it
 	}
 }
 
@@ -348,10 +419,13 @@ func (g *Gossip) Serve(s cluster.Serving) {
 	after, err2 := messageOf(d.member.Boot, 0, &s)
 	if err != nil || err2 != nil || string(before) == string(after) ||
 		d.serving.revision == 0 && len(s.APIs) == 0 {
+		if err == nil && err2 == nil {
+			d.serving.own.APIs = s.APIs // their load
+		}
 		d.mu.Unlock()
 		return
 	}
-	d.serving.own = s
+	d.serving.own, d.serving.sinceLoad = s, 0
 	d.serving.revision++
 	if b, err := encode(d.member, d.serving.revision); err == nil {
 		d.meta = b

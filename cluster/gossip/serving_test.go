@@ -35,7 +35,8 @@ func observer(t *testing.T, key []byte, join ...string) *Gossip {
 
 func api(url string) cluster.API {
 	return cluster.API{URL: url, Role: cluster.RoleDecode, Engine: "vllm/x", Version: "1", World: 2,
-		Ranks: []string{"pp0/tp0", "pp0/tp1"}, Fingerprint: strings.Repeat("ab", 32)}
+		Ranks: []string{"pp0/tp0", "pp0/tp1"}, Fingerprint: strings.Repeat("ab", 32),
+		Events: "tcp://127.0.0.1:5557", Replay: "tcp://127.0.0.1:5558"}
 }
 
 // What members serve reaches each router, also what they served before it came, and each change.
@@ -73,6 +74,58 @@ func TestServing(t *testing.T) {
 	poll(t, "nothing is served", func() bool {
 		return len(routers[0].Served())+len(routers[1].Served()) == 0
 	})
+}
+
+// The load of a member's engines reaches routers without another revision, and is repeated.
+func TestLoad(t *testing.T) {
+	a := begun(t, nil)
+	one := cluster.Serving{APIs: []cluster.API{api("http://127.0.0.1:8000"),
+		api("http://127.0.0.1:8001")}}
+	a.Serve(one)
+	r := observer(t, nil, a.Address())
+	sees := func(want ...int) func() bool {
+		return func() bool {
+			list := r.Served()
+			return len(list) == 1 && len(list[0].APIs) == 2 && list[0].APIs[0].Leases == want[0] &&
+				list[0].APIs[1].Leases == want[1]
+		}
+	}
+	poll(t, "no load", sees(0, 0))
+	before := r.Served()
+	one.APIs = slices.Clone(one.APIs)
+	one.APIs[1].Leases = 7
+	a.Serve(one)
+	poll(t, "a load", sees(0, 7))
+	if before[0].APIs[1].Leases != 0 {
+		t.Error("a list that was returned has changed")
+	}
+	a.self.mu.Lock()
+	revision, s := a.self.serving.revision, newServing(false)
+	a.self.mu.Unlock()
+	if revision != 1 {
+		t.Errorf("revision %d", revision)
+	}
+	s.own = one
+	for i, want := range []bool{false, true, false, true, false} {
+		switch i {
+		case 1:
+			s.askedLocked("r")
+		case 3:
+			s.own.APIs[0].Leases++
+		}
+		if got := s.dueLoadLocked(); (got != nil) != want {
+			t.Errorf("%d: %v", i, got)
+		}
+	}
+	sent := 0
+	for range 3 * loadAgain {
+		if s.dueLoadLocked() != nil {
+			sent++
+		}
+	}
+	if sent != 3 {
+		t.Errorf("an unchanged load was repeated %d times in %d s", sent, 3*loadAgain)
+	}
 }
 
 // A router that misses a message asks again, because the revision of the metadata shows it.
@@ -241,6 +294,12 @@ func FuzzMessage(f *testing.F) {
 		f.Fatal(err)
 	}
 	f.Add(ask)
+	load, err := proto.Marshal(&peerv1.GossipMessage{Body: &peerv1.GossipMessage_Load{
+		Load: &peerv1.Load{Boot: []byte{1, 15: 0}, Revision: 1, Leases: []uint32{7}}}})
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(load)
 	f.Fuzz(func(t *testing.T, b []byte) {
 		d := &self{members: map[string]cluster.Member{"n": {Boot: transfer.Boot{1}}},
 			changed: make(chan struct{}), serving: newServing(true)}
@@ -253,7 +312,8 @@ func FuzzMessage(f *testing.F) {
 			}
 			for _, a := range m.APIs {
 				if a.URL == "" || len(a.URL) > cluster.MaxURLBytes || long(a.Role) || long(a.Engine) ||
-					len(a.Ranks) > cluster.MaxRanks {
+					len(a.Ranks) > cluster.MaxRanks || len(a.Events) > cluster.MaxURLBytes ||
+					len(a.Replay) > cluster.MaxURLBytes {
 					t.Errorf("%+v", a)
 				}
 			}

@@ -1,10 +1,12 @@
 package gossip
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
 	"sync"
+	"time"
 
 	"github.com/hashicorp/memberlist"
 
@@ -29,6 +31,8 @@ type gated struct {
 	*memberlist.NetTransport
 	gate    *admit.Gate
 	streams chan net.Conn
+	dials   context.Context // ends connections to others
+	leave   context.CancelFunc
 	done    chan struct{}
 	over    sync.Once
 	wg      sync.WaitGroup
@@ -60,6 +64,7 @@ func newGated(c *memberlist.Config, members *admit.Members) (*gated, error) {
 	}
 	t := &gated{NetTransport: inner, streams: make(chan net.Conn), done: make(chan struct{}),
 		gate: admit.New(admit.Limits{Unproved: gossipStreams, PerSource: gossipSource}, members)}
+	t.dials, t.leave = context.WithCancel(context.Background())
 	t.wg.Go(t.enter)
 	return t, nil
 }
@@ -82,11 +87,33 @@ func (t *gated) enter() {
 	}
 }
 
+// DialAddressTimeout connects to another member. leave ends the connection, also while it is made:
+// memberlist would wait for a member that does not answer for as long as its timeout.
+func (t *gated) DialAddressTimeout(a memberlist.Address, timeout time.Duration) (net.Conn, error) {
+	c, err := (&net.Dialer{Timeout: timeout}).DialContext(t.dials, "tcp", a.Addr)
+	if err != nil {
+		return nil, err //nolint:wrapcheck // as memberlist's own transport
+	}
+	return dialed{c, context.AfterFunc(t.dials, func() { _ = c.Close() })}, nil
+}
+
+// dialed is a connection that leave ends.
+type dialed struct {
+	net.Conn
+	forget func() bool
+}
+
+func (d dialed) Close() error {
+	d.forget()
+	return d.Conn.Close() //nolint:wrapcheck // a connection's own errors
+}
+
 // StreamCh has the streams that are in the gate.
 func (t *gated) StreamCh() <-chan net.Conn { return t.streams }
 
 // Shutdown ends the transport.
 func (t *gated) Shutdown() error {
+	t.leave()
 	// Earlier bytes wait to be taken, and the inner end waits for that.
 	t.wg.Go(func() {
 		for {

@@ -4,14 +4,21 @@ import (
 	"crypto/rand"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
+	"log/slog"
 	"net"
+	"net/netip"
+	"os"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/cluster"
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 // Strangers hold streams of the gossip port by the thousand and open more: few are held, and a
@@ -28,7 +35,7 @@ func TestStrangersAtGossip(t *testing.T) {
 			len(victim.Members()) == 2
 	})
 	took := time.Since(began)
-	g := victim.gate
+	g := victim.net.gate
 	poll(t, "strangers make room for strangers", func() bool { return g.Evicted() > 1000 })
 	if n := g.Held(); n > gossipStreams {
 		t.Errorf("%d streams of strangers are held, at most %d", n, gossipStreams)
@@ -78,4 +85,48 @@ func TestLongStreamAtGossip(t *testing.T) {
 	if !errors.Is(err, errStream) || !strings.HasPrefix("four", string(got)) || len(got) != 3 {
 		t.Errorf("%q, %v", got, err)
 	}
+}
+
+// A member leaves at once, also while it connects to members that do not answer.
+func TestLeaveBesideDeadMembers(t *testing.T) {
+	g, err := Start(Options{Listen: "127.0.0.1:0", Log: slog.New(slog.DiscardHandler),
+		stream: time.Hour}, cluster.Member{Node: "n", Boot: transfer.Boot{1}}, admit.NewMembers())
+	if err != nil {
+		t.Fatal(err)
+	}
+	dead := testutil.FullListener(t).Addr().String()
+	post := g.self.serving.post
+	g.self.mu.Lock()
+	for i := range postAtOnce + 1 {
+		g.self.serving.routers[fmt.Sprint(i)] = dead
+	}
+	g.self.mu.Unlock()
+	for i := range postAtOnce + 1 {
+		post.add(fmt.Sprint(i))
+	}
+	poll(t, "messages are being sent", func() bool { return dialsTo(t, dead) > 0 })
+	left := make(chan error, 1)
+	go func() { left <- g.Leave() }()
+	select {
+	case err := <-left:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(patience):
+		t.Fatal("it waits for members that do not answer")
+	}
+}
+
+// dialsTo counts connections of this host to an address that are not accepted yet.
+func dialsTo(t *testing.T, addr string) (n int) {
+	t.Helper()
+	table, err := os.ReadFile("/proc/self/net/tcp")
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := netip.MustParseAddrPort(addr)
+	ip := at.Addr().As4()
+	const synSent = "02"
+	want := fmt.Sprintf(" %08X:%04X %s ", binary.NativeEndian.Uint32(ip[:]), at.Port(), synSent)
+	return strings.Count(string(table), want)
 }

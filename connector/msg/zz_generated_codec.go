@@ -104,6 +104,10 @@ func (m *Engine) read(r *reader) {
 			m.Api = r.str(MaxNameBytes)
 		case "role":
 			m.Role = r.str(MaxNameBytes)
+		case "events":
+			m.Events = r.str(MaxNameBytes)
+		case "replay":
+			m.Replay = r.str(MaxNameBytes)
 		default:
 			r.skip()
 		}
@@ -116,6 +120,12 @@ func (m *Engine) append(b []byte) []byte {
 		n++
 	}
 	if len(m.Role) > 0 {
+		n++
+	}
+	if len(m.Events) > 0 {
+		n++
+	}
+	if len(m.Replay) > 0 {
 		n++
 	}
 	b = appendMap(b, n)
@@ -132,6 +142,14 @@ func (m *Engine) append(b []byte) []byte {
 	if len(m.Role) > 0 {
 		b = append(b, "\xa4role"...)
 		b = appendStr(b, m.Role)
+	}
+	if len(m.Events) > 0 {
+		b = append(b, "\xa6events"...)
+		b = appendStr(b, m.Events)
+	}
+	if len(m.Replay) > 0 {
+		b = append(b, "\xa6replay"...)
+		b = appendStr(b, m.Replay)
 	}
 	return b
 }

@@ -162,6 +162,8 @@ type Engine struct {
 	ID      string
 	Api     string // URL of its API server, for routers
 	Role    string // prefill, decode or both, for routers
+	Events  string // endpoint of its KV events, for routers; its host may be "*"
+	Replay  string // the same of their replay
 }
 
 // Rank is a position and the size of its group.

@@ -4,6 +4,7 @@
 package engines
 
 import (
+	"sync/atomic"
 	"time"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -43,6 +44,8 @@ type Worker struct {
 	// Internal: the worker is the sidecar's own, for its page store, and no engine's. Its layout and
 	// its only rank are the same at all peers, whatever engines these serve.
 	Internal bool
+	// Leases counts those that are open, of all kinds.
+	Leases atomic.Int64
 }
 
 // About is what an engine has announced of itself, for routers.
@@ -50,6 +53,8 @@ type About struct {
 	Version string
 	API     string // URL of its API server; empty: unknown
 	Role    string // prefill, decode or both; empty: unknown
+	Events  string // endpoint of its KV events, whose host may be "*"; empty: none
+	Replay  string // of their replay; empty: none
 }
 
 // Session is what package connector has behind a Worker.

@@ -36,6 +36,8 @@ type Health struct {
 	Faults []Fault `json:"faults,omitempty"` // also of devices that no engine uses
 	// Failed are the ids of engines whose leases fail.
 	Failed []string `json:"failed,omitempty"`
+	// FailedURLs are those API servers of which all engines are in Failed, as far as they are known.
+	FailedURLs []string `json:"failed_urls,omitempty"`
 	// Leaving: all engines of the node are in Failed, and there is one. Node.Leaving includes it.
 	Leaving bool `json:"leaving,omitempty"`
 }

@@ -68,6 +68,8 @@ void client_put(kvs_client *c)
 	free(c->engine_id);
 	free(c->engine_api);
 	free(c->engine_role);
+	free(c->engine_events);
+	free(c->engine_replay);
 	free(c->layout);
 	free(c->packet);
 	free(c->record);
@@ -76,7 +78,7 @@ void client_put(kvs_client *c)
 
 int kvs_open(const struct kvs_config *config, kvs_client **out)
 {
-	if (!config || !out || config->size < sizeof *config)
+	if (!config || !out || config->size < offsetof(struct kvs_config, engine_events))
 		return KVS_E_ARG;
 	uint32_t sub = config->submission_bytes ? config->submission_bytes : DEFAULT_SUBMISSION_BYTES;
 	uint32_t comp = config->completion_bytes ? config->completion_bytes : DEFAULT_COMPLETION_BYTES;
@@ -121,11 +123,14 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	c->engine_id = strdup(config->engine_id ? config->engine_id : "");
 	c->engine_api = strdup(config->engine_api ? config->engine_api : "");
 	c->engine_role = strdup(config->engine_role ? config->engine_role : "");
+	bool whole = config->size >= sizeof *config; /* of this release */
+	c->engine_events = strdup(whole && config->engine_events ? config->engine_events : "");
+	c->engine_replay = strdup(whole && config->engine_replay ? config->engine_replay : "");
 	c->packet = malloc(KVS_PACKET_MAX_BYTES);
 	c->record = malloc(comp);
 	c->cq_eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	c->ctl_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-	if (!c->engine_name || !c->engine_version || !c->engine_id || !c->engine_api || !c->engine_role || !c->release || !c->packet || !c->record || c->cq_eventfd < 0 || c->ctl_fd < 0 ||
+	if (!c->engine_name || !c->engine_version || !c->engine_id || !c->engine_api || !c->engine_role || !c->engine_events || !c->engine_replay || !c->release || !c->packet || !c->record || c->cq_eventfd < 0 || c->ctl_fd < 0 ||
 	    kvs_random(c->boot, sizeof c->boot) < 0 || kvs_random(&c->rng, sizeof c->rng) < 0 || flags_make(c) < 0) {
 		int err = errno;
 		client_put(c);

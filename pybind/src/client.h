@@ -149,7 +149,7 @@ struct kvs_client {
 	uint8_t boot[16];
 	char path[sizeof ((struct sockaddr_un *)0)->sun_path];
 	bool default_path;
-	char *engine_name, *engine_version, *engine_id, *engine_api, *engine_role, *release;
+	char *engine_name, *engine_version, *engine_id, *engine_api, *engine_role, *engine_events, *engine_replay, *release;
 	uint32_t ranks[10];
 	uint32_t submission_bytes, completion_bytes;
 	int flags_fd, cq_eventfd, ctl_fd;

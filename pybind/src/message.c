@@ -74,7 +74,7 @@ void write_hello(const kvs_client *c, struct mpw *w)
 	mpw_put_str(w, "role", c->role == KVS_WORKER ? "worker" : "scheduler");
 	mpw_put_bin(w, "boot", c->boot, 16);
 	mpw_str(w, "engine");
-	mpw_map(w, 3 + (c->engine_api[0] != 0) + (c->engine_role[0] != 0));
+	mpw_map(w, 3 + (c->engine_api[0] != 0) + (c->engine_role[0] != 0) + (c->engine_events[0] != 0) + (c->engine_replay[0] != 0));
 	mpw_put_str(w, "name", c->engine_name);
 	mpw_put_str(w, "version", c->engine_version);
 	mpw_put_str(w, "id", c->engine_id);
@@ -82,6 +82,10 @@ void write_hello(const kvs_client *c, struct mpw *w)
 		mpw_put_str(w, "api", c->engine_api);
 	if (c->engine_role[0])
 		mpw_put_str(w, "role", c->engine_role);
+	if (c->engine_events[0])
+		mpw_put_str(w, "events", c->engine_events);
+	if (c->engine_replay[0])
+		mpw_put_str(w, "replay", c->engine_replay);
 	mpw_str(w, "ranks");
 	mpw_map(w, 5);
 	for (int i = 0; i < 5; i++) {

@@ -51,7 +51,15 @@ def test_session(sidecar: Make, worker: Make) -> None:
 
 def test_routers_learn_the_api_and_role_of_an_engine(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar()
-    worker(engine=dataclasses.replace(ENGINE, api="http://10.0.0.7:8000", role="prefill"))
+    worker(
+        engine=dataclasses.replace(
+            ENGINE,
+            api="http://10.0.0.7:8000",
+            role="prefill",
+            events="tcp://*:5557",
+            replay="tcp://*:5558",
+        )
+    )
     hello = s.expect("hello")
     canonical("HELLO", hello["hex"])
     assert kvspray.protocol.decode(bytes.fromhex(hello["hex"]))["engine"] == {
@@ -60,6 +68,8 @@ def test_routers_learn_the_api_and_role_of_an_engine(sidecar: Make, worker: Make
         "id": "e0",
         "api": "http://10.0.0.7:8000",
         "role": "prefill",
+        "events": "tcp://*:5557",
+        "replay": "tcp://*:5558",
     }
 
 

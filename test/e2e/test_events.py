@@ -34,14 +34,15 @@ WORDS = (
 class Router(Process):
     """kvspray proxy with the events of its engines, and what it predicted for each request."""
 
-    def start(self, engines: list[Engine], policy: str = "auto", replay: bool = True) -> Router:
+    def start(
+        self, engines: list[Engine], policy: str = "auto", replay: bool = True, join: str = ""
+    ) -> Router:
+        """join: the gossip of a sidecar, by which the router finds its engines."""
         cmd = [str(rig.BINARY), "proxy", "--mode", "prefill-first", "--policy", policy, "--listen",
             f"127.0.0.1:{self.port}", "--log-format", "json"]  # fmt: skip
         more = [{"events": e.events, **({"replay": e.replay} if replay else {})} for e in engines]
-        self.spawn(
-            cmd + [rig.routed(e.url, "decode", **m) for e, m in zip(engines, more, strict=True)],
-            cwd=rig.ROOT,
-        )
+        listed = [rig.routed(e.url, "decode", **m) for e, m in zip(engines, more, strict=True)]
+        self.spawn(cmd + (["--join", join] if join else listed), cwd=rig.ROOT)
         return self
 
     def lines(self, msg: str) -> list[dict[str, Any]]:
@@ -350,17 +351,25 @@ def test_all_that_vllm_keeps_is_replayed(zygote: None, workdir: pathlib.Path) ->
 
 def test_pages_of_the_store_count(zygote: None, workdir: pathlib.Path) -> None:
     """The engine announces what the store of its node has. Such tokens are no hit on the GPU, but
-    need no prefill."""
-    sidecar = rig.Sidecar("store", workdir, {"store": {"memory": "48MiB"}})
+    need no prefill. The router finds the engine, and where it announces this, by gossip."""
+    e, gossip = Engine("S", workdir), f"127.0.0.1:{rig.free_port()}"
+    sidecar = rig.Sidecar(
+        "store",
+        workdir,
+        {
+            "store": {"memory": "48MiB"},
+            "engine": {"api": e.url, "role": "decode"},
+            "peer": {"gossip": {"listen": gossip}},
+        },
+    )
     kv = kvspray_config(sidecar.socket, "kv_both")
     kv["kv_connector_extra_config"]["store"] = True
-    e = Engine("S", workdir)
     router = Router("store-router", workdir)
     try:
         sidecar.start()
         e.run(kv, 2048)
         rig.wait_for("engine S up", e.up, 300, 0.25)
-        router.start([e])
+        router.start([], join=gossip)
         rig.wait_for("the router and its feed", lambda: router.up() and router.synced([e]), 30)
         prompt = {"prompt": fresh(300, "store")}
         ask(router.url, "store-0", "/v1/completions", prompt)

@@ -58,6 +58,7 @@ const (
 	routers  = 3
 	clients  = 4
 	patience = 2 * time.Minute
+	idleFor  = 30 * time.Second // before the load of a soak
 )
 
 // process is a child that a test can kill.
@@ -323,6 +324,58 @@ func (f *fleet) prefills(n *node) bool {
 	})
 }
 
+// idle logs what processes cost without requests.
+func (f *fleet) idle(lasts time.Duration) {
+	f.t.Helper()
+	before, at := map[*process]time.Duration{}, time.Now()
+	var all []*process
+	for _, n := range f.nodes {
+		all = append(all, n.sidecar)
+	}
+	for _, r := range f.routers {
+		all = append(all, r.process)
+	}
+	for _, p := range all {
+		before[p] = p.onCPU()
+	}
+	<-time.After(lasts)
+	for _, p := range all {
+		used := float64(p.onCPU()-before[p]) / float64(time.Since(at)) * 100
+		f.t.Logf("%s, idle for %v: %.2f%% of a core, %s", p.name, lasts, used, p.memory())
+	}
+}
+
+// onCPU is the CPU time of a process, by the scheduler's statistics of its threads.
+func (p *process) onCPU() (sum time.Duration) {
+	p.t.Helper()
+	threads, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", p.cmd.Process.Pid))
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	for _, path := range threads {
+		var ns int64
+		if b, err := os.ReadFile(path); err == nil { // the thread may have ended
+			_, _ = fmt.Sscan(string(b), &ns)
+		}
+		sum += time.Duration(ns)
+	}
+	return sum
+}
+
+// memory is the resident memory of a process, as the kernel reports it.
+func (p *process) memory() string {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", p.cmd.Process.Pid))
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	for line := range strings.Lines(string(b)) {
+		if rest, ok := strings.CutPrefix(line, "VmRSS:"); ok {
+			return strings.TrimSpace(rest)
+		}
+	}
+	return "unknown memory"
+}
+
 // load sends requests to all routers until ctx ends.
 func (f *fleet) load(ctx context.Context) {
 	var wg sync.WaitGroup
@@ -432,6 +485,9 @@ func TestFleet(t *testing.T) {
 		r.begin()
 	}
 	f.agree("the first engines")
+	if soak > 0 {
+		f.idle(idleFor)
+	}
 	ctx, stop := context.WithCancel(t.Context())
 	var wg sync.WaitGroup
 	wg.Go(func() { f.load(ctx) })

@@ -3263,6 +3263,8 @@ type Api struct {
 	Fingerprint   []byte                 `protobuf:"bytes,5,opt,name=fingerprint,proto3" json:"fingerprint,omitempty"` // of its model; empty: unknown
 	World         uint32                 `protobuf:"varint,6,opt,name=world,proto3" json:"world,omitempty"`            // ranks of the engine
 	Ranks         []string               `protobuf:"bytes,7,rep,name=ranks,proto3" json:"ranks,omitempty"`             // of these, those of this sidecar
+	Events        string                 `protobuf:"bytes,8,opt,name=events,proto3" json:"events,omitempty"`           // endpoint of its KV events, tcp://HOST:PORT; empty: none
+	Replay        string                 `protobuf:"bytes,9,opt,name=replay,proto3" json:"replay,omitempty"`           // of their replay; empty: none
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3346,6 +3348,20 @@ func (x *Api) GetRanks() []string {
 	return nil
 }
 
+func (x *Api) GetEvents() string {
+	if x != nil {
+		return x.Events
+	}
+	return ""
+}
+
+func (x *Api) GetReplay() string {
+	if x != nil {
+		return x.Replay
+	}
+	return ""
+}
+
 // GossipMessage is what members and routers send each other by gossip.
 type GossipMessage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -3353,6 +3369,7 @@ type GossipMessage struct {
 	//
 	//	*GossipMessage_Ask
 	//	*GossipMessage_Serving
+	//	*GossipMessage_Load
 	Body          isGossipMessage_Body `protobuf_oneof:"body"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3413,6 +3430,15 @@ func (x *GossipMessage) GetServing() *Serving {
 	return nil
 }
 
+func (x *GossipMessage) GetLoad() *Load {
+	if x != nil {
+		if x, ok := x.Body.(*GossipMessage_Load); ok {
+			return x.Load
+		}
+	}
+	return nil
+}
+
 type isGossipMessage_Body interface {
 	isGossipMessage_Body()
 }
@@ -3425,9 +3451,77 @@ type GossipMessage_Serving struct {
 	Serving *Serving `protobuf:"bytes,2,opt,name=serving,proto3,oneof"`
 }
 
+type GossipMessage_Load struct {
+	Load *Load `protobuf:"bytes,3,opt,name=load,proto3,oneof"`
+}
+
 func (*GossipMessage_Ask) isGossipMessage_Body() {}
 
 func (*GossipMessage_Serving) isGossipMessage_Body() {}
+
+func (*GossipMessage_Load) isGossipMessage_Body() {}
+
+// Load is how many leases the engines of a sidecar have open, for routers. It goes by datagrams, and
+// is no reason for another revision.
+type Load struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Boot          []byte                 `protobuf:"bytes,1,opt,name=boot,proto3" json:"boot,omitempty"`             // 16 bytes, of the sidecar
+	Revision      uint64                 `protobuf:"varint,2,opt,name=revision,proto3" json:"revision,omitempty"`    // of its Serving
+	Leases        []uint32               `protobuf:"varint,3,rep,packed,name=leases,proto3" json:"leases,omitempty"` // of each of the Serving's apis
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Load) Reset() {
+	*x = Load{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[40]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Load) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Load) ProtoMessage() {}
+
+func (x *Load) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[40]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Load.ProtoReflect.Descriptor instead.
+func (*Load) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{40}
+}
+
+func (x *Load) GetBoot() []byte {
+	if x != nil {
+		return x.Boot
+	}
+	return nil
+}
+
+func (x *Load) GetRevision() uint64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
+func (x *Load) GetLeases() []uint32 {
+	if x != nil {
+		return x.Leases
+	}
+	return nil
+}
 
 var File_api_peer_v1_peer_proto protoreflect.FileDescriptor
 
@@ -3693,7 +3787,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04http\x18\x03 \x01(\tR\x04http\x12\x18\n" +
 	"\aleaving\x18\x04 \x01(\bR\aleaving\x12\x18\n" +
 	"\astarted\x18\x05 \x01(\x03R\astarted\x12(\n" +
-	"\x04apis\x18\x06 \x03(\v2\x14.kvspray.peer.v1.ApiR\x04apis\"\xab\x01\n" +
+	"\x04apis\x18\x06 \x03(\v2\x14.kvspray.peer.v1.ApiR\x04apis\"\xdb\x01\n" +
 	"\x03Api\x12\x10\n" +
 	"\x03url\x18\x01 \x01(\tR\x03url\x12\x12\n" +
 	"\x04role\x18\x02 \x01(\tR\x04role\x12\x16\n" +
@@ -3701,11 +3795,18 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\aversion\x18\x04 \x01(\tR\aversion\x12 \n" +
 	"\vfingerprint\x18\x05 \x01(\fR\vfingerprint\x12\x14\n" +
 	"\x05world\x18\x06 \x01(\rR\x05world\x12\x14\n" +
-	"\x05ranks\x18\a \x03(\tR\x05ranks\"a\n" +
+	"\x05ranks\x18\a \x03(\tR\x05ranks\x12\x16\n" +
+	"\x06events\x18\b \x01(\tR\x06events\x12\x16\n" +
+	"\x06replay\x18\t \x01(\tR\x06replay\"\x8e\x01\n" +
 	"\rGossipMessage\x12\x12\n" +
 	"\x03ask\x18\x01 \x01(\tH\x00R\x03ask\x124\n" +
-	"\aserving\x18\x02 \x01(\v2\x18.kvspray.peer.v1.ServingH\x00R\aservingB\x06\n" +
-	"\x04body2\xde\x01\n" +
+	"\aserving\x18\x02 \x01(\v2\x18.kvspray.peer.v1.ServingH\x00R\aserving\x12+\n" +
+	"\x04load\x18\x03 \x01(\v2\x15.kvspray.peer.v1.LoadH\x00R\x04loadB\x06\n" +
+	"\x04body\"N\n" +
+	"\x04Load\x12\x12\n" +
+	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x1a\n" +
+	"\brevision\x18\x02 \x01(\x04R\brevision\x12\x16\n" +
+	"\x06leases\x18\x03 \x03(\rR\x06leases2\xde\x01\n" +
 	"\x04Peer\x12C\n" +
 	"\x05Hello\x12\x1d.kvspray.peer.v1.HelloRequest\x1a\x1b.kvspray.peer.v1.HelloReply\x12L\n" +
 	"\bDescribe\x12 .kvspray.peer.v1.DescribeRequest\x1a\x1e.kvspray.peer.v1.DescribeReply\x12C\n" +
@@ -3724,7 +3825,7 @@ func file_api_peer_v1_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_api_peer_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
+var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
 var file_api_peer_v1_peer_proto_goTypes = []any{
 	(Admitted_State)(0),     // 0: kvspray.peer.v1.Admitted.State
 	(GrantReply_Code)(0),    // 1: kvspray.peer.v1.GrantReply.Code
@@ -3769,7 +3870,8 @@ var file_api_peer_v1_peer_proto_goTypes = []any{
 	(*Serving)(nil),         // 40: kvspray.peer.v1.Serving
 	(*Api)(nil),             // 41: kvspray.peer.v1.Api
 	(*GossipMessage)(nil),   // 42: kvspray.peer.v1.GossipMessage
-	nil,                     // 43: kvspray.peer.v1.Part.TokensByTransportEntry
+	(*Load)(nil),            // 43: kvspray.peer.v1.Load
+	nil,                     // 44: kvspray.peer.v1.Part.TokensByTransportEntry
 }
 var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	3,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
@@ -3801,7 +3903,7 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	11, // 26: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
 	19, // 27: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
 	18, // 28: kvspray.peer.v1.Grant.distances:type_name -> kvspray.peer.v1.RailDistance
-	43, // 29: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
+	44, // 29: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
 	11, // 30: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
 	11, // 31: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
 	1,  // 32: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
@@ -3817,17 +3919,18 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	36, // 42: kvspray.peer.v1.PageRemovals.removals:type_name -> kvspray.peer.v1.PageRemoval
 	41, // 43: kvspray.peer.v1.Serving.apis:type_name -> kvspray.peer.v1.Api
 	40, // 44: kvspray.peer.v1.GossipMessage.serving:type_name -> kvspray.peer.v1.Serving
-	5,  // 45: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
-	7,  // 46: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
-	9,  // 47: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
-	6,  // 48: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
-	8,  // 49: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
-	10, // 50: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
-	48, // [48:51] is the sub-list for method output_type
-	45, // [45:48] is the sub-list for method input_type
-	45, // [45:45] is the sub-list for extension type_name
-	45, // [45:45] is the sub-list for extension extendee
-	0,  // [0:45] is the sub-list for field type_name
+	43, // 45: kvspray.peer.v1.GossipMessage.load:type_name -> kvspray.peer.v1.Load
+	5,  // 46: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
+	7,  // 47: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
+	9,  // 48: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
+	6,  // 49: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
+	8,  // 50: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
+	10, // 51: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
+	49, // [49:52] is the sub-list for method output_type
+	46, // [46:49] is the sub-list for method input_type
+	46, // [46:46] is the sub-list for extension type_name
+	46, // [46:46] is the sub-list for extension extendee
+	0,  // [0:46] is the sub-list for field type_name
 }
 
 func init() { file_api_peer_v1_peer_proto_init() }
@@ -3862,6 +3965,7 @@ func file_api_peer_v1_peer_proto_init() {
 	file_api_peer_v1_peer_proto_msgTypes[39].OneofWrappers = []any{
 		(*GossipMessage_Ask)(nil),
 		(*GossipMessage_Serving)(nil),
+		(*GossipMessage_Load)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -3869,7 +3973,7 @@ func file_api_peer_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_peer_v1_peer_proto_rawDesc), len(file_api_peer_v1_peer_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   41,
+			NumMessages:   42,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -112,7 +112,7 @@ func (g *GPU) Event(now time.Time, e Event) (strikes bool) {
 			Text: "an uncorrected memory error"})
 	}
 	x, listed := xids[e.Xid]
-	if !listed || x.level == Fit {
+	if !listed {
 		return false
 	}
 	return g.strike(now, Fault{Kind: Xid, Level: x.level, Remedy: x.remedy, Text: xidText(e.Xid)})

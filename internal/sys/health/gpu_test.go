@@ -33,6 +33,47 @@ func (s *script) want(what string, level Level, kind Kind, blocked bool) {
 	}
 }
 
+// TestCatalog compares the lists of this package with the immediate actions of NVIDIA's catalog for
+// GPUs since Ampere, as of November 2026, for the codes that apply to one of them.
+func TestCatalog(t *testing.T) {
+	actions := map[string][][2]uint64{
+		"IGNORE": {{14, 14}, {37, 38}, {43, 44}, {63, 63}, {66, 67}, {92, 93}, {106, 108}, {121, 121},
+			{137, 137}, {141, 141}, {152, 153}, {157, 157}, {160, 161}},
+		"RESTART_APP": {{8, 8}, {11, 11}, {13, 13}, {25, 25}, {31, 32}, {39, 41}, {60, 60}, {68, 72},
+			{75, 77}, {80, 80}, {82, 86}, {88, 89}, {94, 94}, {96, 105}, {126, 135}, {139, 139}},
+		"RESET_GPU": {{46, 46}, {62, 62}, {64, 64}, {95, 95}, {109, 110}, {119, 120}, {136, 136},
+			{140, 140}, {143, 143}, {155, 156}, {158, 158}},
+		"RESTART_BM": {{79, 79}},
+		"RESTART_VM": {{151, 151}},
+	}
+	special := map[uint64]string{ // a workflow or another kind of action, as xid.go treats it
+		45: "application", 154: "application", 48: "reset", 54: "engine"}
+	of := map[uint64]string{}
+	for action, ranges := range actions {
+		for _, r := range ranges {
+			for code := r[0]; code <= r[1]; code++ {
+				of[code] = action
+			}
+		}
+	}
+	for code := range uint64(200) {
+		want := map[string]string{"": "unlisted", "IGNORE": "application", "RESTART_APP": "application",
+			"RESET_GPU": "reset", "RESTART_BM": "host", "RESTART_VM": "host"}[of[code]]
+		if code == 94 { // its memory is wrong until the engine restarts
+			want = "engine"
+		}
+		if s := special[code]; s != "" {
+			want = s
+		}
+		var g GPU
+		g.Event(time.Unix(1e9, 0), Event{Xid: code})
+		restricts := want != "application" && want != "unlisted"
+		if got := Class(code); got != want || (g.Fault().Level > Fit) != restricts {
+			t.Errorf("Xid %d: class %s, fault %+v; want %s", code, got, g.Fault(), want)
+		}
+	}
+}
+
 // TestXids: errors of an application change nothing, and others restrict the GPU as NVIDIA's
 // catalog demands.
 func TestXids(t *testing.T) {

@@ -1,6 +1,9 @@
 package health
 
-import "fmt"
+import (
+	"fmt"
+	"slices"
+)
 
 // Level is how far a fault of a device restricts its use.
 type Level uint8
@@ -38,29 +41,14 @@ type xid struct {
 	remedy Remedy
 }
 
-// xids are the Xid errors of data center GPUs since Ampere that have a meaning here. Their remedies
-// are the immediate actions of NVIDIA's catalog,
+// xids are the Xid errors of data center GPUs since Ampere that restrict a GPU. Their remedies are
+// the immediate actions of NVIDIA's catalog,
 // https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html: RESTART_APP, RESET_GPU,
-// RESTART_BM and RESTART_VM. Errors of level Fit have the action IGNORE, or their cause is in the
-// application (CHECK_APP), whose process ends by itself. Errors that are not listed, among them
-// those with a workflow instead of an action (74, 144 to 150), have no effect: only the recovery
-// action that the driver reports has.
+// RESTART_BM and RESTART_VM. 48 and 54 have a workflow there; it ends with a reset, or with a look
+// at the connector. Errors of neither list, among them those with a workflow instead of an action
+// (74, 144 to 150) or without any (162 to 172), have no effect: only the recovery action that the
+// driver reports has.
 var xids = map[uint64]xid{
-	8:   {"GPU stopped processing", Fit, NoRemedy},
-	11:  {"invalid push buffer", Fit, NoRemedy},
-	13:  {"exception of a kernel", Fit, NoRemedy},
-	25:  {"invalid push buffer", Fit, NoRemedy},
-	31:  {"memory fault of a kernel", Fit, NoRemedy},
-	32:  {"invalid push buffer", Fit, NoRemedy},
-	43:  {"reset of a channel", Fit, NoRemedy},
-	44:  {"fault during a context switch", Fit, NoRemedy},
-	45:  {"preemptive clean-up", Fit, NoRemedy},
-	63:  {"row of memory will be remapped", Fit, NoRemedy},
-	68:  {"video processor exception", Fit, NoRemedy},
-	69:  {"graphics engine class error", Fit, NoRemedy},
-	92:  {"many corrected memory errors", Fit, NoRemedy},
-	154: {"the driver's recovery action changed", Fit, NoRemedy},
-
 	54: {"auxiliary power is not connected", Degraded, NoRemedy},
 
 	94: {"contained memory error", Failed, RestartEngine},
@@ -85,14 +73,21 @@ var xids = map[uint64]xid{
 	151: {"key rotation error", Failed, RestartHost},
 }
 
+// harmless are the codes, each range with its last, whose immediate action there is IGNORE, or
+// RESTART_APP for an error of one channel, whose process ends by itself. 45 and 154 accompany other
+// errors.
+var harmless = [][2]uint64{{8, 8}, {11, 11}, {13, 14}, {25, 25}, {31, 32}, {37, 41}, {43, 45},
+	{60, 60}, {63, 63}, {66, 72}, {75, 77}, {80, 80}, {82, 86}, {88, 89}, {92, 93}, {96, 108},
+	{121, 121}, {126, 135}, {137, 137}, {139, 139}, {141, 141}, {152, 154}, {157, 157}, {160, 161}}
+
 // Class is the kind of an Xid error for metrics.
 func Class(code uint64) string {
 	x, ok := xids[code]
 	switch {
+	case slices.ContainsFunc(harmless, func(r [2]uint64) bool { return r[0] <= code && code <= r[1] }):
+		return "application"
 	case !ok:
 		return "unlisted"
-	case x.level == Fit:
-		return "application"
 	case x.remedy == RestartHost:
 		return "host"
 	case x.remedy == ResetGPU:

@@ -83,6 +83,7 @@ func (f *fleet) Found() (list []proxy.Found) {
 		}
 		for _, a := range s.APIs {
 			x.URL, x.Role, x.Model = a.URL, a.Role, a.Fingerprint
+			x.Events, x.Replay, x.Leases = a.Events, a.Replay, a.Leases
 			list = append(list, x)
 		}
 	}

@@ -146,6 +146,9 @@ struct kvs_config {
 	const char *release;  /* of the package that contains this library, for errors and logs; NULL: unknown */
 	const char *engine_api;  /* URL of the engine's API server, for routers; NULL: unknown */
 	const char *engine_role; /* prefill, decode or both, for routers; NULL: unknown */
+	/* Callers whose size ends here have none of the following. */
+	const char *engine_events; /* endpoint of its KV events, for routers, such as tcp://x:5557, where x may be an asterisk; NULL: none */
+	const char *engine_replay; /* of their replay; NULL: none */
 };
 
 typedef struct kvs_client kvs_client;

@@ -71,6 +71,8 @@ class CConfig(ctypes.Structure):
         ("release", c_char_p),
         ("engine_api", c_char_p),
         ("engine_role", c_char_p),
+        ("engine_events", c_char_p),
+        ("engine_replay", c_char_p),
     ]
 
 

@@ -110,7 +110,7 @@ RECORDS: dict[int, str] = {
 # The keys of every body in their order. A map within has the body's name and its key.
 ORDER: dict[str, tuple[str, ...]] = {
     "HELLO": ("id", "min", "max", "role", "boot", "engine", "ranks", "pid", "features", "release"),
-    "HELLO.engine": ("name", "version", "id", "api", "role"),
+    "HELLO.engine": ("name", "version", "id", "api", "role", "events", "replay"),
     "HELLO.ranks": ("dp", "pp", "tp", "pcp", "dcp"),
     "WELCOME": (
         "id",

@@ -43,13 +43,16 @@ _LEVELS = {
 @dataclass(frozen=True)
 class EngineInfo:
     """The engine: ``name`` "vllm", its version, and an id that is unique on the host. For routers,
-    the URL of its API server, and its role: prefill, decode or both."""
+    the URL of its API server, its role (prefill, decode or both), and the endpoints of its KV
+    events and of their replay, whose host may be "*"."""
 
     name: str
     version: str = ""
     id: str = ""
     api: str = ""
     role: str = ""
+    events: str = ""
+    replay: str = ""
 
 
 @dataclass(frozen=True)
@@ -363,6 +366,8 @@ def _config(
         engine_id=engine.id.encode(),
         engine_api=engine.api.encode(),
         engine_role=engine.role.encode(),
+        engine_events=engine.events.encode(),
+        engine_replay=engine.replay.encode(),
         release=str(sys.modules[__package__].__version__).encode(),  # an import would be a cycle
         ranks=(ctypes.c_uint32 * 10)(*ranks.flat()),
     )

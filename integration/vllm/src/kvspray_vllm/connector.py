@@ -187,6 +187,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 secret,
                 self._settings.api or os.environ.get("KVSPRAY_API", ""),
                 str(self._kv_transfer_config.kv_role),
+                events.endpoints(vllm_config),
             )
             alone = vllm_config.parallel_config.data_parallel_size == 1
             block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if resumes else 0

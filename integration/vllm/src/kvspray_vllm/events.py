@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from vllm.distributed import kv_events
 from vllm.v1.core import kv_cache_utils
@@ -33,6 +33,25 @@ def wanted(config: VllmConfig) -> bool:
     """Whether this engine publishes KV events."""
     events = config.kv_events_config
     return events is not None and events.enable_kv_cache_events
+
+
+def endpoints(config: VllmConfig) -> tuple[str, str]:
+    """Where vLLM publishes this engine's KV events, and their replay, with "*" for its own host.
+    Empty: it does not, or routers cannot connect there."""
+    events = config.kv_events_config
+    if events is None or not wanted(config) or events.publisher != "zmq":
+        return "", ""
+    rank = config.parallel_config.data_parallel_index
+    offset = kv_events.ZmqEventPublisher.offset_endpoint_port
+    at, replay = offset(events.endpoint, rank), offset(events.replay_endpoint, rank)
+    # vLLM connects to an endpoint that names a host, and lets the system choose port 0.
+    if not _is_bound(at) or "*" not in at.replace("[::]", "*"):
+        return "", ""
+    return at.replace("[::]", "*"), replay.replace("[::]", "*") if _is_bound(replay) else ""
+
+
+def _is_bound(endpoint: str | None) -> TypeGuard[str]:
+    return endpoint is not None and endpoint.startswith("tcp://") and not endpoint.endswith(":0")
 
 
 class StoreEvents:

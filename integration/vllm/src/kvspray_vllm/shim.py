@@ -271,10 +271,17 @@ class Worker:
         secret: bytes = b"",
         api: str = "",
         kv_role: str = "",
+        kv_events: tuple[str, str] = ("", ""),
     ) -> None:
         # Of the store's namespaces: processes of an engine send each other namespaces without it.
         self._secret = secret
-        engine = replace(_engine(engine_id), api=api, role=ROLES.get(kv_role, ""))
+        engine = replace(
+            _engine(engine_id),
+            api=api,
+            role=ROLES.get(kv_role, ""),
+            events=kv_events[0],
+            replay=kv_events[1],
+        )
         self._c = kvspray.WorkerClient(socket, engine=engine, layers=layers, log=log, ranks=ranks)
         self.signal_layer = self._c.signal_layer
         self.signal_step = self._c.signal_step
