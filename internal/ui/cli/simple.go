@@ -106,13 +106,12 @@ Exits with 1 if a test fails.`,
   kvspray doctor --rdma --report rdma.json
   kvspray doctor --rdma --serve 10.0.0.6     # there
   kvspray doctor --rdma 10.0.0.6              # here`,
-		Args: func(cmd *cobra.Command, args []string) error {
-			if rdma {
-				return cobra.MaximumNArgs(1)(cmd, args)
-			}
-			return cobra.NoArgs(cmd, args)
-		},
+		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 && !rdma {
+				return usage.Errorf("doctor got %q, and an argument is the peer of --rdma; type: kvspray "+
+					"doctor [flags], or kvspray doctor --rdma %s", args[0], args[0])
+			}
 			c, err := flags.load()
 			if err != nil {
 				return err
