@@ -17,8 +17,8 @@ func NewCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "rdma [PEER]",
 		Short: "RDMA on real NICs beside ib_write_bw, with revocation under traffic",
-		Long: `Tests RDMA on each rail as 'kvspray doctor --rdma' does, longer: in loopback, or to a PEER on
-which 'kvspray-bench rdma --serve HOST' runs. Each rate is beside one of ib_write_bw (package
+		Long: `Tests RDMA on each rail as 'kvspray doctor --rdma' does, longer: in loopback, or to a PEER
+on which 'kvspray-bench rdma --serve HOST' runs. Each rate is beside one of ib_write_bw (package
 perftest), if both hosts have it. A write that comes after a revocation has ended is a fault of the
 NIC, which the report names.`,
 		Example: `  kvspray-bench rdma --report rdma.json

@@ -27,9 +27,11 @@ func TestUnlikeDevices(t *testing.T) {
 		limits verbs.Limits
 		inline int
 	}{
-		"message":         {with(func(l *verbs.Limits) { l.MaxMessage = 1 << 10 }), 64},
-		"work requests":   {with(func(l *verbs.Limits) { l.MaxWork = 2 * maxInFlight }), 64},
-		"completions":     {with(func(l *verbs.Limits) { l.MaxCompletions = 2*maxInFlight + receives }), 64},
+		"message":       {with(func(l *verbs.Limits) { l.MaxMessage = 1 << 10 }), 64},
+		"work requests": {with(func(l *verbs.Limits) { l.MaxWork = 2 * maxInFlight }), 64},
+		"completions": {with(func(l *verbs.Limits) {
+			l.MaxCompletions = 2*maxInFlight + receives
+		}), 64},
 		"registration":    {with(func(l *verbs.Limits) { l.MaxRegistration = 1 << 15 }), 64},
 		"inline":          {whole, 0},
 		"all at the same": {small, 0},
