@@ -121,6 +121,7 @@ type local struct {
 	next    int
 	card    device.Card // opened by the first buffer of GPU memory
 	packer  device.Packer
+	tries   int // to register memory of the card
 	base    *baseline
 	events  []string
 }
@@ -303,6 +304,9 @@ func (l *local) register(q *request, a *answer) (err error) {
 	}
 	b := &buffer{size: q.Bytes}
 	if q.GPU {
+		if l.tries++; l.tries > maxBuffers { // each has taken pinned memory until the card is closed
+			return errRequest
+		}
 		err = l.registerGPU(b, a)
 	} else {
 		b.bytes, err = unix.Mmap(-1, 0, int(q.Bytes), unix.PROT_READ|unix.PROT_WRITE,
@@ -399,7 +403,13 @@ func (l *local) shut() (err error) {
 		err = errors.Join(err, b.close())
 		delete(l.buffers, id)
 	}
-	l.events = nil
+	if l.packer != nil { // the next rail may have another GPU beside it
+		err = errors.Join(err, l.packer.Close())
+	}
+	if l.card != nil {
+		err = errors.Join(err, l.card.Close())
+	}
+	l.packer, l.card, l.events, l.tries = nil, nil, nil, 0
 	if l.cq != nil {
 		err = errors.Join(err, l.cq.Close())
 		l.cq = nil
@@ -418,12 +428,5 @@ func (l *local) shut() (err error) {
 func (l *local) close() error {
 	l.finish()
 	l.base.end()
-	err := l.shut()
-	if l.packer != nil {
-		err = errors.Join(err, l.packer.Close())
-	}
-	if l.card != nil {
-		err = errors.Join(err, l.card.Close())
-	}
-	return err
+	return l.shut()
 }

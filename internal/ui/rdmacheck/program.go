@@ -59,8 +59,11 @@ func (p *Program) Run(ctx context.Context) error {
 		if err != nil {
 			return fmt.Errorf("--report: %w; name a file that does not exist yet", err)
 		}
-		defer func() { _ = f.Close() }()
-		return p.test(ctx, env, f)
+		err = p.test(ctx, env, f)
+		if err != nil && !errors.Is(err, ErrFailed) {
+			return errors.Join(err, f.Close(), os.Remove(p.Report))
+		}
+		return errors.Join(err, f.Close())
 	}
 	return p.test(ctx, env, nil)
 }

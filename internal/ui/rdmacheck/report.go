@@ -114,8 +114,8 @@ type Report struct {
 
 // Run tests the rails of this host in loopback, or each with the rail in the same place of the
 // peer's list.
-func Run(ctx context.Context, env Env, opt Options) (*Report, error) {
-	r := &Report{Version: env.Version, Host: env.Host}
+func Run(ctx context.Context, env Env, opt Options) (r *Report, err error) {
+	r = &Report{Version: env.Version, Host: env.Host}
 	rails, err := pick(env.Rails, opt.Rails)
 	if err != nil {
 		return nil, err
