@@ -310,10 +310,11 @@ rdma-guest: $(RDMA)/initrd.cpio
 	test/rdma/abi.sh $(RDMA)
 
 .PHONY: test-rdma
-test-rdma: rdma-guest #: Real verbs over soft-RoCE in a QEMU guest: contract suite, attacks, 512 MiB over 4 rails with faults
+test-rdma: rdma-guest #: Real verbs over soft-RoCE in a QEMU guest: contract suite, attacks, 512 MiB over 4 rails with faults, doctor --rdma
 	go test -count=1 -race -timeout 30m -exec $(ROOT)/test/rdma/exec.sh ./internal/sys/verbs
 	RAILS=2 GUEST_MEM=2560 go test -count=1 -race -v -timeout 30m -run Device -exec $(ROOT)/test/rdma/exec.sh ./transport/gdr
 	GUEST_MEM=2560 go test -count=1 -v -timeout 30m -run TestRDMAFaults -exec $(ROOT)/test/rdma/exec.sh ./sidecar
+	RAILS=3 go test -count=1 -v -timeout 30m -run TestDevice -exec $(ROOT)/test/rdma/exec.sh ./internal/ui/rdmacheck
 
 .PHONY: test-rdma-quick
 test-rdma-quick: #: A part of test-rdma, about a minute: contract suite, a late write and each fault on real queue pairs; if it cannot run, it prints the reason
@@ -323,6 +324,8 @@ test-rdma-quick: #: A part of test-rdma, about a minute: contract suite, a late 
 test-rdma-two: rdma-guest #: The tests of test-rdma between two guests, as between two hosts
 	go test -race -c -o $(RDMA)/gdr.race.test ./transport/gdr
 	RAILS=1 GUEST_MEM=2048 test/rdma/two.sh $(RDMA)/gdr.race.test -test.v -test.timeout 30m -test.run TestDeviceConformanceTwo
+	go test -c -o $(RDMA)/rdmacheck.test ./internal/ui/rdmacheck
+	RAILS=1 test/rdma/two.sh $(RDMA)/rdmacheck.test -test.v -test.timeout 30m -test.run TestTwoHosts
 	go test -c -o $(RDMA)/sidecar.test ./sidecar
 	RAILS=4 test/rdma/two.sh $(RDMA)/sidecar.test -test.v -test.timeout 30m -test.run TestRDMATwoHosts
 	KVSPRAY_RDMA_LAYERS=8 RAILS=4 test/rdma/two.sh $(RDMA)/sidecar.test -test.v -test.timeout 30m -test.run TestRDMAKilled

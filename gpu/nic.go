@@ -2,7 +2,6 @@ package gpu
 
 import (
 	"fmt"
-	"os"
 
 	"github.com/kvspray/kvspray/gpu/device"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
@@ -15,12 +14,10 @@ func (u *GPU) ExportDMABuf(addr, n uint64) (fd int, off uint64, err error) {
 	if !ok {
 		return -1, 0, fmt.Errorf("gpu: GPU %d exports no dma-buf: %w", u.index, cuda.ErrNotSupported)
 	}
-	page := uint64(os.Getpagesize())
-	first, end := addr&^(page-1), (addr+n+page-1)&^(page-1)
-	if fd, err = x.ExportDMABuf(cuda.Ptr(first), end-first); err != nil {
+	if fd, off, err = device.ExportPages(x, cuda.Ptr(addr), n); err != nil {
 		return -1, 0, fmt.Errorf("gpu: dma-buf of GPU %d: %w", u.index, err)
 	}
-	return fd, addr - first, nil
+	return fd, off, nil
 }
 
 // NICWrites returns how bytes of a NIC become visible to kernels: without action (nil), or by flush
@@ -30,21 +27,8 @@ func (u *GPU) NICWrites() (flush func() error, err error) {
 	if !ok {
 		return nil, fmt.Errorf("gpu: GPU %d: %w", u.index, cuda.ErrNotSupported)
 	}
-	order, err := x.Attribute(cuda.GPUDirectRDMAWriteOrdering)
-	if err != nil {
+	if flush, err = device.NICWrites(x); err != nil {
 		return nil, fmt.Errorf("gpu: GPU %d: %w", u.index, err)
 	}
-	if order >= cuda.WritesOrderedForOwner {
-		return nil, nil
-	}
-	options, err := x.Attribute(cuda.GPUDirectRDMAFlushOptions)
-	if err != nil {
-		return nil, fmt.Errorf("gpu: GPU %d: %w", u.index, err)
-	}
-	if options&cuda.FlushByHost == 0 {
-		return nil, fmt.Errorf("gpu: GPU %d does not order writes of NICs (%d), and the host cannot "+
-			"flush them (options %d): %w", u.index, order, options,
-			cuda.ErrNotSupported)
-	}
-	return x.FlushRDMAWrites, nil
+	return flush, nil
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/kvspray/kvspray/lab/peers"
 	"github.com/kvspray/kvspray/lab/placebench"
 	"github.com/kvspray/kvspray/lab/railsbench"
+	"github.com/kvspray/kvspray/lab/rdmabench"
 	"github.com/kvspray/kvspray/lab/routebench"
 	"github.com/kvspray/kvspray/lab/simbench"
 )
@@ -34,10 +35,12 @@ The same in simulated time, up to 4096 nodes:      kvspray-bench sim
 GPU memory:                                        kvspray-bench gpu
 Routing policies on simulated clusters:            kvspray-bench place
 Routers in front of engines that compute nothing:  kvspray-bench route
+RDMA on real NICs:                                 kvspray-bench rdma
 Other transfer engines over the same rails (root): kvspray-bench peers`,
 	}
 	root.AddCommand(copybench.NewCopyCommand(), gpubench.NewCommand(), peers.NewCommand(),
-		placebench.NewCommand(), railsbench.NewCommand(), routebench.NewCommand(), simbench.NewCommand())
+		placebench.NewCommand(), railsbench.NewCommand(), rdmabench.NewCommand(),
+		routebench.NewCommand(), simbench.NewCommand())
 	command.Finish(root)
 	return root
 }

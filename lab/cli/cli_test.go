@@ -14,7 +14,7 @@ func TestUsageErrors(t *testing.T) {
 		"gpu hops": {`"hops"`, "staged, within, nvlink, multipath"},
 		"cpoy":     {`unknown command "cpoy" for "kvspray-bench"`, "Did you mean copy?"},
 		"help bogus": {`unknown command "bogus"`,
-			"There are completion, copy, gpu, peers, place, rails, route, sim, version"},
+			"There are completion, copy, gpu, peers, place, rails, rdma, route, sim, version"},
 		"copy --rounds many":    {`--rounds "many"`, "a whole number"},
 		"sim --seed -1":         {`--seed "-1"`, "not negative"},
 		"rails 2gbit":           {"rails takes no arguments", "type: kvspray-bench rails"},

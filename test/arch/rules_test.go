@@ -21,7 +21,7 @@ var edges = []edge{
 	{"cmd/kvspray lab/cmd", "internal proxy sidecar lab", "internal/ui/cli lab/cli lab/cmd",
 		"a thin main: tests reach everything that is in a package"},
 	{"internal/ui", "proxy sidecar", "internal/ui/cli", "commands ask a running one over HTTP"},
-	{"internal/ui", "gpu transport control", "control/exec control/spray control/peer",
+	{"internal/ui", "gpu transport control", "control/exec control/spray control/peer gpu/device",
 		"commands try what a host offers without the parts of a sidecar"},
 	{"internal/nodeapi", "api cluster connector control gpu layout parseblock store transport",
 		"internal/nodeapi/debug", "answers of a sidecar are plain values for all readers"},

@@ -25,7 +25,7 @@ cp -L "$root"/usr/bin/{ibv_devinfo,ib_write_bw,ib_write_lat} "$root/usr/sbin/xta
 ln -s xtables-legacy-multi "$out/usr/bin/iptables"
 cp "$root/etc/libibverbs.d/rxe.driver" "$out/etc/libibverbs.d/"
 cp "$root/usr/lib/$arch"/libibverbs/librxe-*.so "$out/usr/lib/$arch/libibverbs/"
-cp "$root/usr/lib/$arch"/xtables/libxt_{standard,udp,tcp,statistic}.so "$out/usr/lib/$arch/xtables/"
+cp "$root/usr/lib/$arch"/xtables/libxt_{standard,udp,tcp,statistic,length}.so "$out/usr/lib/$arch/xtables/"
 
 # Libraries of all these, and of cgo binaries that are carried in.
 cp -L "$root/usr/lib/$arch/libibverbs.so.1" "$out/usr/lib/$arch/"
@@ -45,7 +45,7 @@ cp -L "$root/usr/lib/$arch/libibverbs.so.1" "$out/usr/lib/$arch/"
 done
 
 # Modules with what they depend on.
-wanted="virtio_pci 9pnet_virtio 9p virtio_net veth rdma_rxe ib_uverbs sch_netem sch_plug sch_prio iptable_filter xt_tcpudp xt_statistic crc32_generic crc32-pclmul"
+wanted="virtio_pci 9pnet_virtio 9p virtio_net veth rdma_rxe ib_uverbs sch_netem sch_plug sch_prio iptable_filter xt_tcpudp xt_statistic xt_length crc32_generic crc32-pclmul"
 for m in $wanted; do
   grep -E "/$m\.ko:" "$modules/modules.dep" || grep -qE "/$m\.ko" "$modules/modules.builtin" || { echo "no module $m" >&2; exit 1; }
 done | tr -d : | tr ' ' '\n' | sort -u | while read -r file; do

@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"math/bits"
 	"net"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/kvspray/kvspray/internal/sys/verbs"
@@ -42,31 +40,6 @@ func Timers(deadPath time.Duration) (lowest, highest time.Duration) {
 	return lowest, 2 * lowest
 }
 
-// ParseRail parses device[/port][@gid index].
-func ParseRail(s string) (device string, port, gid int, err error) {
-	bad := func() (string, int, int, error) {
-		return "", 0, 0, fmt.Errorf("gdr: rail %q: write device, device/port or device/port@gid-index, "+
-			"for instance mlx5_0 or mlx5_1/2@3", s)
-	}
-	port, gid = 1, verbs.AutoGID
-	s0, index, pinned := strings.Cut(s, "@")
-	device, num, numbered := strings.Cut(s0, "/")
-	if device == "" {
-		return bad()
-	}
-	if numbered {
-		if port, err = strconv.Atoi(num); err != nil || port < 1 || port > 255 {
-			return bad()
-		}
-	}
-	if pinned {
-		if gid, err = strconv.Atoi(index); err != nil || gid < 0 || gid > 255 {
-			return bad()
-		}
-	}
-	return device, port, gid, nil
-}
-
 // Find returns the rails of this host, and the reasons why other ports are not rails. It opens no
 // device.
 func Find(o Options) ([]Rail, error) {
@@ -90,7 +63,7 @@ func Find(o Options) ([]Rail, error) {
 		}
 	}
 	for _, s := range o.Rails {
-		device, num, gid, err := ParseRail(s)
+		device, num, gid, err := verbs.ParseRail(s)
 		if err != nil {
 			return nil, err
 		}
@@ -122,10 +95,7 @@ func Find(o Options) ([]Rail, error) {
 		}
 		cfg := verbs.Config{Device: x.p.Device, Port: x.p.Num, GIDIndex: x.gid,
 			TrafficClass: uint8(o.TrafficClass), ServiceLevel: uint8(o.ServiceLevel),
-			Timer: timer(o.DeadAfter), Retries: retries}
-		if o.MTU > 0 {
-			cfg.MTU = verbs.MTU(bits.Len(uint(o.MTU)) - 8)
-		}
+			Timer: timer(o.DeadAfter), Retries: retries, MTU: verbs.MTUOf(o.MTU)}
 		rails = append(rails, Rail{Name: x.p.Name(), Open: func() (verbs.Device,
 			error) {
 			return verbs.Open(cfg)

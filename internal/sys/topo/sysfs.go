@@ -120,6 +120,13 @@ func (r *reader) nodes() (out []int) {
 
 var pciAddress = regexp.MustCompile(`^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$`)
 
+// SeatOf returns the place of a device that a link in /sys below root leads to.
+func SeatOf(root string, link ...string) Seat {
+	r := &reader{root: root}
+	s, _ := r.seat(r.nodes(), link...)
+	return s
+}
+
 // seat follows a device link to the device's place. A virtio device has the place of the PCI device
 // below it.
 func (r *reader) seat(nodes []int, p ...string) (Seat, bool) {

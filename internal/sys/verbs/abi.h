@@ -97,7 +97,11 @@ struct kvi_device_attr {
 	int max_cqe;
 	int max_mr;
 	int max_pd;
-	int rest[20];
+	int max_qp_rd_atom;
+	int max_ee_rd_atom;
+	int max_res_rd_atom;
+	int max_qp_init_rd_atom;
+	int rest[16];
 	uint16_t max_pkeys;
 	uint8_t local_ca_ack_delay;
 	uint8_t phys_port_cnt;
@@ -257,6 +261,7 @@ enum {
 	KVI_LINK_ETHERNET = 2,
 	KVI_ACCESS_LOCAL_WRITE = 1,
 	KVI_ACCESS_REMOTE_WRITE = 2,
+	KVI_ACCESS_ON_DEMAND = 1 << 6,
 	KVI_QPT_RC = 2,
 	KVI_QPS_RESET = 0,
 	KVI_QPS_INIT = 1,

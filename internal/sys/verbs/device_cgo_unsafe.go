@@ -52,6 +52,7 @@ type device struct {
 	gid    GID
 	lid    uint16
 	mtu    MTU
+	reads  uint8 // that a queue pair reserves: none is posted, and some devices have none
 	limits Limits
 	events chan Event
 	file   *os.File // of asynchronous events
@@ -117,7 +118,7 @@ func Open(cfg Config) (Device, error) {
 	d.limits = Limits{MaxRegistration: uint64(l.max_mr_size), MaxRegistrations: int(l.max_mr),
 		MaxQueuePairs: int(l.max_qp), MaxMessage: uint32(l.max_msg),
 		MaxWork: int(l.max_qp_wr), MaxCompletions: int(l.max_cqe)}
-	d.mtu = MTU(l.active_mtu)
+	d.mtu, d.reads = MTU(l.active_mtu), uint8(max(min(l.max_reads, 1), 0))
 	if cfg.MTU != 0 {
 		d.mtu = min(d.mtu, cfg.MTU)
 	}
@@ -359,6 +360,17 @@ func (p *domain) RegisterPeer(addr, n uint64, remote bool) (Memory, error) {
 	}
 	p.d.memories.Add(1)
 	return m, nil
+}
+
+// OnDemand registers a page, and undoes that.
+func (p *domain) OnDemand() bool {
+	b, err := unix.Mmap(-1, 0, page, unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		return false
+	}
+	defer func() { _ = unix.Munmap(b) }()
+	return C.kvv_on_demand(p.c, unsafe.Pointer(&b[0]), page) == 0
 }
 
 // refused explains a registration that failed.

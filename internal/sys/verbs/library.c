@@ -140,7 +140,8 @@ int kvv_device_limits(struct kvv_device *d, uint8_t port, struct kvv_limits *out
 	if (err)
 		return err < 0 ? failed() : err;
 	*out = (struct kvv_limits){.max_mr_size = a.max_mr_size, .max_msg = p.max_msg_sz, .max_qp_wr = a.max_qp_wr, .max_cqe = a.max_cqe,
-		.max_qp = a.max_qp, .max_mr = a.max_mr, .port_state = p.state, .active_mtu = p.active_mtu, .lid = p.lid,
+		.max_qp = a.max_qp, .max_mr = a.max_mr,
+		.max_reads = a.max_qp_rd_atom < a.max_qp_init_rd_atom ? a.max_qp_rd_atom : a.max_qp_init_rd_atom, .port_state = p.state, .active_mtu = p.active_mtu, .lid = p.lid,
 		.link_layer = p.link_layer};
 	return 0;
 }
@@ -251,6 +252,13 @@ int kvv_deregister(void *mr)
 	return lib.dereg_mr(mr);
 }
 
+int kvv_on_demand(struct kvv_domain *p, void *addr, size_t len)
+{
+	errno = 0;
+	struct kvi_mr *m = lib.reg_mr(p->pd, addr, len, KVI_ACCESS_LOCAL_WRITE | KVI_ACCESS_ON_DEMAND);
+	return m ? lib.dereg_mr(m) : failed();
+}
+
 struct kvv_cq {
 	struct kvi_comp_channel *channel;
 	struct kvi_cq *cq;
@@ -357,6 +365,11 @@ int kvv_qp_create(struct kvv_domain *p, struct kvv_cq *cq, int sends, int receiv
 			.max_inline_data = 64}};
 	errno = 0;
 	q->qp = lib.create_qp(p->pd, &a);
+	if (!q->qp && errno == EINVAL) { /* a device may have no inline data */
+		a.cap.max_inline_data = 0;
+		errno = 0;
+		q->qp = lib.create_qp(p->pd, &a);
+	}
 	if (!q->qp) {
 		int err = failed();
 		free(q);
@@ -391,7 +404,7 @@ int kvv_qp_init(struct kvv_qp *q, uint8_t port)
 
 int kvv_qp_rtr(struct kvv_qp *q, const struct kvv_path *p)
 {
-	struct kvi_qp_attr a = {.qp_state = KVI_QPS_RTR, .path_mtu = p->mtu, .dest_qp_num = p->qp, .rq_psn = p->psn, .max_dest_rd_atomic = 1,
+	struct kvi_qp_attr a = {.qp_state = KVI_QPS_RTR, .path_mtu = p->mtu, .dest_qp_num = p->qp, .rq_psn = p->psn, .max_dest_rd_atomic = p->reads,
 		.min_rnr_timer = 12,
 		.ah_attr = {.dlid = p->lid, .sl = p->service_level, .is_global = p->is_global, .port_num = p->port,
 			    .grh = {.sgid_index = p->gid_index, .hop_limit = p->hop_limit, .traffic_class = p->traffic_class}}};
@@ -400,10 +413,10 @@ int kvv_qp_rtr(struct kvv_qp *q, const struct kvv_path *p)
 		      KVI_QP_AV | KVI_QP_PATH_MTU | KVI_QP_DEST_QPN | KVI_QP_RQ_PSN | KVI_QP_MAX_DEST_RD_ATOMIC | KVI_QP_MIN_RNR_TIMER);
 }
 
-int kvv_qp_rts(struct kvv_qp *q, uint32_t psn, uint8_t timeout, uint8_t retries)
+int kvv_qp_rts(struct kvv_qp *q, uint32_t psn, uint8_t timeout, uint8_t retries, uint8_t reads)
 {
 	struct kvi_qp_attr a = {.qp_state = KVI_QPS_RTS, .timeout = timeout, .retry_cnt = retries, .rnr_retry = retries, .sq_psn = psn,
-		.max_rd_atomic = 1};
+		.max_rd_atomic = reads};
 	return modify(q, &a, KVI_QP_TIMEOUT | KVI_QP_RETRY_CNT | KVI_QP_RNR_RETRY | KVI_QP_SQ_PSN | KVI_QP_MAX_QP_RD_ATOMIC);
 }
 

@@ -19,6 +19,7 @@ struct kvv_limits {
 	uint64_t max_mr_size;
 	uint32_t max_msg;
 	int32_t max_qp_wr, max_cqe, max_qp, max_mr;
+	int32_t max_reads; /* that a queue pair may have outstanding, as either end */
 	int32_t port_state, active_mtu;
 	uint16_t lid;
 	uint8_t link_layer;
@@ -41,6 +42,8 @@ int kvv_register_peer(struct kvv_domain *domain, uint64_t addr, size_t len, int 
 int kvv_register_dmabuf(struct kvv_domain *domain, uint64_t offset, size_t len, uint64_t iova, int fd, int remote, void **mr, uint32_t *lkey,
 			uint32_t *rkey);
 int kvv_deregister(void *mr);
+/* kvv_on_demand registers a range without pinning it, and undoes that: 0 where the device can. */
+int kvv_on_demand(struct kvv_domain *domain, void *addr, size_t len);
 
 /* Flat copies of what Go passes and gets; the layouts equal those of verbs.Work and verbs.Completion's trampolines. */
 struct kvv_work {
@@ -69,10 +72,10 @@ struct kvv_path {
 	uint8_t gid[16];
 	uint32_t qp, psn;
 	uint16_t lid;
-	uint8_t port, gid_index, mtu, traffic_class, service_level, is_global, hop_limit;
+	uint8_t port, gid_index, mtu, traffic_class, service_level, is_global, hop_limit, reads;
 };
 int kvv_qp_rtr(struct kvv_qp *qp, const struct kvv_path *path);
-int kvv_qp_rts(struct kvv_qp *qp, uint32_t psn, uint8_t timeout, uint8_t retries);
+int kvv_qp_rts(struct kvv_qp *qp, uint32_t psn, uint8_t timeout, uint8_t retries, uint8_t reads);
 int kvv_qp_error(struct kvv_qp *qp);
 int kvv_qp_reset(struct kvv_qp *qp);
 /* kvv_qp_send posts all; *posted is the number that were taken where it fails. */

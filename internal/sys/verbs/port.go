@@ -65,6 +65,31 @@ func (p *Port) Name() string {
 	return fmt.Sprintf("%s/%d", p.Device, p.Num)
 }
 
+// ParseRail parses device[/port][@gid index].
+func ParseRail(s string) (device string, port, gid int, err error) {
+	bad := func() (string, int, int, error) {
+		return "", 0, 0, fmt.Errorf("verbs: rail %q: write device, device/port or device/port@gid-index"+
+			", for instance mlx5_0 or mlx5_1/2@3", s)
+	}
+	port, gid = 1, AutoGID
+	s0, index, pinned := strings.Cut(s, "@")
+	device, num, numbered := strings.Cut(s0, "/")
+	if device == "" {
+		return bad()
+	}
+	if numbered {
+		if port, err = strconv.Atoi(num); err != nil || port < 1 || port > 255 {
+			return bad()
+		}
+	}
+	if pinned {
+		if gid, err = strconv.Atoi(index); err != nil || gid < 0 || gid > 255 {
+			return bad()
+		}
+	}
+	return device, port, gid, nil
+}
+
 // ErrNoDevices: this kernel shows no RDMA device.
 var ErrNoDevices = errors.New("no RDMA device: is the NIC's driver loaded, and " +
 	"/sys/class/infiniband visible in this container?")

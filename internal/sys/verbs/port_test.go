@@ -157,3 +157,21 @@ func TestCheckPeer(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+func TestParseRail(t *testing.T) {
+	for s, want := range map[string]struct {
+		device    string
+		port, gid int
+	}{"mlx5_0": {"mlx5_0", 1, AutoGID}, "mlx5_1/2": {"mlx5_1", 2, AutoGID},
+		"rxe0@1": {"rxe0", 1, 1}, "mlx5_1/2@3": {"mlx5_1", 2, 3}} {
+		device, port, gid, err := ParseRail(s)
+		if err != nil || device != want.device || port != want.port || gid != want.gid {
+			t.Errorf("%q: %q %d %d %v", s, device, port, gid, err)
+		}
+	}
+	for _, s := range []string{"", "/1", "a/", "a/0", "a/256", "a@", "a@-1", "a@256", "a/1@x"} {
+		if _, _, _, err := ParseRail(s); err == nil {
+			t.Errorf("%q was taken", s)
+		}
+	}
+}

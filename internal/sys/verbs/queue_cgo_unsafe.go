@@ -190,7 +190,8 @@ func (q *queuePair) ToReadyToReceive(remote Address) error {
 		lid: C.uint16_t(remote.LID), port: C.uint8_t(q.d.cfg.Port),
 		gid_index: C.uint8_t(q.d.gid.Index), mtu: C.uint8_t(min(q.d.mtu, remote.MTU)),
 		traffic_class: C.uint8_t(q.d.cfg.TrafficClass),
-		service_level: C.uint8_t(q.d.cfg.ServiceLevel), hop_limit: hopLimit}
+		service_level: C.uint8_t(q.d.cfg.ServiceLevel), hop_limit: hopLimit,
+		reads: C.uint8_t(q.d.reads)}
 	// Within an InfiniBand subnet the LID suffices; otherwise routing is by GID.
 	if remote.Type != GIDInfiniBand || remote.LID == 0 {
 		p.is_global = 1
@@ -203,7 +204,8 @@ func (q *queuePair) ToReadyToReceive(remote Address) error {
 
 func (q *queuePair) ToReadyToSend() error {
 	return q.move(ReadyToSend, func() C.int {
-		return C.kvv_qp_rts(q.c, C.uint32_t(q.psn), C.uint8_t(q.d.cfg.Timer), C.uint8_t(q.d.cfg.Retries))
+		return C.kvv_qp_rts(q.c, C.uint32_t(q.psn), C.uint8_t(q.d.cfg.Timer),
+			C.uint8_t(q.d.cfg.Retries), C.uint8_t(q.d.reads))
 	})
 }
 

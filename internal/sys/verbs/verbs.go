@@ -24,6 +24,7 @@ package verbs
 import (
 	"errors"
 	"fmt"
+	"math/bits"
 )
 
 // State of a queue pair.
@@ -110,6 +111,14 @@ const MTU4096 MTU = 5
 
 // Bytes of payload in a packet.
 func (m MTU) Bytes() int { return 128 << m }
+
+// MTUOf is the MTU of that many bytes; 0: none.
+func MTUOf(bytes int) MTU {
+	if bytes <= 0 {
+		return 0
+	}
+	return MTU(bits.Len(uint(bytes)) - 8)
+}
 
 // Valid reports whether m is an MTU.
 func (m MTU) Valid() bool { return m >= 1 && m <= MTU4096 }
@@ -225,6 +234,12 @@ type Domain interface {
 	RegisterPeer(addr, n uint64, remote bool) (Memory, error)
 	// Close releases the domain. It fails while the domain is in use.
 	Close() error
+}
+
+// OnDemand is a Domain that reports whether its device registers memory without pinning it. No
+// other code uses that: it is for reports.
+type OnDemand interface {
+	OnDemand() bool
 }
 
 // Device makes the other objects.

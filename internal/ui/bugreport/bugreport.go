@@ -59,7 +59,7 @@ var hostFiles = []string{"/proc/version", "/proc/meminfo", "/proc/net/dev",
 
 // Write writes the archive, a tar.gz with one directory.
 func Write(ctx context.Context, o Options, w io.Writer) error {
-	r := newRedactor(o.Config)
+	r := NewRedactor(o.Config)
 	zip := gzip.NewWriter(w)
 	archive := tar.NewWriter(zip)
 	dir := "kvspray-bugreport-" + o.Now.UTC().Format("20060102-150405")
@@ -67,7 +67,7 @@ func Write(ctx context.Context, o Options, w io.Writer) error {
 		if err != nil {
 			content = fmt.Appendf(content, "\nnot complete: %v\n", err)
 		}
-		content = r.redact(content)
+		content = r.Redact(content)
 		h := &tar.Header{Name: dir + "/" + name, Mode: 0o600, Size: int64(len(content)), ModTime: o.Now}
 		if err := archive.WriteHeader(h); err != nil {
 			return err

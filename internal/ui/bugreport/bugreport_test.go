@@ -140,9 +140,9 @@ func FuzzRedact(f *testing.F) {
 	f.Add([]byte(state))
 	f.Add([]byte("::::1.2.3.4 req=\"\" gpu-17gpu-17"))
 	f.Fuzz(func(t *testing.T, text []byte) {
-		r := newRedactor(config.Default())
+		r := NewRedactor(config.Default())
 		r.name("node", "gpu-17")
-		once := r.redact(bytes.Clone(text))
+		once := r.Redact(bytes.Clone(text))
 		if bytes.Contains(once, []byte("-----BEGIN PRIVATE KEY-----\nMC4C")) &&
 			bytes.Contains(once, []byte("-----END PRIVATE KEY-----")) {
 			t.Errorf("a key is left in %q", once)

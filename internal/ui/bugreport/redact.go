@@ -14,9 +14,9 @@ import (
 	"github.com/kvspray/kvspray/internal/redact"
 )
 
-// redactor replaces addresses, names of hosts, nodes, users and requests, and key material. Equal
+// Redactor replaces addresses, names of hosts, nodes, users and requests, and key material. Equal
 // text gets an equal replacement, so that a report can be followed; which is which is not in it.
-type redactor struct {
+type Redactor struct {
 	aliases map[string]string // by original
 	counts  map[string]int    // by kind
 	names   []string          // originals to replace wherever they are, longest first
@@ -35,8 +35,9 @@ var (
 	hex64   = regexp.MustCompile(`^[0-9a-f]+$`)
 )
 
-func newRedactor(c *config.Config) *redactor {
-	r := &redactor{aliases: map[string]string{}, counts: map[string]int{}}
+// NewRedactor replaces the names of this host, its user, its node and its bucket.
+func NewRedactor(c *config.Config) *Redactor {
+	r := &Redactor{aliases: map[string]string{}, counts: map[string]int{}}
 	if h, err := os.Hostname(); err == nil {
 		r.name("host", h)
 	}
@@ -49,14 +50,14 @@ func newRedactor(c *config.Config) *redactor {
 }
 
 // learn takes the names of nodes from a JSON answer.
-func (r *redactor) learn(answer []byte) {
+func (r *Redactor) learn(answer []byte) {
 	var v any
 	if json.Unmarshal(answer, &v) == nil {
 		r.walk(v)
 	}
 }
 
-func (r *redactor) walk(v any) {
+func (r *Redactor) walk(v any) {
 	switch v := v.(type) {
 	case map[string]any:
 		for k, inner := range v {
@@ -72,7 +73,7 @@ func (r *redactor) walk(v any) {
 	}
 }
 
-func (r *redactor) name(kind, name string) {
+func (r *Redactor) name(kind, name string) {
 	if _, there := r.aliases[name]; there || len(name) < minName || name == "localhost" {
 		return
 	}
@@ -81,7 +82,7 @@ func (r *redactor) name(kind, name string) {
 	slices.SortFunc(r.names, func(a, b string) int { return len(b) - len(a) })
 }
 
-func (r *redactor) alias(kind, original string) string {
+func (r *Redactor) alias(kind, original string) string {
 	if a, ok := r.aliases[original]; ok {
 		return a
 	}
@@ -91,7 +92,8 @@ func (r *redactor) alias(kind, original string) string {
 	return a
 }
 
-func (r *redactor) redact(b []byte) []byte {
+// Redact returns a text with the replacements.
+func (r *Redactor) Redact(b []byte) []byte {
 	b = redact.Text(b)
 	b = request.ReplaceAllFunc(b, func(m []byte) []byte {
 		p := request.FindSubmatch(m)

@@ -4,12 +4,14 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 
 	"github.com/spf13/cobra"
 
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/doctor"
+	"github.com/kvspray/kvspray/internal/ui/rdmacheck"
 	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
@@ -77,10 +79,12 @@ type checkVerdict struct {
 
 func doctorCommand() *cobra.Command {
 	var flags configFlags
-	var asJSON, peers bool
+	var asJSON, peers, rdma bool
 	var python string
+	test := rdmacheck.Program{Options: rdmacheck.Options{Rounds: rdmacheck.DefaultRounds,
+		Span: rdmacheck.DefaultSpan}}
 	cmd := &cobra.Command{
-		Use:   "doctor",
+		Use:   "doctor [PEER]",
 		Short: "Check what works on this host, with remedies for the rest",
 		Long: `Checks what works on this host. Each line is one of:
   ok    works
@@ -91,12 +95,37 @@ The last line counts them. Exits with 1 if a check fails.
 
 With --peers it asks the sidecar on this host instead which of its rails reach which rails of each
 peer, over which transport, with
-the reasons for the rest. Exits with 1 if a peer has no lane.`,
-		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
+the reasons for the rest. Exits with 1 if a peer has no lane.
+
+With --rdma it tests RDMA on each rail instead, with real queue pairs and memory of its own: in
+loopback, or to a peer on which 'kvspray doctor --rdma --serve HOST' runs. It works beside a running
+sidecar, and takes bandwidth from it for seconds. The page, and the JSON of --report, name each
+fault with its remedy; they have no addresses and no names of hosts, and can be sent to others.
+Exits with 1 if a test fails.`,
+		Example: `  kvspray doctor
+  kvspray doctor --rdma --report rdma.json
+  kvspray doctor --rdma --serve 10.0.0.6     # there
+  kvspray doctor --rdma 10.0.0.6              # here`,
+		Args: cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 && !rdma {
+				return usage.Errorf("doctor got %q, and an argument is the peer of --rdma; type: kvspray "+
+					"doctor [flags], or kvspray doctor --rdma %s", args[0], args[0])
+			}
 			c, err := flags.load()
 			if err != nil {
 				return err
+			}
+			if !rdma && (test.ServeAt != "" || test.Report != "") || rdma && peers {
+				return usage.Errorf("--serve and --report are for --rdma, which excludes --peers")
+			}
+			if rdma {
+				test.Config, test.JSON, test.Peer = c, asJSON, strings.Join(args, "")
+				test.Stdout, test.Stderr = cmd.OutOrStdout(), cmd.ErrOrStderr()
+				if err := test.Run(cmd.Context()); !errors.Is(err, rdmacheck.ErrFailed) {
+					return err
+				}
+				return errUnhealthy
 			}
 			if python == "" && cmd.Flags().Changed("python") {
 				return usage.Errorf(
@@ -123,6 +152,10 @@ the reasons for the rest. Exits with 1 if a peer has no lane.`,
 	command.OutputFlag(cmd, &asJSON)
 	cmd.Flags().BoolVar(&peers, "peers", false, "ask the running sidecar (--http) which rails reach "+
 		"which peers")
+	cmd.Flags().BoolVar(&rdma, "rdma", false, "test RDMA in loopback, or to PEER")
+	cmd.Flags().StringVar(&test.ServeAt, "serve", "", "with --rdma: serve tests of others at "+
+		"HOST[:PORT], until it is ended (default port "+rdmacheck.DefaultPort+")")
+	cmd.Flags().StringVar(&test.Report, "report", "", "with --rdma: a new file for the report as JSON")
 	cmd.Flags().StringVar(&python, "python", "", "interpreter in which to look for engines "+
 		"(default: $VIRTUAL_ENV's, else python3)")
 	return cmd

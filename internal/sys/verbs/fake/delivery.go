@@ -124,6 +124,14 @@ func (f *Fabric) LoseAnswers(qp uint32) {
 	f.lost[qp] = true
 }
 
+// Timers makes the retry counter of a sender run out at once where its message finds no queue pair.
+// Without it only TimeOut does that.
+func (f *Fabric) Timers() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.timers = true
+}
+
 // TimeOut is the sender's retry counter running out: its oldest request fails, the rest is flushed.
 // Messages on the wire still arrive.
 func (f *Fabric) TimeOut(qp uint32) {
@@ -283,6 +291,9 @@ func (f *Fabric) arriveLocked(q *queuePair) bool {
 	to := f.qps[m.to]
 	if to == nil || (to.state != verbs.ReadyToReceive && to.state != verbs.ReadyToSend) ||
 		to.remote != q.num || to.life != m.expected || q.refused && q.life == m.life {
+		if f.timers && !q.refused {
+			f.ackLocked(q, &m, verbs.RetryExceeded)
+		}
 		return true // no queue pair there; the sender's time-out will report it
 	}
 	b := f.sliceLocked(to.p, m.w.RemoteKey, m.w.RemoteAddr, m.w.Len, true)

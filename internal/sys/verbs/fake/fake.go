@@ -30,7 +30,7 @@ import (
 const (
 	maxObjects = 1 << 16
 	maxQueue   = 1 << 14
-	maxInline  = 64 // bytes
+	inline     = 64 // bytes
 	maxLagging = 64 // writes of a queue pair
 )
 
@@ -56,11 +56,13 @@ type Fabric struct {
 	held    map[step]bool
 	rng     *rand.Rand // nil: everything in order
 	arrived uint64     // messages
+	timers  bool       // Timers was called
 	devices []*device  // as they were opened
 	ports   map[string]*port
 	dmabufs map[int][]byte    // by descriptor
 	peers   map[uint64][]byte // by address
 	limits  verbs.Limits
+	inline  int // bytes of an inline request
 }
 
 // New returns an empty fabric.
@@ -69,6 +71,7 @@ func New() *Fabric {
 		qps: map[uint32]*queuePair{}, mrs: map[uint32]*memory{},
 		lost: map[uint32]bool{}, lags: map[uint32]bool{}, held: map[step]bool{},
 		ports: map[string]*port{}, dmabufs: map[int][]byte{}, peers: map[uint64][]byte{},
+		inline: inline,
 		limits: verbs.Limits{MaxRegistration: 1 << 40, MaxRegistrations: maxObjects,
 			MaxQueuePairs: maxObjects, MaxMessage: 1 << 20, MaxWork: maxQueue, MaxCompletions: 2 * maxQueue}}
 }
@@ -109,6 +112,13 @@ func (f *Fabric) Limit(l verbs.Limits) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.limits = l
+}
+
+// Inline sets the largest inline request, in bytes.
+func (f *Fabric) Inline(bytes int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.inline = bytes
 }
 
 // Device returns the device of that name that was opened last, which is made on first use.

@@ -17,8 +17,8 @@ type completionQueue struct {
 }
 
 func (d *device) NewCompletionQueue(depth int) (verbs.CompletionQueue, error) {
-	if depth < 1 || depth > 2*maxQueue {
-		return nil, fmt.Errorf("fake: completion queue of depth %d: 1 to %d", depth, 2*maxQueue)
+	if m := d.Limits().MaxCompletions; depth < 1 || depth > m {
+		return nil, fmt.Errorf("fake: completion queue of depth %d: 1 to %d", depth, m)
 	}
 	return &completionQueue{f: d.f, depth: depth, ready: make(chan struct{}, 1)}, nil
 }
@@ -138,7 +138,7 @@ func (p *domain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (ve
 		return nil, verbs.RefuseQueuePair(fmt.Errorf("fake: create a queue pair with %s: %w", d.name,
 			syscall.ENOMEM), d.name, own, f.limits)
 	}
-	if sends < 0 || sends > maxQueue || receives < 0 || receives > maxQueue {
+	if m := f.limits.MaxWork; sends < 0 || sends > m || receives < 0 || receives > m {
 		return nil, fmt.Errorf("fake: queue pair of %d sends and %d receives with %s: %w", sends,
 			receives, d.name, verbs.ErrFull)
 	}
@@ -157,7 +157,11 @@ func (p *domain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (ve
 
 func (q *queuePair) Num() uint32 { return q.num }
 
-func (q *queuePair) MaxInline() int { return maxInline }
+func (q *queuePair) MaxInline() int {
+	q.f.mu.Lock()
+	defer q.f.mu.Unlock()
+	return q.f.inline
+}
 
 func (q *queuePair) Address() verbs.Address {
 	return verbs.Address{GID: q.d.gid.Raw, QP: q.num, MTU: verbs.MTU4096, Type: q.d.gid.Type}
@@ -279,6 +283,12 @@ func (q *queuePair) PostSend(batch []verbs.Work) (taken int, err error) {
 		return len(batch), nil
 	case q.state != verbs.ReadyToSend:
 		return 0, fmt.Errorf("fake: queue pair %d: post send in %s: %w", q.num, q.state, verbs.ErrState)
+	}
+	for i := range batch {
+		if w := &batch[i]; w.Len > q.f.limits.MaxMessage || w.Inline && int(w.Len) > q.f.inline {
+			return 0, fmt.Errorf("fake: queue pair %d: a message of %d bytes (inline: %v): at most %d, "+
+				"inline %d: %w", q.num, w.Len, w.Inline, q.f.limits.MaxMessage, q.f.inline, syscall.EINVAL)
+		}
 	}
 	room := q.maxSend - len(q.sends) - len(q.unacked)
 	if taken = min(len(batch), room); taken < len(batch) {

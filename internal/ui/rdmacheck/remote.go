@@ -1,0 +1,139 @@
+package rdmacheck
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"time"
+)
+
+// Bounds of the connection between two ends. It carries a line of JSON for each request and each
+// answer.
+const (
+	maxLine = 1 << 20         // bytes
+	idle    = 5 * time.Minute // between two requests
+	work    = 2 * time.Minute // of a request beside its wait; the end may have little processor time
+	connect = 5 * time.Second
+)
+
+// coded are errors that stay recognizable across the connection.
+var coded = map[string]error{"no gpu": errNoGPU, "gpu refused": errGPURefused,
+	"no flush": errNoFlush, "request": errRequest, "no baseline": errNoBaseline}
+
+// remoteError is an error of the peer's end.
+type remoteError struct {
+	text string
+	is   error // nil: no known one
+}
+
+func (e *remoteError) Error() string { return e.text }
+func (e *remoteError) Unwrap() error { return e.is }
+
+// errPeerGone: the connection to the peer's end has ended.
+var errPeerGone = errors.New("the connection to the peer has ended")
+
+// Serve is the other end of tests, for one peer after the other, until ctx ends. A peer can do
+// nothing but these tests: they use memory of their own, and queue pairs of the rails.
+func Serve(ctx context.Context, ln net.Listener, env Env) error {
+	defer context.AfterFunc(ctx, func() { _ = ln.Close() })()
+	for {
+		c, err := ln.Accept()
+		if ctx.Err() != nil {
+			return nil
+		}
+		if err != nil {
+			return fmt.Errorf("rdmacheck: %w", err)
+		}
+		_ = serveOne(ctx, c, env) // the peer reports it
+	}
+}
+
+func serveOne(ctx context.Context, c net.Conn, env Env) (err error) {
+	defer context.AfterFunc(ctx, func() { _ = c.Close() })()
+	l := newLocal(ctx, env)
+	defer func() { err = errors.Join(err, l.close(), c.Close()) }()
+	lines := bufio.NewScanner(c)
+	lines.Buffer(nil, maxLine)
+	for {
+		if err := c.SetDeadline(time.Now().Add(idle)); err != nil {
+			return err
+		}
+		if !lines.Scan() {
+			return lines.Err()
+		}
+		var q request
+		if err := json.Unmarshal(lines.Bytes(), &q); err != nil {
+			return err
+		}
+		if q.Host != "" { // only the end that began the test connects to others
+			return errRequest
+		}
+		a, err := l.call(ctx, &q)
+		if err != nil {
+			a = &answer{Error: err.Error()}
+			for code, known := range coded {
+				if errors.Is(err, known) {
+					a.Code = code
+				}
+			}
+		}
+		if err := json.NewEncoder(c).Encode(a); err != nil {
+			return err
+		}
+	}
+}
+
+// remote is a peer's end.
+type remote struct {
+	c     net.Conn
+	lines *bufio.Scanner
+}
+
+func dial(ctx context.Context, address string) (*remote, error) {
+	d := net.Dialer{Timeout: connect}
+	c, err := d.DialContext(ctx, "tcp", address)
+	if err != nil {
+		return nil, fmt.Errorf("rdmacheck: %w: run 'kvspray doctor --rdma --serve %s' there", err,
+			address)
+	}
+	r := &remote{c: c, lines: bufio.NewScanner(c)}
+	r.lines.Buffer(nil, maxLine)
+	return r, nil
+}
+
+func (r *remote) call(ctx context.Context, q *request) (*answer, error) {
+	defer context.AfterFunc(ctx, func() { _ = r.c.SetDeadline(time.Unix(1, 0)) })()
+	gone := func(err error) (*answer, error) {
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
+		return nil, fmt.Errorf("%w: %s: %w", errPeerGone, q.Op, err)
+	}
+	if err := r.c.SetDeadline(time.Now().Add(q.Wait + work)); err != nil {
+		return gone(err)
+	}
+	if err := json.NewEncoder(r.c).Encode(q); err != nil {
+		return gone(err)
+	}
+	if !r.lines.Scan() {
+		err := r.lines.Err()
+		if err == nil {
+			err = io.EOF
+		}
+		return gone(err)
+	}
+	a := &answer{}
+	if err := json.Unmarshal(r.lines.Bytes(), a); err != nil {
+		return gone(err)
+	}
+	if a.Error != "" {
+		return nil, &remoteError{"the peer: " + a.Error, coded[a.Code]}
+	}
+	return a, nil
+}
+
+func (r *remote) close() error { return r.c.Close() }
