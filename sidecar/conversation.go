@@ -182,8 +182,8 @@ func (c *conversation) connectFailed(endpoint string, err error) {
 // peerDown handles the loss of the control lanes to a peer. over: the conversation has ended, and
 // nothing is kept of it.
 func (c *conversation) peerDown(boot transfer.Boot, over bool) {
+	c.segments.PeerDown(boot, over)
 	if over {
-		c.segments.PeerDown(boot)
 		c.metrics.Peers(c.dial.forget(boot))
 		c.driver.CloseLanes(func(l transport.Lane) bool { return l.Peer() == boot })
 		c.driver.ForgetPeer(boot)

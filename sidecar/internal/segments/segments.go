@@ -39,6 +39,7 @@ import (
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
@@ -58,6 +59,7 @@ const (
 	maxNotes     = 1024             // for one engine: those that it has not fetched, and places for open batches
 	maxFetches   = 16               // NOTES of one engine that wait
 	maxDeadline  = time.Hour        // of a peer's lease
+	lostTime     = 5 * time.Second  // without lanes to a peer
 	meetTime     = 10 * time.Second // until both leases have met
 	reachTime    = 3 * time.Second  // for a connect, which is tried again
 	reachPause   = 100 * time.Millisecond
@@ -144,6 +146,7 @@ type peer struct {
 	claimed  string
 	segments bool          // it takes messages about segments
 	down     chan struct{} // closed when nothing of it comes any more
+	lost     *time.Timer   // its lanes are lost; nil: they are up
 }
 
 // ended is the end of a lease in the executor.
@@ -432,6 +435,10 @@ func (s *Segments) PeerUp(boot transfer.Boot, node, endpoint, claimed string, fe
 		p = &peer{down: make(chan struct{})}
 		s.peers[boot] = p
 	}
+	if p.lost != nil {
+		p.lost.Stop()
+		p.lost = nil
+	}
 	p.node, p.claimed, p.segments = node, claimed, slices.Contains(features, Feature)
 	if endpoint != "" {
 		p.endpoint = endpoint
@@ -439,14 +446,42 @@ func (s *Segments) PeerUp(boot transfer.Boot, node, endpoint, claimed string, fe
 	}
 }
 
-// PeerDown forgets a peer of which nothing comes any more.
-func (s *Segments) PeerDown(boot transfer.Boot) {
+// PeerDown notes that the control lanes to a peer are lost. Its batches end if the conversation is
+// over, if no process listens at its address, or after lostTime.
+func (s *Segments) PeerDown(boot transfer.Boot, over bool) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	if p := s.peers[boot]; p != nil {
-		close(p.down)
-		delete(s.peers, boot)
+	p := s.peers[boot]
+	if p == nil || over {
+		s.goneLocked(boot, p)
+		s.mu.Unlock()
+		return
 	}
+	if p.lost == nil {
+		p.lost = time.AfterFunc(lostTime, func() {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			if p.lost != nil {
+				s.goneLocked(boot, p)
+			}
+		})
+	}
+	endpoint := p.endpoint
+	s.mu.Unlock()
+	if endpoint != "" {
+		s.o.Connect(endpoint)
+	}
+}
+
+// goneLocked forgets a peer.
+func (s *Segments) goneLocked(boot transfer.Boot, p *peer) {
+	if p == nil || s.peers[boot] != p {
+		return
+	}
+	if p.lost != nil {
+		p.lost.Stop()
+	}
+	close(p.down)
+	delete(s.peers, boot)
 	for _, r := range s.remotes {
 		if r.id.from == boot {
 			r.cancel(errPeerGone)
@@ -461,6 +496,14 @@ func (s *Segments) ConnectFailed(endpoint string, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.reachedLocked(endpoint, reached{err: err})
+	if !errors.Is(err, exec.ErrNotListening) {
+		return
+	}
+	for boot, p := range s.peers {
+		if p.lost != nil && p.endpoint == endpoint {
+			s.goneLocked(boot, p)
+		}
+	}
 }
 
 // reached is the end of a connect.
