@@ -6,6 +6,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
@@ -424,4 +425,70 @@ func TestSegmentsAreFoundByName(t *testing.T) {
 			t.Errorf("%+v: %v", x.m, err)
 		}
 	}
+}
+
+// The late-write attack on batches: once the owner's engine has the notification of a batch, or has
+// revoked its segment, the memory is never written again, although copies of chunks are in flight
+// at that moment, and arrive.
+func TestLateWritesOfBatches(t *testing.T) {
+	for _, tr := range []struct {
+		held  string
+		order []string
+	}{{"tcp", []string{"tcp"}}, {"shm", []string{"shm", "tcp"}}} {
+		for name, revoked := range map[string]bool{"notified": false, "revoked": true} {
+			t.Run(tr.held+"/"+name, func(t *testing.T) { lateBatches(t, tr.held, tr.order, revoked) })
+		}
+	}
+}
+
+func lateBatches(t *testing.T, held string, order []string, revoked bool) {
+	at := newAttack(held)
+	p, d := attacked(t, at, order...)
+	lanesUp(t, p, d, order)
+	user, owner := newSegmenter(t, p, "user"), newSegmenter(t, d, "owner")
+	user.random()
+	rng := newRand(7)
+	c := newCanary(t, owner.engine)
+	copies, attacks, want := 0, 0, attackRuns(t)/2
+	for i := 0; attacks < want; i++ {
+		if i > spareRuns*want {
+			t.Fatalf("in only %d of %d runs a copy was in flight: nothing was attacked", attacks, i)
+		}
+		owner.lend("pool", everyone())
+		at.begin(notEarly)
+		lease := user.batch(msg.Batch{Peer: d.Endpoint(), Segment: "pool", Write: true, Note: []byte{1}},
+			entry{bytes: lentBytes})
+		ended := false
+		if revoked {
+			until(t, func() bool { return at.plan.Held() > 0 })
+			spin(time.Duration(rng.IntN(1500)) * time.Microsecond)
+			at.freeze() // the source gets a revoke before the fence
+		} else {
+			notes, err := owner.Notes(t.Context(), uint64(patience.Milliseconds()))
+			if err != nil || len(notes) != 1 {
+				t.Fatalf("%+v, %v", notes, err)
+			}
+			if ended = true; !bytes.Equal(owner.memory(), user.memory()) {
+				t.Fatal("the notification came before the bytes")
+			}
+		}
+		if err := owner.Revoke(t.Context(), "pool", ""); err != nil {
+			t.Fatal(err)
+		}
+		c.sing()
+		at.strike(t)
+		n := at.end(t)
+		if copies += n; n > 0 {
+			attacks++
+		}
+		c.alive(t, i, "when nothing was in flight any more")
+		if got := user.wait(lease); ended && got.Status != engines.StatusOK {
+			t.Errorf("run %d: status %d, %q", i, got.Status, got.Received.Reason)
+		}
+		c.alive(t, i, "when the batch was over")
+		if _, err := owner.Notes(t.Context(), 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Logf("%d copies in flight", copies)
 }
