@@ -37,6 +37,12 @@ type segmenter struct {
 
 func newSegmenter(t testing.TB, r *running, name string) *segmenter {
 	t.Helper()
+	return newSegmenterOn(t, r, name, nil)
+}
+
+// newSegmenterOn is newSegmenter with region 0 on a device.
+func newSegmenterOn(t testing.TB, r *running, name string, gpu *heldGPU) *segmenter {
+	t.Helper()
 	var all []*mem.Region
 	for _, n := range []uint64{lentBytes, listBytes} {
 		x, err := mem.NewAnonymous("lent", n)
@@ -46,8 +52,20 @@ func newSegmenter(t testing.TB, r *running, name string) *segmenter {
 		t.Cleanup(x.Release)
 		all = append(all, x)
 	}
-	w, err := connectortest.DialWorker(t.Context(), connectortest.Config{Socket: r.cfg.Engine.Socket,
-		Regions: all, Layers: 1, Engine: msg.Engine{Name: "test", ID: name}})
+	cfg := connectortest.Config{Socket: r.cfg.Engine.Socket, Regions: all, Layers: 1,
+		Engine: msg.Engine{Name: "test", ID: name}}
+	if gpu != nil {
+		lent, err := gpu.Region(must(all[0].Bytes()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(lent.Release)
+		cfg.Tamper = func(m *msg.Register, fds []int) []int {
+			m.Regions[0].Kind, m.Regions[0].Handle, m.Regions[0].FD = msg.KindDevice, lent.Handle(), msg.NoFD
+			return fds
+		}
+	}
+	w, err := connectortest.DialWorker(t.Context(), cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -155,6 +173,41 @@ func TestBatchesMoveTheirRanges(t *testing.T) {
 				if c.Received.Bytes == 0 {
 					t.Error("a completion without bytes")
 				}
+			}
+		}
+	}
+}
+
+// Segments of GPU memory are read and written like those of host memory.
+func TestBatchesOfDeviceMemory(t *testing.T) {
+	for _, order := range [][]string{{"tcp"}, {"shm", "tcp"}} {
+		change := func(c *config.Config) { c.Transports.Order = order }
+		na, nb := start(t, change), start(t, change)
+		gpu := holdGPU(t, nb)
+		close(gpu.gate)
+		go func() {
+			for {
+				select {
+				case <-gpu.entered: // nothing waits
+				case <-t.Context().Done():
+					return
+				}
+			}
+		}()
+		a, b := newSegmenter(t, na, "a"), newSegmenterOn(t, nb, "b", gpu)
+		b.lend("pool", everyone())
+		a.random()
+		b.random()
+		entries := []entry{{local: 100, remote: 3, bytes: 1 << 20},
+			{local: 2 << 20, remote: 2 << 20, bytes: 100, count: 1000, localStride: 100, remoteStride: 300}}
+		for _, write := range []bool{true, false} {
+			if !write {
+				a.random()
+			}
+			a.ok(a.batch(msg.Batch{Peer: nb.Endpoint(), Segment: "pool", Write: write}, entries...))
+			if !bytes.Equal(a.memory()[100:100+1<<20], b.memory()[3:3+1<<20]) ||
+				!bytes.Equal(a.memory()[2<<20+99900:2<<20+100000], b.memory()[2<<20+999*300:2<<20+999*300+100]) {
+				t.Errorf("%v, write %v: other bytes", order, write)
 			}
 		}
 	}

@@ -397,7 +397,7 @@ struct kvs_entry {
 	uint32_t region; /* index into the batch's regions */
 };
 
-/* Entries, in memory that the sidecar reads. It may be used again once the lease of its last submission has completed. */
+/* Entries, in memory that the sidecar reads: the caller writes entries[0..count). It may be used again once the lease of its last submission has completed. */
 struct kvs_batch {
 	struct kvs_region list;
 	uint32_t number; /* of that region */
@@ -409,15 +409,6 @@ struct kvs_batch {
 int kvs_batch_open(kvs_client *c, uint32_t capacity, struct kvs_batch *out);
 /* Only once no lease of it is open. */
 void kvs_batch_close(kvs_client *c, struct kvs_batch *batch);
-
-/* Adds an entry. 0, or KVS_E_LIMIT: the batch is full. */
-static inline int kvs_batch_add(struct kvs_batch *b, struct kvs_entry e)
-{
-	if (b->count >= b->capacity)
-		return KVS_E_LIMIT;
-	b->entries[b->count++] = e;
-	return 0;
-}
 
 struct kvs_batch_options {
 	uint32_t size;       /* sizeof(struct kvs_batch_options) of the caller */

@@ -1,8 +1,8 @@
 """Segments: memory of this engine that others on other nodes read and write by name, and batches,
 which do that. docs/segments.md has shapes, units and errors.
 
-One-sided: the engine of a segment takes part in no batch. Its registration says which nodes may use
-which ranges, until when.
+One-sided: the engine of a segment takes part in no batch. Its registration has the nodes that may
+use it, their ranges, and an end.
 """
 
 from __future__ import annotations

@@ -217,14 +217,14 @@ func (s *Segments) batch(ctx context.Context, b *connector.Batch) (c engines.Com
 
 // move is a batch with a peer that is reached.
 type move struct {
-	s    *Segments
-	b    *connector.Batch
-	boot transfer.Boot
-	peer *peer
-	list *plans.List
-	wire []byte
-	id   uint64
-	told bool // SegmentCancel was sent
+	s     *Segments
+	b     *connector.Batch
+	boot  transfer.Boot
+	peer  *peer
+	list  *plans.List
+	wire  []byte
+	id    uint64
+	asked bool // SegmentCancel was sent
 
 	first string // why the own lease has failed, if it was the first of the two
 
@@ -267,7 +267,7 @@ func (m *move) run(ctx context.Context) (c engines.Completion, err error) {
 		m.owner = &peerv1.SegmentDone{Status: uint32(engines.StatusFailed), Reason: err.Error()}
 	} else if !b.Write {
 		if m.lease, err = s.begin(o); err != nil {
-			m.tell("the sidecar stops")
+			m.end("the sidecar stops")
 			return c, err
 		}
 	}
@@ -291,12 +291,12 @@ func (m *move) endpoint() string {
 	return m.peer.claimed // a wrong claim costs this batch
 }
 
-// tell asks the owner to end its lease.
-func (m *move) tell(reason string) {
-	if m.told {
+// end asks the owner to end its lease.
+func (m *move) end(reason string) {
+	if m.asked {
 		return
 	}
-	m.told = true
+	m.asked = true
 	_ = m.s.o.Send(m.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SegmentCancel{
 		SegmentCancel: &peerv1.SegmentCancel{Id: m.id, Reason: reason}}}) // else by its deadline
 }
@@ -317,7 +317,7 @@ func (m *move) wait(ctx context.Context, a *ask) (c engines.Completion, err erro
 			m.own = &end
 			if end.Status != engines.StatusOK && m.owner == nil {
 				m.first = end.Reason
-				m.tell(end.Reason)
+				m.end(end.Reason)
 			}
 			t := time.NewTimer(answerTime)
 			defer t.Stop()
@@ -330,7 +330,7 @@ func (m *move) wait(ctx context.Context, a *ask) (c engines.Completion, err erro
 		case <-canceled:
 			canceled = nil
 			m.lease.cancel(context.Cause(ctx).Error())
-			m.tell(context.Cause(ctx).Error())
+			m.end(context.Cause(ctx).Error())
 		case <-down:
 			down = nil
 			if m.owner == nil {

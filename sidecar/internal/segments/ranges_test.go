@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -30,7 +31,7 @@ func TestClaimsAgainstAModel(t *testing.T) {
 	const bytes = 256
 	region := testRegion(t, 4096)
 	for seed := range uint64(300) {
-		synctest.Test(t, func(t *testing.T) {
+		testutil.Bubble(t, func(t *testing.T) {
 			rng := rand.New(rand.NewPCG(seed, 3))
 			r := &ranges{}
 			readers, writer := [bytes]int{}, [bytes]bool{}
