@@ -325,6 +325,12 @@ func (c *session) onNotes(m *msg.Notes) {
 	if w == nil {
 		return
 	}
+	w.deliver.Lock() // WorkerGone comes before or after
+	defer w.deliver.Unlock()
+	if w.gone {
+		c.refuseSegment(m.ID, m.Type(), ErrGone)
+		return
+	}
 	wait := time.Duration(min(m.WaitMS, uint64(maxNotesWait.Milliseconds()))) * time.Millisecond
 	w.s.opt.Segments.Notes(w.pub, wait, func(notes []Note) {
 		c.send(&msg.Noted{ID: m.ID, Notes: notes})

@@ -186,7 +186,8 @@ func (n *Node) listenEngines() (err error) {
 		devices = n.gpus
 	}
 	n.engine, err = connector.New(connector.Options{
-		Devices: devices, Segments: n.segments, Store: n.pages.serves(), Generation: n.cfg.Store.Generation,
+		Devices: devices, Segments: n.segments,
+		Store: n.pages.serves(), Generation: n.cfg.Store.Generation,
 		Socket: n.cfg.Engine.Socket, Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host,
 		Release:  n.version,
 		Endpoint: n.Endpoint, Events: n.events.Handle, Copy: n.copies.start, Log: n.log,

@@ -206,7 +206,7 @@ func TestBatchesOfDeviceMemory(t *testing.T) {
 			}
 			a.ok(a.batch(msg.Batch{Peer: nb.Endpoint(), Segment: "pool", Write: write}, entries...))
 			if !bytes.Equal(a.memory()[100:100+1<<20], b.memory()[3:3+1<<20]) ||
-				!bytes.Equal(a.memory()[2<<20+99900:2<<20+100000], b.memory()[2<<20+999*300:2<<20+999*300+100]) {
+				!bytes.Equal(a.memory()[2<<20+99900:][:100], b.memory()[2<<20+999*300:][:100]) {
 				t.Errorf("%v, write %v: other bytes", order, write)
 			}
 		}
@@ -321,7 +321,8 @@ func TestBatchesExcludeOneAnother(t *testing.T) {
 		Write: true}, entry{remote: lentBytes - 1, bytes: 1})
 	b.refusedBatch(t, b, "which an open one writes", msg.Batch{Peer: peer, Segment: "pool",
 		Write: true}, entry{remote: 5, bytes: 1})
-	late := other.batch(msg.Batch{Peer: peer, Segment: "pool", Wait: true}, entry{remote: 77, bytes: 1})
+	late := other.batch(msg.Batch{Peer: peer, Segment: "pool", Wait: true},
+		entry{remote: 77, bytes: 1})
 	opened(2)
 	w := other.batch(msg.Batch{Peer: peer, Segment: "pool", Write: true, Wait: true},
 		entry{local: 1, remote: 77, bytes: 1})
@@ -427,8 +428,8 @@ func TestNotesFollowTheirBytes(t *testing.T) {
 		}
 		a.ok(lease)
 	}
-	a.refusedBatch(t, b, "no segment", msg.Batch{Peer: nb.Endpoint(), Segment: "none", Note: []byte{1}},
-		entry{bytes: 1})
+	a.refusedBatch(t, b, "no segment", msg.Batch{Peer: nb.Endpoint(), Segment: "none",
+		Note: []byte{1}}, entry{bytes: 1})
 	if notes, err := b.Notes(t.Context(), 0); err != nil || len(notes) != 0 {
 		t.Errorf("notifications of nothing: %+v, %v", notes, err)
 	}

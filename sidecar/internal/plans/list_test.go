@@ -47,7 +47,8 @@ func TestListResolvesEachByteOnce(t *testing.T) {
 			t.Fatal(err)
 		}
 		twin, err := NewList(other)
-		if err != nil || twin.Digest() != l.Digest() || twin.Space().NumChunks() != l.Space().NumChunks() {
+		if err != nil || twin.Digest() != l.Digest() ||
+			twin.Space().NumChunks() != l.Space().NumChunks() {
 			t.Fatalf("seed %d: the other side has another space: %v", seed, err)
 		}
 		want, at := expanded(runs), uint64(0)

@@ -57,8 +57,8 @@ func readEntries(b *connector.Batch) (runs []plans.Run, wire []byte, err error) 
 		}
 		region := b.Regions[index]
 		if end, ok := last(local, n, stride, count); !ok || end > region.Size() {
-			return nil, nil, entryError(i, "local", fmt.Sprintf("%d pieces of %d bytes from %d on, %d apart, "+
-				"are outside of a region of %d bytes", count, n, local, stride, region.Size()),
+			return nil, nil, entryError(i, "local", fmt.Sprintf("%d pieces of %d bytes from %d on, %d "+
+				"apart, are outside of a region of %d bytes", count, n, local, stride, region.Size()),
 				"name a range inside the region")
 		}
 		runs[i] = plans.Run{Region: region, Off: local, Len: n, Stride: stride, Count: count}
@@ -96,8 +96,8 @@ func readWire(wire []byte, region *mem.Region, base, first, end uint64) (runs []
 			return nil, err
 		}
 		if to, ok := last(off, n, stride, count); !ok || off < first || to > end {
-			return nil, entryError(i, "remote", fmt.Sprintf("%d pieces of %d bytes from %d on, %d apart, are "+
-				"outside of bytes [%d, %d) of the segment, which are granted", count, n, off, stride, first,
+			return nil, entryError(i, "remote", fmt.Sprintf("%d pieces of %d bytes from %d on, %d apart, "+
+				"are outside of bytes [%d, %d) of the segment, which are granted", count, n, off, stride, first,
 				end), "name a range inside")
 		}
 		runs[i] = plans.Run{Region: region, Off: base + off, Len: n, Stride: stride, Count: count}

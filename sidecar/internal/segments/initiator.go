@@ -47,7 +47,8 @@ func (s *Segments) close(id uint64) {
 }
 
 // reach returns a peer by its endpoint, or by the name of its node, once its control lanes are up.
-func (s *Segments) reach(ctx context.Context, name string) (boot transfer.Boot, p *peer, err error) {
+func (s *Segments) reach(ctx context.Context, name string) (boot transfer.Boot, p *peer,
+	err error) {
 	own := s.o.Endpoint()
 	if name == "" || name == own || name == s.o.Node {
 		s.mu.Lock()
@@ -173,8 +174,8 @@ func (s *Segments) run(ctx context.Context, w *engines.Worker, b *connector.Batc
 	if cerr := s.o.Complete(w, c); cerr != nil {
 		s.o.Log.Debug("completion not delivered", "lease", b.Lease.String(), "err", cerr)
 	}
-	s.o.Log.Debug("batch", "worker", w.Name, "req", b.Req, "peer", b.Peer, "segment", b.Segment, "write",
-		b.Write, "entries", b.Entries, "bytes", c.Bytes, "status", c.Status, "took", c.Took, "reason",
+	s.o.Log.Debug("batch", "worker", w.Name, "req", b.Req, "peer", b.Peer, "segment", b.Segment,
+		"write", b.Write, "entries", b.Entries, "bytes", c.Bytes, "status", c.Status, "took", c.Took, "reason",
 		c.Reason)
 }
 
@@ -182,7 +183,8 @@ func (s *Segments) run(ctx context.Context, w *engines.Worker, b *connector.Batc
 var errAbandoned = errors.New("the sidecar has stopped")
 
 // batch moves a batch. A *msg.Error means that nothing was read or written.
-func (s *Segments) batch(ctx context.Context, b *connector.Batch) (c engines.Completion, err error) {
+func (s *Segments) batch(ctx context.Context, b *connector.Batch) (c engines.Completion,
+	err error) {
 	runs, wire, err := readEntries(b)
 	if err != nil {
 		return c, err
@@ -251,10 +253,10 @@ func (m *move) run(ctx context.Context) (c engines.Completion, err error) {
 	if b.Wait {
 		o.meet = deadline
 	}
-	f := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SegmentBatch{SegmentBatch: &peerv1.SegmentBatch{
-		Id: m.id, Name: b.Segment, Write: b.Write, Nonce: nonce[:], Entries: m.wire,
-		Priority: uint32(b.Priority), DeadlineMs: uint32(min(deadline, maxDeadline).Milliseconds()),
-		Wait: b.Wait, Note: b.Note}}}
+	q := &peerv1.SegmentBatch{Id: m.id, Name: b.Segment, Write: b.Write, Nonce: nonce[:],
+		Entries: m.wire, Priority: uint32(b.Priority),
+		DeadlineMs: uint32(min(deadline, maxDeadline).Milliseconds()), Wait: b.Wait, Note: b.Note}
+	f := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SegmentBatch{SegmentBatch: q}}
 	m.wire = nil
 	// The frame comes before the Grant of a read; the source lease of a write is there before the
 	// owner's Grant.
@@ -392,11 +394,19 @@ func (s *Segments) Locate(name, segment string, deadline time.Duration,
 	reply func(connector.Located, error)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.over {
-		go reply(connector.Located{}, errStops)
+	if s.over || s.locates >= maxLocates {
+		reply(connector.Located{}, &msg.Error{Message: "LOCATE", Field: "peer",
+			Problem: fmt.Sprintf("%d questions are open, at most %d, or the sidecar stops", s.locates,
+				maxLocates), Remedy: "wait for answers"})
 		return
 	}
+	s.locates++
 	s.wg.Go(func() {
+		defer func() {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.locates--
+		}()
 		ctx, stop := context.WithTimeoutCause(context.Background(), deadline, local.ErrLate)
 		defer stop()
 		reply(s.locate(ctx, name, segment))

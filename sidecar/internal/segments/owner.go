@@ -28,6 +28,7 @@ type remote struct {
 	node     string
 	endpoint string
 	m        *peerv1.SegmentBatch
+	entries  int
 	seg      *segment
 	grant    grant
 	deadline time.Duration
@@ -36,6 +37,17 @@ type remote struct {
 	end      func()
 	ended    chan struct{} // closed after the fence
 }
+
+// use is what leases of peers take.
+type use struct{ leases, entries int }
+
+func (u use) full(entries, maxLeases, maxEntries int) bool {
+	return u.leases >= maxLeases || u.entries+entries > maxEntries
+}
+
+func (u use) more(entries int) use { return use{u.leases + 1, u.entries + entries} }
+
+func (u use) less(entries int) use { return use{u.leases - 1, u.entries - entries} }
 
 // Handle takes a frame of a peer, and does not block. It returns an error for one that the protocol
 // does not allow.
@@ -167,7 +179,8 @@ func (s *Segments) onBatch(from transfer.Boot, m *peerv1.SegmentBatch) error {
 	if err := checkBatch(m); err != nil {
 		return err
 	}
-	r := &remote{id: remoteID{from, m.Id}, m: m, ended: make(chan struct{})}
+	r := &remote{id: remoteID{from, m.Id}, m: m, entries: len(m.Entries) / wireEntry,
+		ended: make(chan struct{})}
 	known, err := s.admit(r)
 	if !known {
 		return nil
@@ -204,10 +217,12 @@ func (s *Segments) admit(r *remote) (known bool, err error) {
 	switch {
 	case !ok:
 		return true, unknown(m.Name, r.node, right)
-	case len(s.remotes) >= maxRemotes || s.perPeer[from] >= maxPerPeer:
-		return true, refused("segment", fmt.Sprintf("%d batches of all nodes are open, %d of node %q; at "+
-			"most %d and %d", len(s.remotes), s.perPeer[from], r.node, maxRemotes, maxPerPeer),
-			"send fewer batches at a time")
+	case s.total.full(r.entries, maxRemotes, maxEntries) ||
+		s.perPeer[from].full(r.entries, maxPerPeer, maxPeerEntries):
+		return true, refused("segment", fmt.Sprintf("%d batches with %d entries of all nodes are open, %d "+
+			"with %d of node %q", s.total.leases, s.total.entries, s.perPeer[from].leases,
+			s.perPeer[from].entries, r.node), fmt.Sprintf("send fewer at a time: at most %d with %d, and "+
+			"%d with %d of one node", maxRemotes, maxEntries, maxPerPeer, maxPeerEntries))
 	case len(m.Note) > 0 && len(x.owner.notes)+x.owner.reserved >= maxNotes:
 		return true, refused("note", fmt.Sprintf("the segment's engine has %d notifications that it has "+
 			"not fetched, and places for open batches; at most %d",
@@ -223,7 +238,7 @@ func (s *Segments) admit(r *remote) (known bool, err error) {
 	r.ctx, r.cancel = context.WithCancelCause(ctx)
 	r.end = end
 	s.remotes[r.id] = r
-	s.perPeer[from]++
+	s.total, s.perPeer[from] = s.total.more(r.entries), s.perPeer[from].more(r.entries)
 	x.open[r] = struct{}{}
 	if len(m.Note) > 0 {
 		x.owner.reserved++
@@ -238,8 +253,9 @@ const remoteLease = 1 << 63
 // serve moves the batch of a peer, and reports its end.
 func (s *Segments) serve(r *remote) {
 	end, err := s.move(r)
-	if errors.Is(err, errAbandoned) {
-		return // its memory stays until the process ends
+	if errors.Is(err, errAbandoned) { // the process ends
+		r.end()
+		return
 	}
 	var note *connector.Note
 	if end.Status == engines.StatusOK && len(r.m.Note) > 0 {
@@ -249,8 +265,11 @@ func (s *Segments) serve(r *remote) {
 	s.mu.Lock()
 	delete(s.remotes, r.id)
 	delete(r.seg.open, r)
-	if s.perPeer[r.id.from]--; s.perPeer[r.id.from] == 0 {
+	s.total = s.total.less(r.entries)
+	if left := s.perPeer[r.id.from].less(r.entries); left.leases == 0 {
 		delete(s.perPeer, r.id.from)
+	} else {
+		s.perPeer[r.id.from] = left
 	}
 	s.mu.Unlock()
 	if len(r.m.Note) > 0 {

@@ -52,11 +52,16 @@ const Feature = "segments"
 
 // Bounds and times.
 const (
-	maxAsks      = 4096 // of this node: batches, and questions for segments
-	maxRemotes   = 1024 // leases of peers
-	maxPerPeer   = 256  // of one peer
-	maxPeers     = 4096
-	maxNotes     = 1024             // for one engine: those that it has not fetched, and places for open batches
+	maxAsks    = 4096 // of this node: batches, and questions for segments
+	maxLocates = 256  // questions of engines for segments
+	maxRemotes = 1024 // leases of peers
+	maxPerPeer = 256  // of one peer
+	// Entries in all of these; each takes some 100 bytes.
+	maxEntries     = 4 << 20
+	maxPeerEntries = 1 << 20
+	maxPeers       = 4096
+	// For one engine: notifications that it has not fetched, and places for open batches.
+	maxNotes     = 1024
 	maxFetches   = 16               // NOTES of one engine that wait
 	maxDeadline  = time.Hour        // of a peer's lease
 	lostTime     = 5 * time.Second  // without lanes to a peer
@@ -101,7 +106,9 @@ type Segments struct {
 	reaching map[string]map[chan reached]struct{} // by endpoint
 	asks     map[uint64]*ask
 	remotes  map[remoteID]*remote
-	perPeer  map[transfer.Boot]int // remotes
+	total    use // of remotes
+	perPeer  map[transfer.Boot]use
+	locates  int // questions of engines
 	lists    map[listID]*plans.List
 	leases   map[uint64]chan ended // open ones, by id
 	last     uint64                // lease or request
@@ -159,7 +166,7 @@ type ended struct {
 func New(o Options) *Segments {
 	return &Segments{o: o, names: map[string]*segment{}, owners: map[*engines.Worker]*owner{},
 		peers: map[transfer.Boot]*peer{}, reaching: map[string]map[chan reached]struct{}{},
-		asks: map[uint64]*ask{}, remotes: map[remoteID]*remote{}, perPeer: map[transfer.Boot]int{},
+		asks: map[uint64]*ask{}, remotes: map[remoteID]*remote{}, perPeer: map[transfer.Boot]use{},
 		lists: map[listID]*plans.List{}, leases: map[uint64]chan ended{}, stop: make(chan struct{})}
 }
 
