@@ -175,8 +175,8 @@ func (s *Segments) run(ctx context.Context, w *engines.Worker, b *connector.Batc
 		s.o.Log.Debug("completion not delivered", "lease", b.Lease.String(), "err", cerr)
 	}
 	s.o.Log.Debug("batch", "worker", w.Name, "req", b.Req, "peer", b.Peer, "segment", b.Segment,
-		"write", b.Write, "entries", b.Entries, "bytes", c.Bytes, "status", c.Status, "took", c.Took, "reason",
-		c.Reason)
+		"write", b.Write, "entries", b.Entries, "bytes", c.Bytes, "status", c.Status, "took", c.Took,
+		"reason", c.Reason)
 }
 
 // errAbandoned is the end of a batch whose lease may not be fenced: the node has stopped.

@@ -219,8 +219,8 @@ func (s *Segments) admit(r *remote) (known bool, err error) {
 		return true, unknown(m.Name, r.node, right)
 	case s.total.full(r.entries, maxRemotes, maxEntries) ||
 		s.perPeer[from].full(r.entries, maxPerPeer, maxPeerEntries):
-		return true, refused("segment", fmt.Sprintf("%d batches with %d entries of all nodes are open, %d "+
-			"with %d of node %q", s.total.leases, s.total.entries, s.perPeer[from].leases,
+		return true, refused("segment", fmt.Sprintf("%d batches with %d entries of all nodes are open, "+
+			"%d with %d of node %q", s.total.leases, s.total.entries, s.perPeer[from].leases,
 			s.perPeer[from].entries, r.node), fmt.Sprintf("send fewer at a time: at most %d with %d, and "+
 			"%d with %d of one node", maxRemotes, maxEntries, maxPerPeer, maxPeerEntries))
 	case len(m.Note) > 0 && len(x.owner.notes)+x.owner.reserved >= maxNotes:
