@@ -34,7 +34,7 @@ func encodeCompletion(c engines.Completion) completion {
 	if c.Received {
 		m := msg.Received{Bytes: c.Bytes, TookUS: uint64(max(c.Took, 0).Microseconds()),
 			Transport: c.Transport, Reason: c.Reason, Recompute: c.Recompute,
-			Pages: c.Pages}
+			Pages: c.Pages, Entries: c.Entries}
 		return completion{board.RecReceived, c.Status, c.Lease.ID, m.Append(nil)}
 	}
 	m := msg.Sent{Grants: uint32(max(c.Grants, 0)), Bytes: c.Bytes, Reason: c.Reason}

@@ -108,6 +108,8 @@ type Options struct {
 	Devices Devices
 	// Store serves pages. nil: this node has no store.
 	Store Store
+	// Segments serves segments. nil: this node has none.
+	Segments Segments
 	// Generation is part of the namespaces of all pages.
 	Generation string
 }

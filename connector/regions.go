@@ -31,7 +31,7 @@ type regions struct {
 type addedRegion struct {
 	*mem.Region
 	number uint32
-	leases int         // open ones that access it
+	leases int         // open ones that access it, and segments in it
 	drop   *dropRegion // nil: the engine has not asked for it
 }
 
@@ -74,15 +74,19 @@ func (l *lease) useLocked(all []*addedRegion) {
 // A worker that is gone completes nothing: its memory stays until WorkerGone's fenced.
 func (w *worker) unuseLocked(l *lease) {
 	for _, a := range l.regions {
-		if a.leases--; a.leases > 0 || a.drop == nil || w.closed {
-			continue
-		}
-		d := a.drop
-		if d.busy--; d.busy == 0 {
-			w.s.wg.Go(func() { w.dropped(d) })
-		}
+		w.unuseRegionLocked(a)
 	}
 	l.regions = nil
+}
+
+func (w *worker) unuseRegionLocked(a *addedRegion) {
+	if a.leases--; a.leases > 0 || a.drop == nil || w.closed {
+		return
+	}
+	d := a.drop
+	if d.busy--; d.busy == 0 {
+		w.s.wg.Go(func() { w.dropped(d) })
+	}
 }
 
 // onAddRegions adds regions to a worker, or to a session for the REGISTER that follows.
@@ -227,6 +231,12 @@ func (c *session) onDropRegions(m *msg.DropRegions) {
 	}
 	for _, p := range d.pools {
 		delete(c.spaces.open, p.id)
+	}
+	w.mu.Lock()
+	names := w.segmentsInLocked(d)
+	w.mu.Unlock()
+	for _, name := range names {
+		_ = w.revoke(name, "", func() {}) // it fails only if another call has revoked it
 	}
 }
 

@@ -86,6 +86,9 @@ func New(opt Options) (*Server, error) {
 	if opt.Store != nil {
 		opt.Features = append(slices.Clone(opt.Features), msg.FeatureStore)
 	}
+	if opt.Segments != nil {
+		opt.Features = append(slices.Clone(opt.Features), msg.FeatureSegments)
+	}
 	def := func(d *time.Duration, v time.Duration) {
 		if *d <= 0 {
 			*d = v

@@ -235,6 +235,14 @@ func (c *session) handle(p []byte, fds descriptorSet) error {
 		c.onAddRegions(m, fds)
 	case *msg.DropRegions:
 		c.onDropRegions(m)
+	case *msg.Segment:
+		c.onSegment(m)
+	case *msg.Revoke:
+		c.onRevoke(m)
+	case *msg.Locate:
+		c.onLocate(m)
+	case *msg.Notes:
+		c.onNotes(m)
 	default:
 		c.sendError(&msg.ErrorMessage{Code: msg.CodeState,
 			Message: fmt.Sprintf("only the sidecar sends %s", m.Type())})

@@ -68,6 +68,7 @@ type worker struct {
 	leases      map[uint64]*lease
 	guard       *blocks.Guard // of the memory that open leases write, or put into the store
 	copies      int           // open
+	segments    segments
 	pools       pools
 	blockIDs    int               // in the tables of open leases and of their pending steps
 	held        map[uint64]*lease // those that wait for a stream mark
@@ -183,7 +184,7 @@ func (w *worker) breakLocked(err error) {
 var recordNames = map[uint16]string{board.RecStep: "step", board.RecIntent: "intent",
 	board.RecExpect: "expect", board.RecCancel: "cancel",
 	board.RecPreempt: "preempt", board.RecHold: "hold", board.RecYield: "yield", board.RecCopy: "copy",
-	board.RecGet: "get", board.RecPut: "put", board.RecLoad: "load"}
+	board.RecGet: "get", board.RecPut: "put", board.RecLoad: "load", board.RecBatch: "batch"}
 
 func (w *worker) recordLocked(rec board.Record) {
 	kind := recordNames[rec.Type]
@@ -197,6 +198,8 @@ func (w *worker) recordLocked(rec board.Record) {
 		err = w.expectLocked(rec)
 	case board.RecCopy, board.RecLoad:
 		err = w.copyLocked(rec)
+	case board.RecBatch:
+		err = w.batchLocked(rec)
 	case board.RecGet, board.RecPut:
 		err = w.pagesLocked(rec)
 	case board.RecCancel, board.RecPreempt, board.RecHold, board.RecYield:

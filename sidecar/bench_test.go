@@ -65,6 +65,33 @@ func BenchmarkBlock4K(b *testing.B) {
 	}
 }
 
+// BenchmarkBatch4K is the time of a batch of one entry of 4 KiB, beside BenchmarkBlock4K.
+func BenchmarkBatch4K(b *testing.B) {
+	for _, transport := range []string{"tcp", "shm"} {
+		for _, write := range []bool{false, true} {
+			b.Run(fmt.Sprintf("%s/write=%v", transport, write), func(b *testing.B) {
+				f := func(c *config.Config) {
+					c.Transports.Order, c.Trace.BlockHashes, c.Trace.Transfers = []string{transport}, "", ""
+				}
+				p, d := start(b, f), start(b, f)
+				user, owner := newSegmenter(b, p, "user"), newSegmenter(b, d, "owner")
+				owner.lend("pool", everyone())
+				m := msg.Batch{Peer: d.Endpoint(), Segment: "pool", Write: write}
+				user.ok(user.batch(m, entry{bytes: 4096})) // they have met
+				var took []time.Duration
+				for b.Loop() {
+					from := time.Now()
+					user.ok(user.batch(m, entry{bytes: 4096}))
+					took = append(took, time.Since(from))
+				}
+				slices.Sort(took)
+				b.ReportMetric(float64(took[len(took)/2].Microseconds()), "p50-us")
+				b.ReportMetric(float64(took[len(took)*99/100].Microseconds()), "p99-us")
+			})
+		}
+	}
+}
+
 // 128 MiB of scattered pages of 16 KiB between two sidecars over loopback, from the expect to the
 // completion.
 func BenchmarkTransfer(b *testing.B) {

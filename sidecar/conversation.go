@@ -17,6 +17,7 @@ import (
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
+	"github.com/kvspray/kvspray/sidecar/internal/segments"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -42,6 +43,7 @@ type conversation struct {
 	rails        *railSet
 	workers      func() []*engines.Worker
 	pages        *pageStore
+	segments     *segments.Segments
 
 	missed atomic.Pointer[[]string] // of peer.gossip.join; nil: not known yet
 
@@ -63,6 +65,7 @@ func (c *conversation) PeerKey(boot transfer.Boot) (transport.Peer, bool) {
 func (c *conversation) selfUp() {
 	info := peerInfo{Boot: c.boot, Key: c.self.Key, Endpoint: c.mesh.Endpoint(), Release: c.version,
 		HostBoot: c.host, Rails: c.rails.list()}
+	c.segments.PeerUp(c.boot, c.cfg.Node, info.Endpoint, "", []string{segments.Feature})
 	c.peerUp(info)
 }
 
@@ -172,12 +175,14 @@ func (c *conversation) connectFailed(endpoint string, err error) {
 	}
 	c.log.Log(c.proc.Context(), level, "peer not reached; tried again while requests wait for it",
 		"endpoint", endpoint, "err", err)
+	c.segments.ConnectFailed(endpoint, err)
 	c.driver.Do(func(ex *exec.Exec, now exec.Instant) { ex.ConnectFailed(now, endpoint, err) })
 }
 
 // peerDown handles the loss of the control lanes to a peer. over: the conversation has ended, and
 // nothing is kept of it.
 func (c *conversation) peerDown(boot transfer.Boot, over bool) {
+	c.segments.PeerDown(boot, over)
 	if over {
 		c.metrics.Peers(c.dial.forget(boot))
 		c.driver.CloseLanes(func(l transport.Lane) bool { return l.Peer() == boot })

@@ -12,6 +12,7 @@ import (
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
+	"github.com/kvspray/kvspray/sidecar/internal/segments"
 )
 
 // engineEvents brings the events of engines to the driver.
@@ -21,6 +22,8 @@ type engineEvents struct {
 	local  *local.Leases
 	pages  *pageStore
 	life   *life
+
+	segments *segments.Segments
 
 	devices *gpuHealth
 	tracing *tracing // nil: off
@@ -50,6 +53,7 @@ func (e *engineEvents) prepare(ev *engines.Event) bool {
 		e.life.registered()
 		return w.Layout != nil // without one it takes part in no transfer
 	case engines.WorkerGone:
+		e.segments.Gone(w) // no lease of a peer begins after it
 		e.local.Gone(w)
 		fenced := ev.Fenced
 		ev.Fenced = func() {
@@ -80,6 +84,7 @@ type completions struct {
 	log      *slog.Logger
 	complete func(*engines.Worker, engines.Completion) error
 	pages    *pageStore
+	segments *segments.Segments
 }
 
 // Complete implements driver.Engines.
@@ -87,9 +92,12 @@ func (e *completions) Complete(a *exec.Action) {
 	o := e.observer
 	c := a.Completion
 	var by carried
+	batch := e.segments.Owns(a.Worker)
 	if len(a.ReceiveParts) > 0 {
 		by = o.route(a.ReceiveParts)
 		c.Transport = by.main
+	}
+	if len(a.ReceiveParts) > 0 && !batch {
 		switch c.Status {
 		case engines.StatusOK:
 			for _, l := range a.ReceiveParts {
@@ -102,6 +110,11 @@ func (e *completions) Complete(a *exec.Action) {
 	if t := a.Trace; t != nil && !c.Received {
 		by = o.named(t.Moved[:])
 		c.Transport = by.main
+	}
+	if batch {
+		e.segments.Completed(c, plans.Arrived(a.ReceiveParts, c.Status))
+		o.traceEnd(a, &c, by)
+		return
 	}
 	if e.pages.exchange.Owns(a.Worker) {
 		e.pages.exchange.Completed(c)

@@ -10,6 +10,7 @@
 //	planner                    plans, and the memory of their parts
 //	observer                   metrics, log lines, trace files (internal/trace)
 //	internal/exchange          pages of the store, to and from other sidecars
+//	internal/segments          batches between segments of engines
 //	internal/web               HTTP: health, metrics, state
 //
 // Invariants: only the executor decides that a lease is complete. An engine's memory is touched
@@ -41,6 +42,7 @@ import (
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
+	"github.com/kvspray/kvspray/sidecar/internal/segments"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/transfer"
@@ -82,6 +84,7 @@ type Node struct {
 	local    *local.Leases
 	copies   *copies
 	pages    *pageStore
+	segments *segments.Segments
 	observer *observer
 	results  *completions
 	events   *engineEvents
@@ -186,8 +189,11 @@ func (n *Node) join(self transport.Peer) {
 		leases: n.local, registry: n.registry, log: n.log, conv: n.conv, driver: n.driver, gpus: n.gpus,
 		transfers: n.observer.transfers, complete: n.complete}
 	n.conv.pages, n.results.pages = n.pages, n.pages
+	n.segments = n.newSegments()
+	n.plans.Lists, n.conv.segments, n.results.segments = n.segments, n.segments, n.segments
 	n.events = &engineEvents{driver: n.driver, proc: n.proc, local: n.local, pages: n.pages,
-		life: n.life, devices: n.devices, tracing: n.observer.tracing}
+		segments: n.segments,
+		life:     n.life, devices: n.devices, tracing: n.observer.tracing}
 }
 
 // openBackends are the backends that are open. Run sets them before the first peer.

@@ -86,7 +86,11 @@ func (o *observer) Fenced(cause lease.Cause, took time.Duration) {
 func (o *observer) Quarantined(by int) { o.metrics.Quarantined(by) }
 
 // Sent implements driver.Observer.
-func (o *observer) Sent(s *exec.SendPart) { o.hashes.Sent(s, plans.Sent(s)) }
+func (o *observer) Sent(s *exec.SendPart) {
+	if p := plans.Sent(s); p != nil { // a batch has no pages
+		o.hashes.Sent(s, p)
+	}
+}
 
 // route is what moved the bytes of a grant's parts.
 func (o *observer) route(lands []*exec.ReceivePart) carried {

@@ -15,6 +15,7 @@ import (
 	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/sidecar/internal/segments"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -40,7 +41,7 @@ func (c *conversation) open() error {
 			return join(m, known)
 		}
 	}
-	opt.Features = c.pages.features()
+	opt.Features = append(c.pages.features(), segments.Feature)
 	if c.mesh, err = peer.New(opt); err != nil {
 		return fmt.Errorf("sidecar: %w", err)
 	}
@@ -141,6 +142,7 @@ func (h handler) PeerUp(p peer.Peer) {
 	h.c.peerUp(peerInfo{Boot: p.Boot, Key: p.Key, Endpoint: p.Endpoint, Claimed: p.Claimed,
 		Node: p.Node, Release: p.Release, HostBoot: p.HostBoot, Rails: p.Rails})
 	h.c.pages.peerUp(&p)
+	h.c.segmentPeer(&p)
 }
 
 func (h handler) PeerDown(boot transfer.Boot, over bool, err error) {
@@ -159,7 +161,9 @@ func (h handler) Control(boot transfer.Boot, f *peerv1.ControlFrame) {
 		}
 		return
 	}
-	h.c.frame(boot, f)
+	if !h.c.segmentFrame(boot, f) {
+		h.c.frame(boot, f)
+	}
 }
 
 // Busy reports whether anything is bound to lanes, or waits for that.
@@ -223,6 +227,16 @@ func frameName(f *peerv1.ControlFrame) string {
 		return "page_removals"
 	case *peerv1.ControlFrame_PageRemoved:
 		return "page_removed"
+	case *peerv1.ControlFrame_SegmentLocate:
+		return "segment_locate"
+	case *peerv1.ControlFrame_SegmentLocated:
+		return "segment_located"
+	case *peerv1.ControlFrame_SegmentBatch:
+		return "segment_batch"
+	case *peerv1.ControlFrame_SegmentCancel:
+		return "segment_cancel"
+	case *peerv1.ControlFrame_SegmentDone:
+		return "segment_done"
 	}
 	return "other"
 }

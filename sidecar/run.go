@@ -59,6 +59,10 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	if err := n.openBackends(&open); err != nil {
 		return err
 	}
+	if err := n.segments.Attach(); err != nil {
+		return err
+	}
+	open.add(func() error { n.leaveSegments(); return nil })
 	n.rails.look()
 	// Every address is bound before a peer learns of this node: a second sidecar, whose socket or
 	// port is in use, ends here without notice to peers.
@@ -182,7 +186,8 @@ func (n *Node) listenEngines() (err error) {
 		devices = n.gpus
 	}
 	n.engine, err = connector.New(connector.Options{
-		Devices: devices, Store: n.pages.serves(), Generation: n.cfg.Store.Generation,
+		Devices: devices, Segments: n.segments,
+		Store: n.pages.serves(), Generation: n.cfg.Store.Generation,
 		Socket: n.cfg.Engine.Socket, Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host,
 		Release:  n.version,
 		Endpoint: n.Endpoint, Events: n.events.Handle, Copy: n.copies.start, Log: n.log,

@@ -17,6 +17,7 @@ func (n *Node) shut() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(n.cfg.Drain.Timeout))
 	defer cancel()
 	defer n.flush()
+	defer n.leaveSegments()
 	if x := n.pages.exchange; x != nil {
 		x.Drain()
 		defer n.pages.leave()

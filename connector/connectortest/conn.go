@@ -101,6 +101,10 @@ func (c *conn) took(m msg.Message) {
 		id = m.ID
 	case *msg.Done:
 		id = m.ID
+	case *msg.Located:
+		id = m.ID
+	case *msg.Noted:
+		id = m.ID
 	case *msg.ErrorMessage:
 		id = m.ID
 		if id == 0 && len(c.errs) < maxUnread {

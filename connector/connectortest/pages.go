@@ -111,3 +111,39 @@ func (w *Worker) Put(m msg.Put) (lease uint64, err error) {
 	lease = w.NewLease()
 	return lease, w.Push(board.RecPut, lease, m.Append(nil), false)
 }
+
+// Segment registers a segment.
+func (w *Worker) Segment(ctx context.Context, m msg.Segment) error {
+	_, err := ask[*msg.Done](ctx, &w.Session, func(id uint64) msg.Message { m.ID = id; return &m })
+	return err
+}
+
+// Revoke takes a segment back, or the grants to one node; it returns once its batches are fenced.
+func (w *Worker) Revoke(ctx context.Context, name, to string) error {
+	_, err := ask[*msg.Done](ctx, &w.Session, func(id uint64) msg.Message {
+		return &msg.Revoke{ID: id, Name: name, To: to}
+	})
+	return err
+}
+
+// Locate asks for a segment.
+func (s *Session) Locate(ctx context.Context, m msg.Locate) (*msg.Located, error) {
+	return ask[*msg.Located](ctx, s, func(id uint64) msg.Message { m.ID = id; return &m })
+}
+
+// Notes fetches notifications.
+func (w *Worker) Notes(ctx context.Context, waitMS uint64) ([]msg.Note, error) {
+	a, err := ask[*msg.Noted](ctx, &w.Session, func(id uint64) msg.Message {
+		return &msg.Notes{ID: id, WaitMS: waitMS}
+	})
+	if err != nil {
+		return nil, err
+	}
+	return a.Notes, nil
+}
+
+// Batch opens a batch.
+func (w *Worker) Batch(m msg.Batch) (lease uint64, err error) {
+	lease = w.NewLease()
+	return lease, w.Push(board.RecBatch, lease, m.Append(nil), false)
+}

@@ -110,3 +110,26 @@ func onePerHash(hashes []byte, each uint32, blocks int) (field, problem string) 
 	}
 	return field, problem
 }
+
+func (m *Segment) check() (field, problem string) {
+	switch {
+	case m.Name == "":
+		return "name", "empty"
+	case m.Bytes == 0:
+		return "bytes", "0"
+	}
+	for i, g := range m.Grants {
+		if !g.Read && !g.Write || g.To == "" {
+			return fmt.Sprintf("grants[%d]", i), fmt.Sprintf("to %q, read %v, write %v: names no right",
+				g.To, g.Read, g.Write)
+		}
+	}
+	return "", ""
+}
+
+func (m *Batch) check() (field, problem string) {
+	if m.Segment == "" {
+		return "segment", "empty"
+	}
+	return "", ""
+}

@@ -47,7 +47,8 @@ func b16(from byte) (v [16]byte) { copy(v[:], seq(16, from)); return }
 func b32(from byte) (v [32]byte) { copy(v[:], seq(32, from)); return }
 
 var recordTypes = map[string]uint16{"STEP": 1, "INTENT": 2, "EXPECT": 3, "CANCEL": 4, "PREEMPT": 5,
-	"HOLD": 6, "COPY": 7, "GET": 8, "PUT": 9, "LOAD": 10, "YIELD": 11, "RECEIVED": 32, "SENT": 33}
+	"HOLD": 6, "COPY": 7, "GET": 8, "PUT": 9, "LOAD": 10, "YIELD": 11, "BATCH": 12,
+	"RECEIVED": 32, "SENT": 33}
 
 func goldenLayout(t testing.TB) []byte {
 	l := &layout.Layout{Model: "tiny-llama", DType: "bfloat16",

@@ -50,6 +50,18 @@ func newPacket(t Type) Message {
 		return &Done{}
 	case TypeHeld:
 		return &Held{}
+	case TypeSegment:
+		return &Segment{}
+	case TypeRevoke:
+		return &Revoke{}
+	case TypeLocate:
+		return &Locate{}
+	case TypeLocated:
+		return &Located{}
+	case TypeNotes:
+		return &Notes{}
+	case TypeNoted:
+		return &Noted{}
 	}
 	return nil
 }
@@ -82,6 +94,8 @@ func DecodeRecord(typ uint16, b []byte) (any, error) {
 		return DecodeLoad(b)
 	case 11:
 		return DecodeEmpty("YIELD", b)
+	case 12:
+		return DecodeBatch(b)
 	case 32:
 		return DecodeReceived(b)
 	case 33:
@@ -573,6 +587,107 @@ func appendPackedPagePiece(b []byte, v []PagePiece) []byte {
 		b = binary.LittleEndian.AppendUint64(b, v[i].Stride)
 		b = binary.LittleEndian.AppendUint64(b, v[i].Len)
 	}
+	return b
+}
+
+var requiredSegmentGrant = []string{"to"}
+
+func (m *SegmentGrant) read(r *reader) {
+	*m = SegmentGrant{}
+	var got uint64
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "to":
+			m.To = r.str(MaxNameBytes)
+			got |= 1 << 0
+		case "read":
+			m.Read = r.bool()
+		case "write":
+			m.Write = r.bool()
+		case "offset":
+			m.Offset = r.u64()
+		case "bytes":
+			m.Bytes = r.u64()
+		case "end_ms":
+			m.EndMS = r.u64()
+		default:
+			r.skip()
+		}
+	}
+	r.require(got, requiredSegmentGrant)
+}
+
+func (m *SegmentGrant) append(b []byte) []byte {
+	n := 3
+	if m.Offset != 0 {
+		n++
+	}
+	if m.Bytes != 0 {
+		n++
+	}
+	if m.EndMS != 0 {
+		n++
+	}
+	b = appendMap(b, n)
+	b = append(b, "\xa2to"...)
+	b = appendStr(b, m.To)
+	b = append(b, "\xa4read"...)
+	b = appendBool(b, m.Read)
+	b = append(b, "\xa5write"...)
+	b = appendBool(b, m.Write)
+	if m.Offset != 0 {
+		b = append(b, "\xa6offset"...)
+		b = appendUint(b, m.Offset)
+	}
+	if m.Bytes != 0 {
+		b = append(b, "\xa5bytes"...)
+		b = appendUint(b, m.Bytes)
+	}
+	if m.EndMS != 0 {
+		b = append(b, "\xa6end_ms"...)
+		b = appendUint(b, m.EndMS)
+	}
+	return b
+}
+
+var requiredNote = []string{"segment", "note"}
+
+func (m *Note) read(r *reader) {
+	*m = Note{}
+	var got uint64
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "segment":
+			m.Segment = r.str(MaxNameBytes)
+			got |= 1 << 0
+		case "from":
+			m.From = r.str(MaxNameBytes)
+		case "write":
+			m.Write = r.bool()
+		case "bytes":
+			m.Bytes = r.u64()
+		case "note":
+			m.Note = append([]byte(nil), r.bin(MaxNoteBytes)...)
+			got |= 1 << 1
+		default:
+			r.skip()
+		}
+	}
+	r.require(got, requiredNote)
+}
+
+func (m *Note) append(b []byte) []byte {
+	b = appendMap(b, 5)
+	b = append(b, "\xa7segment"...)
+	b = appendStr(b, m.Segment)
+	b = append(b, "\xa4from"...)
+	b = appendStr(b, m.From)
+	b = append(b, "\xa5write"...)
+	b = appendBool(b, m.Write)
+	b = append(b, "\xa5bytes"...)
+	b = appendUint(b, m.Bytes)
+	b = append(b, "\xa4note"...)
+	b = appendBin(b, m.Note)
 	return b
 }
 
@@ -1502,6 +1617,281 @@ func (m *Held) append(b []byte) []byte {
 	return b
 }
 
+var requiredSegment = []string{"id", "name", "region", "bytes"}
+
+func (m *Segment) read(r *reader) {
+	*m = Segment{}
+	var got uint64
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "id":
+			m.ID = r.u64()
+			got |= 1 << 0
+		case "name":
+			m.Name = r.str(MaxNameBytes)
+			got |= 1 << 1
+		case "region":
+			m.Region = r.u32()
+			got |= 1 << 2
+		case "offset":
+			m.Offset = r.u64()
+		case "bytes":
+			m.Bytes = r.u64()
+			got |= 1 << 3
+		case "grants":
+			{
+				n := r.arrayLen(MaxGrants, 5)
+				m.Grants = nil
+				if r.err == nil {
+					m.Grants = make([]SegmentGrant, 0, n)
+				}
+				for range n {
+					var e SegmentGrant
+					e.read(r)
+					if r.err != nil {
+						break
+					}
+					m.Grants = append(m.Grants, e)
+				}
+			}
+		default:
+			r.skip()
+		}
+	}
+	r.require(got, requiredSegment)
+	if r.err == nil {
+		r.refuse(m.check())
+	}
+}
+
+func (m *Segment) append(b []byte) []byte {
+	n := 5
+	if m.Offset != 0 {
+		n++
+	}
+	b = appendMap(b, n)
+	b = append(b, "\xa2id"...)
+	b = appendUint(b, m.ID)
+	b = append(b, "\xa4name"...)
+	b = appendStr(b, m.Name)
+	b = append(b, "\xa6region"...)
+	b = appendUint(b, uint64(m.Region))
+	if m.Offset != 0 {
+		b = append(b, "\xa6offset"...)
+		b = appendUint(b, m.Offset)
+	}
+	b = append(b, "\xa5bytes"...)
+	b = appendUint(b, m.Bytes)
+	b = append(b, "\xa6grants"...)
+	b = appendArray(b, len(m.Grants))
+	for i := range m.Grants {
+		b = m.Grants[i].append(b)
+	}
+	return b
+}
+
+var requiredRevoke = []string{"id", "name"}
+
+func (m *Revoke) read(r *reader) {
+	*m = Revoke{}
+	var got uint64
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "id":
+			m.ID = r.u64()
+			got |= 1 << 0
+		case "name":
+			m.Name = r.str(MaxNameBytes)
+			got |= 1 << 1
+		case "to":
+			m.To = r.str(MaxNameBytes)
+		default:
+			r.skip()
+		}
+	}
+	r.require(got, requiredRevoke)
+}
+
+func (m *Revoke) append(b []byte) []byte {
+	n := 2
+	if len(m.To) > 0 {
+		n++
+	}
+	b = appendMap(b, n)
+	b = append(b, "\xa2id"...)
+	b = appendUint(b, m.ID)
+	b = append(b, "\xa4name"...)
+	b = appendStr(b, m.Name)
+	if len(m.To) > 0 {
+		b = append(b, "\xa2to"...)
+		b = appendStr(b, m.To)
+	}
+	return b
+}
+
+var requiredLocate = []string{"id", "name"}
+
+func (m *Locate) read(r *reader) {
+	*m = Locate{}
+	var got uint64
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "id":
+			m.ID = r.u64()
+			got |= 1 << 0
+		case "peer":
+			m.Peer = r.str(MaxNameBytes)
+		case "name":
+			m.Name = r.str(MaxNameBytes)
+			got |= 1 << 1
+		case "deadline_ms":
+			m.DeadlineMS = r.u64()
+		default:
+			r.skip()
+		}
+	}
+	r.require(got, requiredLocate)
+}
+
+func (m *Locate) append(b []byte) []byte {
+	n := 3
+	if len(m.Peer) > 0 {
+		n++
+	}
+	b = appendMap(b, n)
+	b = append(b, "\xa2id"...)
+	b = appendUint(b, m.ID)
+	if len(m.Peer) > 0 {
+		b = append(b, "\xa4peer"...)
+		b = appendStr(b, m.Peer)
+	}
+	b = append(b, "\xa4name"...)
+	b = appendStr(b, m.Name)
+	b = append(b, "\xabdeadline_ms"...)
+	b = appendUint(b, m.DeadlineMS)
+	return b
+}
+
+var requiredLocated = []string{"id", "bytes"}
+
+func (m *Located) read(r *reader) {
+	*m = Located{}
+	var got uint64
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "id":
+			m.ID = r.u64()
+			got |= 1 << 0
+		case "bytes":
+			m.Bytes = r.u64()
+			got |= 1 << 1
+		case "read":
+			m.Read = r.bool()
+		case "write":
+			m.Write = r.bool()
+		case "end_ms":
+			m.EndMS = r.u64()
+		default:
+			r.skip()
+		}
+	}
+	r.require(got, requiredLocated)
+}
+
+func (m *Located) append(b []byte) []byte {
+	n := 4
+	if m.EndMS != 0 {
+		n++
+	}
+	b = appendMap(b, n)
+	b = append(b, "\xa2id"...)
+	b = appendUint(b, m.ID)
+	b = append(b, "\xa5bytes"...)
+	b = appendUint(b, m.Bytes)
+	b = append(b, "\xa4read"...)
+	b = appendBool(b, m.Read)
+	b = append(b, "\xa5write"...)
+	b = appendBool(b, m.Write)
+	if m.EndMS != 0 {
+		b = append(b, "\xa6end_ms"...)
+		b = appendUint(b, m.EndMS)
+	}
+	return b
+}
+
+var requiredNotes = []string{"id"}
+
+func (m *Notes) read(r *reader) {
+	*m = Notes{}
+	var got uint64
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "id":
+			m.ID = r.u64()
+			got |= 1 << 0
+		case "wait_ms":
+			m.WaitMS = r.u64()
+		default:
+			r.skip()
+		}
+	}
+	r.require(got, requiredNotes)
+}
+
+func (m *Notes) append(b []byte) []byte {
+	b = appendMap(b, 2)
+	b = append(b, "\xa2id"...)
+	b = appendUint(b, m.ID)
+	b = append(b, "\xa7wait_ms"...)
+	b = appendUint(b, m.WaitMS)
+	return b
+}
+
+var requiredNoted = []string{"id"}
+
+func (m *Noted) read(r *reader) {
+	*m = Noted{}
+	var got uint64
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "id":
+			m.ID = r.u64()
+			got |= 1 << 0
+		case "notes":
+			{
+				n := r.arrayLen(MaxNotes, 17)
+				m.Notes = nil
+				if r.err == nil {
+					m.Notes = make([]Note, 0, n)
+				}
+				for range n {
+					var e Note
+					e.read(r)
+					if r.err != nil {
+						break
+					}
+					m.Notes = append(m.Notes, e)
+				}
+			}
+		default:
+			r.skip()
+		}
+	}
+	r.require(got, requiredNoted)
+}
+
+func (m *Noted) append(b []byte) []byte {
+	b = appendMap(b, 2)
+	b = append(b, "\xa2id"...)
+	b = appendUint(b, m.ID)
+	b = append(b, "\xa5notes"...)
+	b = appendArray(b, len(m.Notes))
+	for i := range m.Notes {
+		b = m.Notes[i].append(b)
+	}
+	return b
+}
+
 // DecodeStep decodes the body of STEP.
 func DecodeStep(b []byte) (*Step, error) {
 	m := &Step{}
@@ -2179,6 +2569,118 @@ func (m *Load) Append(b []byte) []byte {
 	return b
 }
 
+// DecodeBatch decodes the body of BATCH.
+func DecodeBatch(b []byte) (*Batch, error) {
+	m := &Batch{}
+	r := reader{what: "BATCH", b: b}
+	m.read(&r)
+	if err := r.end(); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+var requiredBatch = []string{"segment", "list", "entries", "regions"}
+
+func (m *Batch) read(r *reader) {
+	*m = Batch{Priority: PrioDecodeWaits}
+	var got uint64
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "peer":
+			m.Peer = r.str(MaxNameBytes)
+		case "segment":
+			m.Segment = r.str(MaxNameBytes)
+			got |= 1 << 0
+		case "write":
+			m.Write = r.bool()
+		case "list":
+			m.List = r.u32()
+			got |= 1 << 1
+		case "offset":
+			m.Offset = r.u64()
+		case "entries":
+			m.Entries = r.u32()
+			r.within(uint64(m.Entries), 1, MaxBatchEntries)
+			got |= 1 << 2
+		case "regions":
+			m.Regions = r.packedU32(1, MaxBatchRegions)
+			got |= 1 << 3
+		case "priority":
+			m.Priority = r.u32()
+		case "deadline_ms":
+			m.DeadlineMS = r.u64()
+		case "wait":
+			m.Wait = r.bool()
+		case "note":
+			m.Note = append([]byte(nil), r.bin(MaxNoteBytes)...)
+		case "req":
+			m.Req = r.str(MaxReqBytes)
+		case "stream_mark":
+			m.StreamMark = r.u64()
+		default:
+			r.skip()
+		}
+	}
+	r.require(got, requiredBatch)
+	if r.err == nil {
+		r.refuse(m.check())
+	}
+}
+
+// Append encodes m.
+func (m *Batch) Append(b []byte) []byte {
+	n := 9
+	if len(m.Peer) > 0 {
+		n++
+	}
+	if m.Offset != 0 {
+		n++
+	}
+	if len(m.Note) > 0 {
+		n++
+	}
+	if m.StreamMark != 0 {
+		n++
+	}
+	b = appendMap(b, n)
+	if len(m.Peer) > 0 {
+		b = append(b, "\xa4peer"...)
+		b = appendStr(b, m.Peer)
+	}
+	b = append(b, "\xa7segment"...)
+	b = appendStr(b, m.Segment)
+	b = append(b, "\xa5write"...)
+	b = appendBool(b, m.Write)
+	b = append(b, "\xa4list"...)
+	b = appendUint(b, uint64(m.List))
+	if m.Offset != 0 {
+		b = append(b, "\xa6offset"...)
+		b = appendUint(b, m.Offset)
+	}
+	b = append(b, "\xa7entries"...)
+	b = appendUint(b, uint64(m.Entries))
+	b = append(b, "\xa7regions"...)
+	b = appendPackedU32(b, m.Regions)
+	b = append(b, "\xa8priority"...)
+	b = appendUint(b, uint64(m.Priority))
+	b = append(b, "\xabdeadline_ms"...)
+	b = appendUint(b, m.DeadlineMS)
+	b = append(b, "\xa4wait"...)
+	b = appendBool(b, m.Wait)
+	if len(m.Note) > 0 {
+		b = append(b, "\xa4note"...)
+		b = appendBin(b, m.Note)
+	}
+	b = append(b, "\xa3req"...)
+	b = appendStr(b, m.Req)
+	if m.StreamMark != 0 {
+		b = append(b, "\xabstream_mark"...)
+		b = appendUint(b, m.StreamMark)
+	}
+	return b
+}
+
 // DecodeReceived decodes the body of RECEIVED.
 func DecodeReceived(b []byte) (*Received, error) {
 	m := &Received{}
@@ -2220,6 +2722,8 @@ func (m *Received) read(r *reader) {
 			}
 		case "pages":
 			m.Pages = append([]byte(nil), r.bin(MaxKeys)...)
+		case "entries":
+			m.Entries = append([]byte(nil), r.bin(MaxBatchEntries/8)...)
 		default:
 			r.skip()
 		}
@@ -2233,6 +2737,9 @@ func (m *Received) read(r *reader) {
 func (m *Received) Append(b []byte) []byte {
 	n := 5
 	if len(m.Pages) > 0 {
+		n++
+	}
+	if len(m.Entries) > 0 {
 		n++
 	}
 	b = appendMap(b, n)
@@ -2256,6 +2763,10 @@ func (m *Received) Append(b []byte) []byte {
 	if len(m.Pages) > 0 {
 		b = append(b, "\xa5pages"...)
 		b = appendBin(b, m.Pages)
+	}
+	if len(m.Entries) > 0 {
+		b = append(b, "\xa7entries"...)
+		b = appendBin(b, m.Entries)
 	}
 	return b
 }

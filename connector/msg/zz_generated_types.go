@@ -34,12 +34,21 @@ const (
 	MaxSecretBytes  = 256      // of a namespace
 	MaxPageBytes    = 64 << 20 // of a page on one rank
 	MaxPageTokens   = 1 << 16
+	MaxSegments     = 256 // of a worker
+	MaxGrants       = 64  // of a segment
+	MaxBatchEntries = 100000
+	MaxBatchPieces  = 1 << 17   // of all entries: strided ones have several
+	MaxBatchRegions = 64        // of this worker, that a batch's entries lie in
+	EntryBytes      = 48        // of an entry in a batch's list
+	MaxNoteBytes    = 64        // of a notification
+	MaxNotes        = 256       // of one NOTED
 	NoFD            = 1<<32 - 1 // the descriptor index of a region without a descriptor
 )
 
 // Features of a WELCOME.
 const (
-	FeatureStore = "store" // the sidecar has a page store
+	FeatureStore    = "store"    // the sidecar has a page store
+	FeatureSegments = "segments" // the sidecar takes segments and batches
 )
 
 // Role values of a session.
@@ -69,6 +78,7 @@ const (
 	CodeDraining   = "draining"   // no new sessions or leases
 	CodeSuperseded = "superseded" // a newer session of the same boot took over
 	CodeStore      = "store"      // the page store refuses the request
+	CodeSegment    = "segment"    // a segment cannot be used
 )
 
 // State values of an admission.
@@ -130,6 +140,12 @@ const (
 	TypeClose       Type = 20
 	TypeDone        Type = 19
 	TypeHeld        Type = 21
+	TypeSegment     Type = 22
+	TypeRevoke      Type = 23
+	TypeLocate      Type = 24
+	TypeLocated     Type = 25
+	TypeNotes       Type = 26
+	TypeNoted       Type = 27
 )
 
 var typeNames = [...]string{
@@ -153,6 +169,12 @@ var typeNames = [...]string{
 	TypeClose:       "CLOSE",
 	TypeDone:        "DONE",
 	TypeHeld:        "HELD",
+	TypeSegment:     "SEGMENT",
+	TypeRevoke:      "REVOKE",
+	TypeLocate:      "LOCATE",
+	TypeLocated:     "LOCATED",
+	TypeNotes:       "NOTES",
+	TypeNoted:       "NOTED",
 }
 
 // Engine names the engine behind a session.
@@ -262,6 +284,25 @@ type PagePiece struct {
 	Base   uint64
 	Stride uint64
 	Len    uint64
+}
+
+// SegmentGrant lets peers use a range of a segment.
+type SegmentGrant struct {
+	To     string // name of a node; "*": every node of the cluster
+	Read   bool
+	Write  bool
+	Offset uint64
+	Bytes  uint64 // 0: to the end of the segment
+	EndMS  uint64 // from now; 0: until the segment is revoked
+}
+
+// Note is the notification of a batch.
+type Note struct {
+	Segment string
+	From    string // node of the engine that sent the batch
+	Write   bool
+	Bytes   uint64 // of the batch
+	Note    []byte
 }
 
 // StepReq is one lease of a STEP.
@@ -477,7 +518,7 @@ type Close struct {
 // Type implements Message.
 func (*Close) Type() Type { return TypeClose }
 
-// Done answers REMOVE, ADD_REGIONS and DROP_REGIONS.
+// Done answers REMOVE, ADD_REGIONS, DROP_REGIONS, SEGMENT and REVOKE.
 type Done struct {
 	ID        uint64
 	Members   uint32 // of REMOVE: nodes with a store, this one included
@@ -495,6 +536,70 @@ type Held struct {
 
 // Type implements Message.
 func (*Held) Type() Type { return TypeHeld }
+
+// Segment names a range of a region, which peers may then use as the grants allow (worker only); answered by DONE.
+type Segment struct {
+	ID     uint64
+	Name   string
+	Region uint32 // number
+	Offset uint64
+	Bytes  uint64
+	Grants []SegmentGrant
+}
+
+// Type implements Message.
+func (*Segment) Type() Type { return TypeSegment }
+
+// Revoke takes a segment back; DONE comes once every batch that used it is fenced.
+type Revoke struct {
+	ID   uint64
+	Name string
+	To   string // only the grants to this node; absent: all, and the segment's name
+}
+
+// Type implements Message.
+func (*Revoke) Type() Type { return TypeRevoke }
+
+// Locate asks a sidecar for a segment.
+type Locate struct {
+	ID         uint64
+	Peer       string // endpoint of the sidecar, or name of its node; absent: this one
+	Name       string
+	DeadlineMS uint64
+}
+
+// Type implements Message.
+func (*Locate) Type() Type { return TypeLocate }
+
+// Located answers LOCATE.
+type Located struct {
+	ID    uint64
+	Bytes uint64 // of the segment
+	Read  bool   // this node may read some of it
+	Write bool
+	EndMS uint64 // until the last of these grants ends; 0: none ends
+}
+
+// Type implements Message.
+func (*Located) Type() Type { return TypeLocated }
+
+// Notes fetches notifications of batches that used the worker's segments.
+type Notes struct {
+	ID     uint64
+	WaitMS uint64 // for the first one
+}
+
+// Type implements Message.
+func (*Notes) Type() Type { return TypeNotes }
+
+// Noted answers NOTES; the sidecar keeps none of these.
+type Noted struct {
+	ID    uint64
+	Notes []Note
+}
+
+// Type implements Message.
+func (*Noted) Type() Type { return TypeNoted }
 
 // Step is the body of STEP.
 type Step struct {
@@ -589,6 +694,23 @@ type Load struct {
 	StreamMark uint64
 }
 
+// Batch is the body of BATCH.
+type Batch struct {
+	Peer       string // endpoint of the sidecar that has the segment, or name of its node; absent: this one
+	Segment    string
+	Write      bool
+	List       uint32 // region of kind memfd that holds the entries, little-endian: local offset, offset in the segment, bytes, local stride, stride in the segment, five u64; pieces, index into regions, two u32
+	Offset     uint64 // of the first entry in that region
+	Entries    uint32
+	Regions    []uint32 // numbers, of the entries' local memory
+	Priority   uint32
+	DeadlineMS uint64
+	Wait       bool   // a batch that open ones exclude waits for them; else it is refused
+	Note       []byte // for the segment's engine, once the bytes are there
+	Req        string
+	StreamMark uint64 // as in EXPECT
+}
+
 // Received is the body of RECEIVED.
 type Received struct {
 	Bytes     uint64
@@ -597,6 +719,7 @@ type Received struct {
 	Reason    string
 	Recompute [][2]uint32 // token ranges [start, end), empty: everything, for the status KVS_FAILED or KVS_EXPIRED; the blocks of all other tokens have their content
 	Pages     []byte      // of a GET or PUT that was not refused: one byte for each page, Page and PageFlag
+	Entries   []byte      // of a BATCH that failed: bit i%8 of byte i/8 is set if entry i has arrived; the others may have arrived in part
 }
 
 // Sent is the body of SENT.

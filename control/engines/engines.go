@@ -174,6 +174,8 @@ type Completion struct {
 	Recompute [][2]uint32 // token ranges
 	// of a lease for pages of the store: a connector.PageResult for each page
 	Pages []byte
+	// of a batch that failed: bit i%8 of byte i/8 is set if entry i has arrived
+	Entries []byte
 }
 
 // Status of a Completion: enum kvs_status of the board.

@@ -43,10 +43,12 @@ const (
 	DefaultMaxPending = core.DefaultMaxPending
 )
 
-// Violations that others report: invalid addresses of control lanes, invalid messages about pages.
+// Violations that others report: invalid addresses of control lanes, invalid messages about pages
+// and segments.
 const (
-	BadAddress = frame.BadAddress
-	BadPages   = frame.BadPages
+	BadAddress  = frame.BadAddress
+	BadPages    = frame.BadPages
+	BadSegments = frame.BadSegments
 )
 
 // Errors of connects and descriptions.

@@ -30,6 +30,7 @@ const (
 	RecPut      = 9
 	RecLoad     = 10
 	RecYield    = 11
+	RecBatch    = 12
 	RecReceived = 32
 	RecSent     = 33
 )

@@ -312,7 +312,9 @@ var controlTypes = map[string]bool{"await": true, "admitted": true, "grant": tru
 	"session_over": true, "check": true, "checked": true,
 	"commit": true, "credit": true, "rails": true, "ping": true, "pong": true,
 	"page_hints": true, "page_lookup": true, "page_holders": true, "page_request": true,
-	"page_offer": true, "page_removals": true, "page_removed": true}
+	"page_offer": true, "page_removals": true, "page_removed": true,
+	"segment_locate": true, "segment_located": true, "segment_batch": true, "segment_cancel": true,
+	"segment_done": true}
 
 // Control counts one control message; typ is the field's name in ControlFrame.
 func (s *Set) Control(d Direction, typ string) {

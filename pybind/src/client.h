@@ -13,6 +13,7 @@
  *   admission.c  admission queries and cancellations of a scheduler
  *   request.c    requests about the pages of the store
  *   memory.c     regions, and the packets that pass them
+ *   segments.c   named memory for peers, and batches
  *   session.c    one connection: handshake, messages, end
  *   loop.c       the background thread
  *   client.c     the client's life and status
@@ -53,7 +54,7 @@
 /* Of packets on the socket: docs/protocol.md section 1. */
 enum message { MSG_HELLO = 1, MSG_WELCOME, MSG_REGISTER, MSG_REGISTERED, MSG_ERROR, MSG_AWAIT, MSG_ADMITTED, MSG_BYE, MSG_DECLINE = 10,
 	       MSG_OPEN, MSG_OPENED, MSG_EXISTS, MSG_FOUND, MSG_UNPIN, MSG_REMOVE, MSG_ADD_REGIONS, MSG_DROP_REGIONS, MSG_DONE,
-	       MSG_CLOSE, MSG_HELD };
+	       MSG_CLOSE, MSG_HELD, MSG_SEGMENT, MSG_REVOKE, MSG_LOCATE, MSG_LOCATED, MSG_NOTES, MSG_NOTED };
 
 enum session_state { IDLE, WELCOMING, REGISTERING, READY };
 
@@ -179,7 +180,7 @@ struct kvs_client {
 	uint32_t new_pid;
 	int proc; /* index, from WELCOME on; else -1 */
 	bool draining, replaying;
-	bool can_store; /* the feature "store" of WELCOME */
+	bool can_store, can_segments; /* features of WELCOME */
 	uint64_t mark;                     /* the last one that kvs_gpu_mark gave out */
 	char breaking[160]; /* why the session must be replaced; empty: it need not */
 	int64_t handshake_end_ms, next_try_ms;
@@ -284,7 +285,7 @@ void session_break(kvs_client *c, const char *why);
 /* Texts are not zero-terminated and lie in the packet. */
 struct welcome {
 	uint64_t id, version, leases, copies, deadline_ms, match_timeout_ms, grace_ms;
-	bool fenced, can_store;
+	bool fenced, can_store, can_segments;
 	const uint8_t *boot;
 	const char *node, *endpoint, *release;
 	uint32_t node_bytes, endpoint_bytes, release_bytes;

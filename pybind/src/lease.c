@@ -110,7 +110,7 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 	/* A sidecar that hangs ends such a lease only when it is killed. */
 	if (is_copy(type) && !(c->proc >= 0 && kvs_pidfd_killable(c->procs[c->proc].pidfd)))
 		return KVS_E_UNKILLABLE;
-	if ((type == KVS_REC_GET || type == KVS_REC_PUT) && !c->can_store)
+	if (((type == KVS_REC_GET || type == KVS_REC_PUT) && !c->can_store) || (type == KVS_REC_BATCH && !c->can_segments))
 		return KVS_E_UNSUPPORTED;
 	struct lease *l = calloc(1, sizeof *l);
 	if (!l)
@@ -173,7 +173,8 @@ int64_t kvs_submit_load(kvs_client *c, const void *body, uint32_t bytes, uint32_
 int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms)
 {
 	CHECK(c);
-	bool known = type == KVS_REC_INTENT || type == KVS_REC_EXPECT || type == KVS_REC_COPY || type == KVS_REC_GET || type == KVS_REC_PUT || type == KVS_REC_LOAD;
+	bool known = type == KVS_REC_INTENT || type == KVS_REC_EXPECT || type == KVS_REC_COPY || type == KVS_REC_GET || type == KVS_REC_PUT || type == KVS_REC_LOAD ||
+		     type == KVS_REC_BATCH;
 	if (!known || !body || !mp_is_map(body, bytes))
 		return KVS_E_ARG;
 	int64_t now = kvs_now_ms();

@@ -215,6 +215,7 @@ static bool read_features(struct mpr r, struct welcome *m)
 		if (!mpr_str(&r, &k, &kn))
 			return false;
 		m->can_store |= mp_key(k, kn, "store");
+		m->can_segments |= mp_key(k, kn, "segments");
 	}
 	return true;
 }

@@ -242,6 +242,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	if (c->info.grace_ms > c->grace_limit_ms)
 		c->info.grace_ms = c->grace_limit_ms;
 	c->can_store = m.can_store;
+	c->can_segments = m.can_segments;
 	c->deadlines = (uint64_t)c->info.deadline_ms << 32 | c->info.match_timeout_ms;
 	c->lease_limit = m.leases && m.leases < KVS_MAX_LEASES ? (uint32_t)m.leases : KVS_MAX_LEASES;
 	c->copy_limit = m.copies && m.copies < c->lease_limit ? (uint32_t)m.copies : c->lease_limit;
@@ -349,6 +350,8 @@ static void on_packet(kvs_client *c, int64_t now, const uint8_t *p, size_t n)
 	case MSG_OPENED:
 	case MSG_FOUND:
 	case MSG_DONE:
+	case MSG_LOCATED:
+	case MSG_NOTED:
 		on_answer(c, now, type, body, n);
 		return;
 	case MSG_BYE:

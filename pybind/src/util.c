@@ -90,7 +90,7 @@ const char *kvs_strerror(int error)
 		[-KVS_E_CLOSED] = "client is closed",
 		[-KVS_E_SYS] = "system call failed",
 		[-KVS_E_BUFFER] = "buffer is too small",
-		[-KVS_E_UNSUPPORTED] = "the sidecar has no page store",
+		[-KVS_E_UNSUPPORTED] = "the sidecar has no page store, or takes no segments",
 		[-KVS_E_UNKILLABLE] = "this process may not kill the sidecar, and could wait for it for ever: run both as one user and in one PID namespace",
 		[-KVS_E_GPU] = "the CUDA driver refused, or is missing",
 	};

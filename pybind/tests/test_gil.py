@@ -158,6 +158,16 @@ def test_no_call_holds_the_interpreters_lock(
 
         whole, added, empty = region(), region(), kvspray.Region.reserve(4096)
         stack.callback(empty.close)
+        batch = _lib.CBatch(count=1)
+        numbers = (ctypes.c_uint32 * 1)(0)
+        options = _lib.CBatchOptions(
+            size=ctypes.sizeof(_lib.CBatchOptions), segment=b"s", regions=numbers, region_count=1
+        )
+
+        def batch_open() -> None:
+            assert _lib.lib.kvs_batch_open(lonely._h, 1, ctypes.byref(batch)) == 0
+            batch.count = 1
+
         rows = [kvspray.LoadPart(cache, 0, 8, cache, 4096, 8, 8)]
         waits = {
             "WorkerClient()": client,
@@ -201,6 +211,15 @@ def test_no_call_holds_the_interpreters_lock(
             "store request forgotten": lambda: _lib.lib.kvs_request_forget(w._h, 1),
             "unpin": lambda: _lib.lib.kvs_unpin(w._h, 1),
             "space closed": lambda: _lib.lib.kvs_close_space(w._h, 1),
+            "segment": lambda: _lib.lib.kvs_segment(w._h, b"s", 0, 0, 1, None, 0),
+            "segment revoked": lambda: _lib.lib.kvs_segment_revoke(w._h, b"s", None),
+            "locate": lambda: _lib.lib.kvs_locate(w._h, None, b"s", 10),
+            "notes": lambda: _lib.lib.kvs_notes(w._h, 0),
+            "batch": batch_open,
+            "batch submitted": lambda: _lib.lib.kvs_batch_submit(
+                w._h, ctypes.byref(batch), ctypes.byref(options)
+            ),
+            "batch closed": lambda: _lib.lib.kvs_batch_close(lonely._h, ctypes.byref(batch)),
             "describe": lambda: w.describe(
                 {**layout(), "identity": {"model": "tiny", "weights": "2"}}
             ),
@@ -223,6 +242,10 @@ def test_no_call_holds_the_interpreters_lock(
             "kvs_flags": lambda: _lib.lib.kvs_flags(w._h, ctypes.byref(ctypes.c_uint64())),
             "kvs_deadlines": lambda: _lib.fast.kvs_deadlines(w._h),
             "kvs_strerror": lambda: _lib.strerror(-1),
+            "kvs_read_located": lambda: _lib.lib.kvs_read_located(
+                b"\x80", 1, ctypes.byref(_lib.CLocated())
+            ),
+            "kvs_read_notes": lambda: _lib.lib.kvs_read_notes(b"\x80", 1, None, 0),
             "Region.part": lambda: stack.callback(whole.part(0, 4096).close),
         }
         assert {name: gate.turns(call) for name, call in at_once.items()} == dict.fromkeys(

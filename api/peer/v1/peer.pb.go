@@ -852,6 +852,11 @@ type ControlFrame struct {
 	//	*ControlFrame_SessionOver
 	//	*ControlFrame_Check
 	//	*ControlFrame_Checked
+	//	*ControlFrame_SegmentLocate
+	//	*ControlFrame_SegmentLocated
+	//	*ControlFrame_SegmentBatch
+	//	*ControlFrame_SegmentCancel
+	//	*ControlFrame_SegmentDone
 	Body          isControlFrame_Body `protobuf_oneof:"body"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1106,6 +1111,51 @@ func (x *ControlFrame) GetChecked() *Checked {
 	return nil
 }
 
+func (x *ControlFrame) GetSegmentLocate() *SegmentLocate {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_SegmentLocate); ok {
+			return x.SegmentLocate
+		}
+	}
+	return nil
+}
+
+func (x *ControlFrame) GetSegmentLocated() *SegmentLocated {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_SegmentLocated); ok {
+			return x.SegmentLocated
+		}
+	}
+	return nil
+}
+
+func (x *ControlFrame) GetSegmentBatch() *SegmentBatch {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_SegmentBatch); ok {
+			return x.SegmentBatch
+		}
+	}
+	return nil
+}
+
+func (x *ControlFrame) GetSegmentCancel() *SegmentCancel {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_SegmentCancel); ok {
+			return x.SegmentCancel
+		}
+	}
+	return nil
+}
+
+func (x *ControlFrame) GetSegmentDone() *SegmentDone {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_SegmentDone); ok {
+			return x.SegmentDone
+		}
+	}
+	return nil
+}
+
 type isControlFrame_Body interface {
 	isControlFrame_Body()
 }
@@ -1198,6 +1248,26 @@ type ControlFrame_Checked struct {
 	Checked *Checked `protobuf:"bytes,32,opt,name=checked,proto3,oneof"`
 }
 
+type ControlFrame_SegmentLocate struct {
+	SegmentLocate *SegmentLocate `protobuf:"bytes,33,opt,name=segment_locate,json=segmentLocate,proto3,oneof"`
+}
+
+type ControlFrame_SegmentLocated struct {
+	SegmentLocated *SegmentLocated `protobuf:"bytes,34,opt,name=segment_located,json=segmentLocated,proto3,oneof"`
+}
+
+type ControlFrame_SegmentBatch struct {
+	SegmentBatch *SegmentBatch `protobuf:"bytes,35,opt,name=segment_batch,json=segmentBatch,proto3,oneof"`
+}
+
+type ControlFrame_SegmentCancel struct {
+	SegmentCancel *SegmentCancel `protobuf:"bytes,36,opt,name=segment_cancel,json=segmentCancel,proto3,oneof"`
+}
+
+type ControlFrame_SegmentDone struct {
+	SegmentDone *SegmentDone `protobuf:"bytes,37,opt,name=segment_done,json=segmentDone,proto3,oneof"`
+}
+
 func (*ControlFrame_Await) isControlFrame_Body() {}
 
 func (*ControlFrame_Admitted) isControlFrame_Body() {}
@@ -1241,6 +1311,16 @@ func (*ControlFrame_SessionOver) isControlFrame_Body() {}
 func (*ControlFrame_Check) isControlFrame_Body() {}
 
 func (*ControlFrame_Checked) isControlFrame_Body() {}
+
+func (*ControlFrame_SegmentLocate) isControlFrame_Body() {}
+
+func (*ControlFrame_SegmentLocated) isControlFrame_Body() {}
+
+func (*ControlFrame_SegmentBatch) isControlFrame_Body() {}
+
+func (*ControlFrame_SegmentCancel) isControlFrame_Body() {}
+
+func (*ControlFrame_SegmentDone) isControlFrame_Body() {}
 
 // Fragment is a part of a ControlFrame that exceeds the longest frame. The parts up to the one with
 // `last`, in order, are an encoded ControlFrame without seq and ack.
@@ -3074,6 +3154,380 @@ func (x *PageRemoved) GetProblem() string {
 	return ""
 }
 
+// SegmentLocate asks for a segment by its name. SegmentLocated answers.
+type SegmentLocate struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"` // of the sender
+	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SegmentLocate) Reset() {
+	*x = SegmentLocate{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SegmentLocate) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SegmentLocate) ProtoMessage() {}
+
+func (x *SegmentLocate) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SegmentLocate.ProtoReflect.Descriptor instead.
+func (*SegmentLocate) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *SegmentLocate) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *SegmentLocate) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+// SegmentLocated describes a segment as the asker may use it. A peer without a grant gets the same
+// refusal as for a name that does not exist.
+type SegmentLocated struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	Refusal       string                 `protobuf:"bytes,2,opt,name=refusal,proto3" json:"refusal,omitempty"` // empty: none
+	Bytes         uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Read          bool                   `protobuf:"varint,4,opt,name=read,proto3" json:"read,omitempty"`
+	Write         bool                   `protobuf:"varint,5,opt,name=write,proto3" json:"write,omitempty"`
+	EndMs         uint64                 `protobuf:"varint,6,opt,name=end_ms,json=endMs,proto3" json:"end_ms,omitempty"` // 0: no end
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SegmentLocated) Reset() {
+	*x = SegmentLocated{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SegmentLocated) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SegmentLocated) ProtoMessage() {}
+
+func (x *SegmentLocated) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SegmentLocated.ProtoReflect.Descriptor instead.
+func (*SegmentLocated) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *SegmentLocated) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *SegmentLocated) GetRefusal() string {
+	if x != nil {
+		return x.Refusal
+	}
+	return ""
+}
+
+func (x *SegmentLocated) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *SegmentLocated) GetRead() bool {
+	if x != nil {
+		return x.Read
+	}
+	return false
+}
+
+func (x *SegmentLocated) GetWrite() bool {
+	if x != nil {
+		return x.Write
+	}
+	return false
+}
+
+func (x *SegmentLocated) GetEndMs() uint64 {
+	if x != nil {
+		return x.EndMs
+	}
+	return 0
+}
+
+// SegmentBatch opens a lease on ranges of a segment: a source lease if the sender reads, a
+// destination lease if it writes. Both sides make the key of the transfer from nonce and the
+// sender's boot. SegmentDone answers once the lease has ended.
+type SegmentBatch struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"` // of the sender, never reused
+	Name  string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Write bool                   `protobuf:"varint,3,opt,name=write,proto3" json:"write,omitempty"`
+	Nonce []byte                 `protobuf:"bytes,4,opt,name=nonce,proto3" json:"nonce,omitempty"` // 16 bytes
+	// Offset, bytes and stride u64, pieces u32, little-endian, of each entry. The bytes of the transfer
+	// are those of all pieces, in order.
+	Entries       []byte `protobuf:"bytes,5,opt,name=entries,proto3" json:"entries,omitempty"`
+	Priority      uint32 `protobuf:"varint,6,opt,name=priority,proto3" json:"priority,omitempty"`
+	DeadlineMs    uint32 `protobuf:"varint,7,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"`
+	Wait          bool   `protobuf:"varint,8,opt,name=wait,proto3" json:"wait,omitempty"` // until open batches end that exclude it; else it is refused
+	Note          []byte `protobuf:"bytes,9,opt,name=note,proto3" json:"note,omitempty"`  // for the segment's engine
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SegmentBatch) Reset() {
+	*x = SegmentBatch{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SegmentBatch) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SegmentBatch) ProtoMessage() {}
+
+func (x *SegmentBatch) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SegmentBatch.ProtoReflect.Descriptor instead.
+func (*SegmentBatch) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *SegmentBatch) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *SegmentBatch) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *SegmentBatch) GetWrite() bool {
+	if x != nil {
+		return x.Write
+	}
+	return false
+}
+
+func (x *SegmentBatch) GetNonce() []byte {
+	if x != nil {
+		return x.Nonce
+	}
+	return nil
+}
+
+func (x *SegmentBatch) GetEntries() []byte {
+	if x != nil {
+		return x.Entries
+	}
+	return nil
+}
+
+func (x *SegmentBatch) GetPriority() uint32 {
+	if x != nil {
+		return x.Priority
+	}
+	return 0
+}
+
+func (x *SegmentBatch) GetDeadlineMs() uint32 {
+	if x != nil {
+		return x.DeadlineMs
+	}
+	return 0
+}
+
+func (x *SegmentBatch) GetWait() bool {
+	if x != nil {
+		return x.Wait
+	}
+	return false
+}
+
+func (x *SegmentBatch) GetNote() []byte {
+	if x != nil {
+		return x.Note
+	}
+	return nil
+}
+
+// SegmentCancel ends the lease of a SegmentBatch.
+type SegmentCancel struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	Reason        string                 `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SegmentCancel) Reset() {
+	*x = SegmentCancel{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SegmentCancel) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SegmentCancel) ProtoMessage() {}
+
+func (x *SegmentCancel) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SegmentCancel.ProtoReflect.Descriptor instead.
+func (*SegmentCancel) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{39}
+}
+
+func (x *SegmentCancel) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *SegmentCancel) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+// SegmentDone: the lease of a SegmentBatch has ended, and is fenced.
+type SegmentDone struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	Status        uint32                 `protobuf:"varint,2,opt,name=status,proto3" json:"status,omitempty"` // as of a lease
+	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
+	Arrived       []byte                 `protobuf:"bytes,4,opt,name=arrived,proto3" json:"arrived,omitempty"` // of a write that failed: bit i%8 of byte i/8 is set if entry i has arrived
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SegmentDone) Reset() {
+	*x = SegmentDone{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[40]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SegmentDone) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SegmentDone) ProtoMessage() {}
+
+func (x *SegmentDone) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[40]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SegmentDone.ProtoReflect.Descriptor instead.
+func (*SegmentDone) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{40}
+}
+
+func (x *SegmentDone) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *SegmentDone) GetStatus() uint32 {
+	if x != nil {
+		return x.Status
+	}
+	return 0
+}
+
+func (x *SegmentDone) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *SegmentDone) GetArrived() []byte {
+	if x != nil {
+		return x.Arrived
+	}
+	return nil
+}
+
 // Member is the metadata that a sidecar publishes by gossip.
 type Member struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -3090,7 +3544,7 @@ type Member struct {
 
 func (x *Member) Reset() {
 	*x = Member{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[36]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3102,7 +3556,7 @@ func (x *Member) String() string {
 func (*Member) ProtoMessage() {}
 
 func (x *Member) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[36]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3115,7 +3569,7 @@ func (x *Member) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Member.ProtoReflect.Descriptor instead.
 func (*Member) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{36}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *Member) GetBoot() []byte {
@@ -3183,7 +3637,7 @@ type Serving struct {
 
 func (x *Serving) Reset() {
 	*x = Serving{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[37]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3195,7 +3649,7 @@ func (x *Serving) String() string {
 func (*Serving) ProtoMessage() {}
 
 func (x *Serving) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[37]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3208,7 +3662,7 @@ func (x *Serving) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Serving.ProtoReflect.Descriptor instead.
 func (*Serving) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{37}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *Serving) GetBoot() []byte {
@@ -3271,7 +3725,7 @@ type Api struct {
 
 func (x *Api) Reset() {
 	*x = Api{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[38]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3283,7 +3737,7 @@ func (x *Api) String() string {
 func (*Api) ProtoMessage() {}
 
 func (x *Api) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[38]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3296,7 +3750,7 @@ func (x *Api) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Api.ProtoReflect.Descriptor instead.
 func (*Api) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{38}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *Api) GetUrl() string {
@@ -3377,7 +3831,7 @@ type GossipMessage struct {
 
 func (x *GossipMessage) Reset() {
 	*x = GossipMessage{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[39]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3389,7 +3843,7 @@ func (x *GossipMessage) String() string {
 func (*GossipMessage) ProtoMessage() {}
 
 func (x *GossipMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[39]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3402,7 +3856,7 @@ func (x *GossipMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GossipMessage.ProtoReflect.Descriptor instead.
 func (*GossipMessage) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{39}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *GossipMessage) GetBody() isGossipMessage_Body {
@@ -3474,7 +3928,7 @@ type Load struct {
 
 func (x *Load) Reset() {
 	*x = Load{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[40]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3486,7 +3940,7 @@ func (x *Load) String() string {
 func (*Load) ProtoMessage() {}
 
 func (x *Load) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[40]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3499,7 +3953,7 @@ func (x *Load) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Load.ProtoReflect.Descriptor instead.
 func (*Load) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{40}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *Load) GetBoot() []byte {
@@ -3579,8 +4033,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05Lease\x12\x12\n" +
 	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\x04R\x02id\x12\x14\n" +
-	"\x05epoch\x18\x03 \x01(\rR\x05epoch\"\xa1\n" +
-	"\n" +
+	"\x05epoch\x18\x03 \x01(\rR\x05epoch\"\x88\r\n" +
 	"\fControlFrame\x12\x10\n" +
 	"\x03seq\x18\x01 \x01(\x04R\x03seq\x12\x10\n" +
 	"\x03ack\x18\x02 \x01(\x04R\x03ack\x12.\n" +
@@ -3611,7 +4064,12 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\fpage_removed\x18\x1d \x01(\v2\x1c.kvspray.peer.v1.PageRemovedH\x00R\vpageRemoved\x12A\n" +
 	"\fsession_over\x18\x1e \x01(\v2\x1c.kvspray.peer.v1.SessionOverH\x00R\vsessionOver\x12.\n" +
 	"\x05check\x18\x1f \x01(\v2\x16.kvspray.peer.v1.CheckH\x00R\x05check\x124\n" +
-	"\achecked\x18  \x01(\v2\x18.kvspray.peer.v1.CheckedH\x00R\acheckedB\x06\n" +
+	"\achecked\x18  \x01(\v2\x18.kvspray.peer.v1.CheckedH\x00R\achecked\x12G\n" +
+	"\x0esegment_locate\x18! \x01(\v2\x1e.kvspray.peer.v1.SegmentLocateH\x00R\rsegmentLocate\x12J\n" +
+	"\x0fsegment_located\x18\" \x01(\v2\x1f.kvspray.peer.v1.SegmentLocatedH\x00R\x0esegmentLocated\x12D\n" +
+	"\rsegment_batch\x18# \x01(\v2\x1d.kvspray.peer.v1.SegmentBatchH\x00R\fsegmentBatch\x12G\n" +
+	"\x0esegment_cancel\x18$ \x01(\v2\x1e.kvspray.peer.v1.SegmentCancelH\x00R\rsegmentCancel\x12A\n" +
+	"\fsegment_done\x18% \x01(\v2\x1c.kvspray.peer.v1.SegmentDoneH\x00R\vsegmentDoneB\x06\n" +
 	"\x04body\"4\n" +
 	"\bFragment\x12\x14\n" +
 	"\x05piece\x18\x01 \x01(\fR\x05piece\x12\x12\n" +
@@ -3772,7 +4230,36 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\vPageRemoved\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x14\n" +
 	"\x05stamp\x18\x02 \x01(\x06R\x05stamp\x12\x18\n" +
-	"\aproblem\x18\x03 \x01(\tR\aproblem\"\xb2\x01\n" +
+	"\aproblem\x18\x03 \x01(\tR\aproblem\"3\n" +
+	"\rSegmentLocate\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"\x91\x01\n" +
+	"\x0eSegmentLocated\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x18\n" +
+	"\arefusal\x18\x02 \x01(\tR\arefusal\x12\x14\n" +
+	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\x12\x12\n" +
+	"\x04read\x18\x04 \x01(\bR\x04read\x12\x14\n" +
+	"\x05write\x18\x05 \x01(\bR\x05write\x12\x15\n" +
+	"\x06end_ms\x18\x06 \x01(\x04R\x05endMs\"\xdd\x01\n" +
+	"\fSegmentBatch\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
+	"\x05write\x18\x03 \x01(\bR\x05write\x12\x14\n" +
+	"\x05nonce\x18\x04 \x01(\fR\x05nonce\x12\x18\n" +
+	"\aentries\x18\x05 \x01(\fR\aentries\x12\x1a\n" +
+	"\bpriority\x18\x06 \x01(\rR\bpriority\x12\x1f\n" +
+	"\vdeadline_ms\x18\a \x01(\rR\n" +
+	"deadlineMs\x12\x12\n" +
+	"\x04wait\x18\b \x01(\bR\x04wait\x12\x12\n" +
+	"\x04note\x18\t \x01(\fR\x04note\"7\n" +
+	"\rSegmentCancel\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x16\n" +
+	"\x06reason\x18\x02 \x01(\tR\x06reason\"g\n" +
+	"\vSegmentDone\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x16\n" +
+	"\x06status\x18\x02 \x01(\rR\x06status\x12\x16\n" +
+	"\x06reason\x18\x03 \x01(\tR\x06reason\x12\x18\n" +
+	"\aarrived\x18\x04 \x01(\fR\aarrived\"\xb2\x01\n" +
 	"\x06Member\x12\x12\n" +
 	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x12\n" +
 	"\x04node\x18\x02 \x01(\tR\x04node\x12\x1a\n" +
@@ -3825,7 +4312,7 @@ func file_api_peer_v1_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_api_peer_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
+var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
 var file_api_peer_v1_peer_proto_goTypes = []any{
 	(Admitted_State)(0),     // 0: kvspray.peer.v1.Admitted.State
 	(GrantReply_Code)(0),    // 1: kvspray.peer.v1.GrantReply.Code
@@ -3866,12 +4353,17 @@ var file_api_peer_v1_peer_proto_goTypes = []any{
 	(*PageRemoval)(nil),     // 36: kvspray.peer.v1.PageRemoval
 	(*PageRemovals)(nil),    // 37: kvspray.peer.v1.PageRemovals
 	(*PageRemoved)(nil),     // 38: kvspray.peer.v1.PageRemoved
-	(*Member)(nil),          // 39: kvspray.peer.v1.Member
-	(*Serving)(nil),         // 40: kvspray.peer.v1.Serving
-	(*Api)(nil),             // 41: kvspray.peer.v1.Api
-	(*GossipMessage)(nil),   // 42: kvspray.peer.v1.GossipMessage
-	(*Load)(nil),            // 43: kvspray.peer.v1.Load
-	nil,                     // 44: kvspray.peer.v1.Part.TokensByTransportEntry
+	(*SegmentLocate)(nil),   // 39: kvspray.peer.v1.SegmentLocate
+	(*SegmentLocated)(nil),  // 40: kvspray.peer.v1.SegmentLocated
+	(*SegmentBatch)(nil),    // 41: kvspray.peer.v1.SegmentBatch
+	(*SegmentCancel)(nil),   // 42: kvspray.peer.v1.SegmentCancel
+	(*SegmentDone)(nil),     // 43: kvspray.peer.v1.SegmentDone
+	(*Member)(nil),          // 44: kvspray.peer.v1.Member
+	(*Serving)(nil),         // 45: kvspray.peer.v1.Serving
+	(*Api)(nil),             // 46: kvspray.peer.v1.Api
+	(*GossipMessage)(nil),   // 47: kvspray.peer.v1.GossipMessage
+	(*Load)(nil),            // 48: kvspray.peer.v1.Load
+	nil,                     // 49: kvspray.peer.v1.Part.TokensByTransportEntry
 }
 var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	3,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
@@ -3899,38 +4391,43 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	15, // 22: kvspray.peer.v1.ControlFrame.session_over:type_name -> kvspray.peer.v1.SessionOver
 	23, // 23: kvspray.peer.v1.ControlFrame.check:type_name -> kvspray.peer.v1.Check
 	24, // 24: kvspray.peer.v1.ControlFrame.checked:type_name -> kvspray.peer.v1.Checked
-	0,  // 25: kvspray.peer.v1.Admitted.state:type_name -> kvspray.peer.v1.Admitted.State
-	11, // 26: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
-	19, // 27: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
-	18, // 28: kvspray.peer.v1.Grant.distances:type_name -> kvspray.peer.v1.RailDistance
-	44, // 29: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
-	11, // 30: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
-	11, // 31: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
-	1,  // 32: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
-	20, // 33: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
-	11, // 34: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
-	11, // 35: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
-	11, // 36: kvspray.peer.v1.Check.destination:type_name -> kvspray.peer.v1.Lease
-	11, // 37: kvspray.peer.v1.Checked.destination:type_name -> kvspray.peer.v1.Lease
-	2,  // 38: kvspray.peer.v1.Checked.state:type_name -> kvspray.peer.v1.Checked.State
-	11, // 39: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
-	11, // 40: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
-	4,  // 41: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
-	36, // 42: kvspray.peer.v1.PageRemovals.removals:type_name -> kvspray.peer.v1.PageRemoval
-	41, // 43: kvspray.peer.v1.Serving.apis:type_name -> kvspray.peer.v1.Api
-	40, // 44: kvspray.peer.v1.GossipMessage.serving:type_name -> kvspray.peer.v1.Serving
-	43, // 45: kvspray.peer.v1.GossipMessage.load:type_name -> kvspray.peer.v1.Load
-	5,  // 46: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
-	7,  // 47: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
-	9,  // 48: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
-	6,  // 49: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
-	8,  // 50: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
-	10, // 51: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
-	49, // [49:52] is the sub-list for method output_type
-	46, // [46:49] is the sub-list for method input_type
-	46, // [46:46] is the sub-list for extension type_name
-	46, // [46:46] is the sub-list for extension extendee
-	0,  // [0:46] is the sub-list for field type_name
+	39, // 25: kvspray.peer.v1.ControlFrame.segment_locate:type_name -> kvspray.peer.v1.SegmentLocate
+	40, // 26: kvspray.peer.v1.ControlFrame.segment_located:type_name -> kvspray.peer.v1.SegmentLocated
+	41, // 27: kvspray.peer.v1.ControlFrame.segment_batch:type_name -> kvspray.peer.v1.SegmentBatch
+	42, // 28: kvspray.peer.v1.ControlFrame.segment_cancel:type_name -> kvspray.peer.v1.SegmentCancel
+	43, // 29: kvspray.peer.v1.ControlFrame.segment_done:type_name -> kvspray.peer.v1.SegmentDone
+	0,  // 30: kvspray.peer.v1.Admitted.state:type_name -> kvspray.peer.v1.Admitted.State
+	11, // 31: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
+	19, // 32: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
+	18, // 33: kvspray.peer.v1.Grant.distances:type_name -> kvspray.peer.v1.RailDistance
+	49, // 34: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
+	11, // 35: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
+	11, // 36: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
+	1,  // 37: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
+	20, // 38: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
+	11, // 39: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
+	11, // 40: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
+	11, // 41: kvspray.peer.v1.Check.destination:type_name -> kvspray.peer.v1.Lease
+	11, // 42: kvspray.peer.v1.Checked.destination:type_name -> kvspray.peer.v1.Lease
+	2,  // 43: kvspray.peer.v1.Checked.state:type_name -> kvspray.peer.v1.Checked.State
+	11, // 44: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
+	11, // 45: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
+	4,  // 46: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
+	36, // 47: kvspray.peer.v1.PageRemovals.removals:type_name -> kvspray.peer.v1.PageRemoval
+	46, // 48: kvspray.peer.v1.Serving.apis:type_name -> kvspray.peer.v1.Api
+	45, // 49: kvspray.peer.v1.GossipMessage.serving:type_name -> kvspray.peer.v1.Serving
+	48, // 50: kvspray.peer.v1.GossipMessage.load:type_name -> kvspray.peer.v1.Load
+	5,  // 51: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
+	7,  // 52: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
+	9,  // 53: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
+	6,  // 54: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
+	8,  // 55: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
+	10, // 56: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
+	54, // [54:57] is the sub-list for method output_type
+	51, // [51:54] is the sub-list for method input_type
+	51, // [51:51] is the sub-list for extension type_name
+	51, // [51:51] is the sub-list for extension extendee
+	0,  // [0:51] is the sub-list for field type_name
 }
 
 func init() { file_api_peer_v1_peer_proto_init() }
@@ -3961,8 +4458,13 @@ func file_api_peer_v1_peer_proto_init() {
 		(*ControlFrame_SessionOver)(nil),
 		(*ControlFrame_Check)(nil),
 		(*ControlFrame_Checked)(nil),
+		(*ControlFrame_SegmentLocate)(nil),
+		(*ControlFrame_SegmentLocated)(nil),
+		(*ControlFrame_SegmentBatch)(nil),
+		(*ControlFrame_SegmentCancel)(nil),
+		(*ControlFrame_SegmentDone)(nil),
 	}
-	file_api_peer_v1_peer_proto_msgTypes[39].OneofWrappers = []any{
+	file_api_peer_v1_peer_proto_msgTypes[44].OneofWrappers = []any{
 		(*GossipMessage_Ask)(nil),
 		(*GossipMessage_Serving)(nil),
 		(*GossipMessage_Load)(nil),
@@ -3973,7 +4475,7 @@ func file_api_peer_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_peer_v1_peer_proto_rawDesc), len(file_api_peer_v1_peer_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   42,
+			NumMessages:   47,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -132,6 +132,7 @@ enum kvs_record_type {
 	KVS_REC_PUT = 9,     /* the same, out of registered memory */
 	KVS_REC_LOAD = 10,   /* as COPY, for the same pages of several tensors; raises a load flag */
 	KVS_REC_YIELD = 11,  /* the engine needs the blocks of a held source lease: no receiver binds any more, and bound ones finish */
+	KVS_REC_BATCH = 12,  /* a lease of its own: ranges of a segment into registered memory, or out of it; ends with RECEIVED */
 	/* completion ring */
 	KVS_REC_RECEIVED = 32, /* ends a destination lease or a copy: complete and fenced, or failed and fenced */
 	KVS_REC_SENT = 33,     /* ends a source lease: no process can read the blocks for the sidecar any more */

@@ -62,7 +62,7 @@ enum kvs_error {
 	KVS_E_SYS = -10,          /* a system call failed; errno is kept */
 	KVS_E_BUFFER = -11,       /* the caller's buffer cannot hold the next record */
 	KVS_E_GPU = -12,          /* the CUDA driver refused, or is missing; kvs_gpu_error has the reason */
-	KVS_E_UNSUPPORTED = -13,  /* this sidecar has no page store */
+	KVS_E_UNSUPPORTED = -13,  /* this sidecar has no page store, or takes no segments */
 	KVS_E_UNKILLABLE = -14,   /* a COPY or LOAD, whose end the engine may wait for, and this process may not kill the sidecar */
 };
 
@@ -339,6 +339,101 @@ int kvs_unpin(kvs_client *c, int64_t request);
 /* Closes the namespace of an OPEN, once the session's gets and puts in it have ended. Its answer may not have come yet.
  * Waits like kvs_unpin. */
 int kvs_close_space(kvs_client *c, int64_t request);
+
+/* ---- segments and batches: docs/segments.md --------------------------------------------------------------------------------- */
+
+#define KVS_MAX_NAME_BYTES 256
+#define KVS_MAX_GRANTS 64             /* of a segment */
+#define KVS_MAX_BATCH_ENTRIES 100000
+#define KVS_MAX_BATCH_PIECES (1u << 17) /* of all entries */
+#define KVS_MAX_BATCH_REGIONS 64      /* of this client, that a batch's entries lie in */
+#define KVS_MAX_NOTE_BYTES 64
+#define KVS_MAX_NOTES 256             /* of one answer */
+
+/* Lets a node use a range of a segment. */
+struct kvs_grant {
+	const char *to; /* name of a node; "*": every node of the cluster */
+	uint32_t read, write;
+	uint64_t offset, bytes; /* bytes 0: to the end of the segment */
+	uint64_t end_ms;        /* from now; 0: until the segment is revoked */
+};
+
+/* Makes a range of a region, by its number, a segment. A worker with a layout names regions of kvs_regions_add. Names of a node's segments are
+ * unique. Returns a request for kvs_answer: DONE (19), or ERROR (5). A segment ends with the session: register it again after a reconnection. */
+int64_t kvs_segment(kvs_client *c, const char *name, uint32_t region, uint64_t offset, uint64_t bytes, const struct kvs_grant *grants, uint32_t n);
+
+/* Takes a segment back; with `to`, only the grants to that node. DONE comes once every batch that used it is fenced: from then on no byte is read or
+ * written for them. */
+int64_t kvs_segment_revoke(kvs_client *c, const char *name, const char *to);
+
+/* Asks a sidecar for a segment. peer: its endpoint, or the name of its node; NULL or empty: this node's sidecar. LOCATED (25), or ERROR (5). */
+int64_t kvs_locate(kvs_client *c, const char *peer, const char *name, uint32_t deadline_ms);
+
+struct kvs_located {
+	uint64_t bytes;
+	uint32_t read, write; /* 1: this node may, some of it */
+	uint64_t end_ms;      /* of the last grant, from the answer on; 0: none ends */
+};
+/* Reads the body of LOCATED. 0 or KVS_E_ARG. */
+int kvs_read_located(const void *body, uint64_t bytes, struct kvs_located *out);
+
+/* Fetches the notifications of batches that used this worker's segments. NOTED (27) comes once there is one, or after wait_ms, with at most
+ * KVS_MAX_NOTES. The bytes of a batch are visible to this process before its notification comes; a GPU reads them after an operation that was
+ * enqueued after it. */
+int64_t kvs_notes(kvs_client *c, uint32_t wait_ms);
+
+struct kvs_note {
+	char segment[KVS_MAX_NAME_BYTES + 1], from[KVS_MAX_NAME_BYTES + 1]; /* from: node of the engine that sent the batch */
+	uint32_t write, note_bytes;
+	uint64_t bytes; /* of the batch */
+	uint8_t note[KVS_MAX_NOTE_BYTES];
+};
+/* Reads the body of NOTED. Returns the number of notifications, KVS_E_BUFFER (more than cap), or KVS_E_ARG. */
+int kvs_read_notes(const void *body, uint64_t bytes, struct kvs_note *out, uint32_t cap);
+
+/* A range of bytes, or `count` ranges at equal distances. */
+struct kvs_entry {
+	uint64_t local, remote; /* offset in the local region; in the segment */
+	uint64_t bytes;         /* of one piece */
+	uint64_t local_stride, remote_stride;
+	uint32_t count;  /* pieces; 1: the strides are not used */
+	uint32_t region; /* index into the batch's regions */
+};
+
+/* Entries, in memory that the sidecar reads: the caller writes entries[0..count). It may be used again once the lease of its last submission has completed. */
+struct kvs_batch {
+	struct kvs_region list;
+	uint32_t number; /* of that region */
+	uint32_t capacity, count;
+	struct kvs_entry *entries;
+};
+
+/* Makes room for entries, and passes the memory to the sidecar; kvs_regions_wait waits for that. */
+int kvs_batch_open(kvs_client *c, uint32_t capacity, struct kvs_batch *out);
+/* Only once no lease of it is open. */
+void kvs_batch_close(kvs_client *c, struct kvs_batch *batch);
+
+struct kvs_batch_options {
+	uint32_t size;       /* sizeof(struct kvs_batch_options) of the caller */
+	uint32_t write;      /* 1: into the segment, 0: out of it */
+	const char *peer;    /* as in kvs_locate */
+	const char *segment;
+	const uint32_t *regions; /* numbers */
+	uint32_t region_count;
+	uint32_t priority;    /* 0 decode waits, 1 stream, 2 background */
+	uint32_t deadline_ms; /* 0: as a lease; at most an hour */
+	uint32_t wait;        /* 1: waits for open batches that exclude it; 0: it is refused */
+	const void *note;     /* for the segment's engine, once the bytes are there; NULL: none */
+	uint32_t note_bytes;
+	uint32_t reserved;
+	const char *req;      /* for traces; NULL: none */
+	uint64_t stream_mark; /* of kvs_gpu_mark; 0: at once */
+};
+
+/* Opens a lease that moves the entries. It completes with KVS_REC_RECEIVED, after its fence. KVS_OK: all bytes are visible: of a read to this process, of
+ * a write to the segment's. KVS_REFUSED: nothing was read or written. Else the body's "entries" has a bit for each entry that has arrived; of the
+ * others any part may have. kvs_cancel ends it soon. Returns the lease, or an error, after which nothing is open. */
+int64_t kvs_batch_submit(kvs_client *c, const struct kvs_batch *batch, const struct kvs_batch_options *options);
 
 /* ---- status, log, statistics --------------------------------------------------------------------------------------------- */
 

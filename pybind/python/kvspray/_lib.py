@@ -84,6 +84,44 @@ class CLanding(ctypes.Structure):
     _fields_ = [("flag", c_uint32), ("value", c_uint64), ("parts", c_uint64), ("arrived", c_void_p)]
 
 
+class CGrant(ctypes.Structure):
+    _fields_ = [("to", c_char_p), ("read", c_uint32), ("write", c_uint32), ("offset", c_uint64),
+        ("bytes", c_uint64), ("end_ms", c_uint64)]  # fmt: skip
+
+
+class CLocated(ctypes.Structure):
+    _fields_ = [("bytes", c_uint64), ("read", c_uint32), ("write", c_uint32), ("end_ms", c_uint64)]
+
+
+class CNote(ctypes.Structure):
+    _fields_ = [("segment", c_char * 257), ("source", c_char * 257), ("write", c_uint32),
+        ("note_bytes", c_uint32), ("bytes", c_uint64), ("note", c_uint8 * 64)]  # fmt: skip
+
+
+class CBatch(ctypes.Structure):
+    _fields_ = [("list", CRegion), ("number", c_uint32), ("capacity", c_uint32),
+        ("count", c_uint32), ("entries", c_void_p)]  # fmt: skip
+
+
+class CBatchOptions(ctypes.Structure):
+    _fields_ = [
+        ("size", c_uint32),
+        ("write", c_uint32),
+        ("peer", c_char_p),
+        ("segment", c_char_p),
+        ("regions", POINTER(c_uint32)),
+        ("region_count", c_uint32),
+        ("priority", c_uint32),
+        ("deadline_ms", c_uint32),
+        ("wait", c_uint32),
+        ("note", c_char_p),
+        ("note_bytes", c_uint32),
+        ("reserved", c_uint32),
+        ("req", c_char_p),
+        ("stream_mark", c_uint64),
+    ]
+
+
 class CAdmission(ctypes.Structure):
     _fields_ = [("state", c_uint32), ("tokens", c_uint32), ("message", c_char * 232)]
 
@@ -179,6 +217,18 @@ _PROTOTYPES = {
     "kvs_request": (c_int64, [c_void_p, c_uint32, c_char_p, c_uint32]),
     "kvs_answer": (c_int64, [c_void_p, c_int64, c_int, POINTER(c_uint32), c_void_p, c_uint64]),
     "kvs_request_forget": (c_int, [c_void_p, c_int64]),
+    "kvs_segment": (
+        c_int64,
+        [c_void_p, c_char_p, c_uint32, c_uint64, c_uint64, POINTER(CGrant), c_uint32],
+    ),
+    "kvs_segment_revoke": (c_int64, [c_void_p, c_char_p, c_char_p]),
+    "kvs_locate": (c_int64, [c_void_p, c_char_p, c_char_p, c_uint32]),
+    "kvs_read_located": (c_int, [c_char_p, c_uint64, POINTER(CLocated)]),
+    "kvs_notes": (c_int64, [c_void_p, c_uint32]),
+    "kvs_read_notes": (c_int, [c_char_p, c_uint64, POINTER(CNote), c_uint32]),
+    "kvs_batch_open": (c_int, [c_void_p, c_uint32, POINTER(CBatch)]),
+    "kvs_batch_close": (None, [c_void_p, POINTER(CBatch)]),
+    "kvs_batch_submit": (c_int64, [c_void_p, POINTER(CBatch), POINTER(CBatchOptions)]),
     "kvs_unpin": (c_int, [c_void_p, c_int64]),
     "kvs_close_space": (c_int, [c_void_p, c_int64]),
     "kvs_status_read": (c_int, [c_void_p, POINTER(CInfo)]),

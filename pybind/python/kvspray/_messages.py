@@ -37,10 +37,19 @@ MAX_PAGE_PIECES = 4096  # pieces of one page
 MAX_SECRET_BYTES = 256  # of a namespace
 MAX_PAGE_BYTES = 67108864  # of a page on one rank
 MAX_PAGE_TOKENS = 65536
+MAX_SEGMENTS = 256  # of a worker
+MAX_GRANTS = 64  # of a segment
+MAX_BATCH_ENTRIES = 100000
+MAX_BATCH_PIECES = 131072  # of all entries: strided ones have several
+MAX_BATCH_REGIONS = 64  # of this worker, that a batch's entries lie in
+ENTRY_BYTES = 48  # of an entry in a batch's list
+MAX_NOTE_BYTES = 64  # of a notification
+MAX_NOTES = 256  # of one NOTED
 NO_FD = 4294967295  # the descriptor index of a region without a descriptor
 
 # Features of WELCOME.
 FEATURE_STORE = "store"  # the sidecar has a page store
+FEATURE_SEGMENTS = "segments"  # the sidecar takes segments and batches
 
 # Prio of an INTENT or EXPECT.
 PRIO_DECODE_WAITS = 0
@@ -88,6 +97,12 @@ MESSAGES: dict[int, str] = {
     20: "CLOSE",
     19: "DONE",
     21: "HELD",
+    22: "SEGMENT",
+    23: "REVOKE",
+    24: "LOCATE",
+    25: "LOCATED",
+    26: "NOTES",
+    27: "NOTED",
 }
 
 # The names of records by type.
@@ -103,6 +118,7 @@ RECORDS: dict[int, str] = {
     9: "PUT",
     10: "LOAD",
     11: "YIELD",
+    12: "BATCH",
     32: "RECEIVED",
     33: "SENT",
 }
@@ -160,6 +176,14 @@ ORDER: dict[str, tuple[str, ...]] = {
     "CLOSE": ("open",),
     "DONE": ("id", "members", "confirmed", "missing"),
     "HELD": ("lease",),
+    "SEGMENT": ("id", "name", "region", "offset", "bytes", "grants"),
+    "SEGMENT.grants": ("to", "read", "write", "offset", "bytes", "end_ms"),
+    "REVOKE": ("id", "name", "to"),
+    "LOCATE": ("id", "peer", "name", "deadline_ms"),
+    "LOCATED": ("id", "bytes", "read", "write", "end_ms"),
+    "NOTES": ("id", "wait_ms"),
+    "NOTED": ("id", "notes"),
+    "NOTED.notes": ("segment", "from", "write", "bytes", "note"),
     "STEP": ("step", "reqs"),
     "STEP.reqs": ("lease", "end", "blocks", "attempt"),
     "INTENT": (
@@ -209,7 +233,22 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "LOAD": ("parts", "pages", "flag", "value", "deadline_ms", "req", "stream_mark"),
     "YIELD": (),
-    "RECEIVED": ("bytes", "took_us", "transport", "reason", "recompute", "pages"),
+    "BATCH": (
+        "peer",
+        "segment",
+        "write",
+        "list",
+        "offset",
+        "entries",
+        "regions",
+        "priority",
+        "deadline_ms",
+        "wait",
+        "note",
+        "req",
+        "stream_mark",
+    ),
+    "RECEIVED": ("bytes", "took_us", "transport", "reason", "recompute", "pages", "entries"),
     "SENT": ("grants", "bytes", "reason"),
 }
 
@@ -393,6 +432,45 @@ def load(
         "deadline_ms": deadline_ms,
         "req": req,
     }
+    if stream_mark:
+        body["stream_mark"] = stream_mark
+    return body
+
+
+def batch(
+    *,
+    segment: str,
+    list: int,
+    entries: int,
+    regions: bytes,
+    peer: str = "",
+    write: bool = False,
+    offset: int = 0,
+    priority: int = 0,
+    deadline_ms: int = 0,
+    wait: bool = False,
+    note: bytes = b"",
+    req: str = "",
+    stream_mark: int = 0,
+) -> dict[str, Any]:
+    """The body of BATCH."""
+    body: dict[str, Any] = {
+        "segment": segment,
+        "write": write,
+        "list": list,
+        "entries": entries,
+        "regions": regions,
+        "priority": priority,
+        "deadline_ms": deadline_ms,
+        "wait": wait,
+        "req": req,
+    }
+    if peer:
+        body["peer"] = peer
+    if offset:
+        body["offset"] = offset
+    if note:
+        body["note"] = note
     if stream_mark:
         body["stream_mark"] = stream_mark
     return body

@@ -106,6 +106,9 @@ class Completion:
     recompute: tuple[tuple[int, int], ...] = ()  # token ranges; empty and not OK: everything
     # Of Space.get() and put(): a byte for each page (kvspray.store.PageResult).
     pages: builtins.bytes = b""
+    # Of a batch that failed: a bit for each entry that has arrived
+    # (kvspray.segments.Batch.statuses).
+    entries: builtins.bytes = b""
 
     @property
     def ok(self) -> bool:

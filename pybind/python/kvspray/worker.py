@@ -665,4 +665,5 @@ def _completion(lease: int, kind: int, status: int, body: bytes) -> Completion:
         grants=_int(m.get("grants")),
         recompute=tuple(ranges),
         pages=m["pages"] if isinstance(m.get("pages"), bytes) else b"",
+        entries=m["entries"] if isinstance(m.get("entries"), bytes) else b"",
     )

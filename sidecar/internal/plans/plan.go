@@ -12,6 +12,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
+	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
 
@@ -28,6 +29,8 @@ const (
 // from its template, for any reshape.
 type Planner struct {
 	reg *parseblock.Registry
+	// Lists has the plans of batches. Set once, before the first lease.
+	Lists Lists
 
 	// protects layouts; the rest belongs to the executor's goroutine
 	mu      sync.Mutex
@@ -62,17 +65,31 @@ type received struct {
 // The executor keeps plans as interfaces. All plans of a process come from its planner, and these
 // functions are the only ones that look behind the interface.
 
-// Received is the plan of a part that is received; Receive or Divide made it.
-func Received(l *exec.ReceivePart) *parseblock.Plan { return l.Plan.(received).Plan }
+// Received is the plan of a part that is received; Receive or Divide made it. nil: it is a List.
+func Received(l *exec.ReceivePart) *parseblock.Plan {
+	r, _ := l.Plan.(received)
+	return r.Plan
+}
 
-// Sent is the plan of a part that is sent; Send made it.
-func Sent(s *exec.SendPart) *parseblock.Plan { return s.Plan.(*parseblock.Plan) }
+// Sent is the plan of a part that is sent; Send made it. nil: it is a List.
+func Sent(s *exec.SendPart) *parseblock.Plan {
+	p, _ := s.Plan.(*parseblock.Plan)
+	return p
+}
 
 // Receiver implements driver.Memory.
-func (p *Planner) Receiver(l *exec.ReceivePart) transport.Memory { return l.Plan.(received).memory }
+func (p *Planner) Receiver(l *exec.ReceivePart) transport.Memory {
+	if list, ok := l.Plan.(*List); ok {
+		return list
+	}
+	return l.Plan.(received).memory
+}
 
 // Sender implements driver.Memory.
 func (p *Planner) Sender(s *exec.SendPart) (transport.Memory, error) {
+	if list, ok := s.Plan.(*List); ok {
+		return list, nil
+	}
 	side, err := Sent(s).Side(p.reg, s.Worker.Layout, s.Blocks)
 	if err != nil {
 		return nil, err
@@ -93,6 +110,11 @@ func (p *Planner) Version() uint32 { return parseblock.PlanVersion }
 
 // Receive plans everything that x requests, as sent by an engine of equal geometry.
 func (p *Planner) Receive(w *engines.Worker, x *engines.Expect) (exec.Plan, error) {
+	if w.Internal && p.Lists != nil {
+		if l := p.Lists.List(w, x.Key, true); l != nil {
+			return l, nil
+		}
+	}
 	plan, err := p.receive(w, x, w.Own)
 	if err != nil {
 		return nil, err
@@ -181,6 +203,13 @@ func (p *Planner) Send(w *engines.Worker, g *peerv1.Grant, part *peerv1.Part) (e
 	if len(g.Geometry) != 32 {
 		return nil, &layout.Error{Field: "geometry", Value: fmt.Sprintf("%d bytes", len(g.Geometry)),
 			Problem: "want a hash of 32 bytes", Remedy: "run sidecars of one version"}
+	}
+	if w.Internal && p.Lists != nil && len(g.Xfer) == len(transfer.XferID{}) &&
+		len(g.Hash) == len(transfer.PrefixHash{}) {
+		k := transfer.Key{Xfer: transfer.XferID(g.Xfer), Hash: transfer.PrefixHash(g.Hash)}
+		if l := p.Lists.List(w, k, false); l != nil {
+			return l, nil
+		}
 	}
 	geometry := [32]byte(g.Geometry)
 	if len(part.Share) == 0 {

@@ -29,13 +29,14 @@ const (
 	BadAddress               // of control lanes
 	BadAnswer                // to a query that went to another peer
 	BadPages                 // a message about pages of the store
+	BadSegments              // a message about segments
 	NumViolations
 )
 
 var violationNames = [NumViolations]string{"other", "key", "lease", "generation", "fingerprint",
 	"parts", "team", "rank", "geometry", "slot", "share",
 	"ranks", "rails", "distance", "credit", "address", "answer",
-	"pages"}
+	"pages", "segments"}
 
 // String is the label of metrics.
 func (n Violation) String() string { return violationNames[n] }

@@ -37,7 +37,7 @@ func (mt *Matcher) wait(now Instant, q *pending, ms uint32) {
 	if ms > 0 {
 		end = now + min(Instant(ms)*1e6, frame.MaxDeadline)
 	}
-	if q.decline == nil && mt.workers.Vacant() {
+	if q.decline == nil && mt.vacant(q) {
 		if now >= mt.workers.Vacated+VacantWait {
 			mt.refusePending(now, q, peerv1.GrantReply_NO_SOURCE, noEngine)
 			return
@@ -63,6 +63,14 @@ const (
 		"socket setting name that sidecar's?"
 )
 
+// vacant reports that no worker is here that could have what q waits for.
+func (mt *Matcher) vacant(q *pending) bool {
+	if q.in != nil {
+		return mt.workers.VacantFor(q.in.msg.Fingerprint)
+	}
+	return mt.workers.Vacant()
+}
+
 const mismatch = "the prefill has this transfer id with another prefix hash: prompt, LoRA, salt " +
 	"or multimodal items differ"
 
@@ -78,7 +86,7 @@ func (mt *Matcher) pendingDue(now Instant, q *pending) {
 	case len(mt.sources.byKey[q.key]) > 0:
 		mt.refusePending(now, q, peerv1.GrantReply_LIMIT, "the source leases of this key serve all the "+
 			"grants that they were made for")
-	case mt.workers.Vacant():
+	case mt.vacant(q):
 		mt.refusePending(now, q, peerv1.GrantReply_NO_SOURCE, noEngine)
 	default:
 		mt.refusePending(now, q, peerv1.GrantReply_NO_SOURCE, "the prefill never had this transfer")

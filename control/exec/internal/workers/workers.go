@@ -66,9 +66,13 @@ func (t *Table) Idle(w *Worker) {
 
 // Vacant reports that no engine is connected. An engine that lost its session begins another within
 // seconds and presents its intents again.
-func (t *Table) Vacant() bool {
+func (t *Table) Vacant() bool { return t.VacantFor(nil) }
+
+// VacantFor reports that no engine is connected, and no worker of the sidecar itself has the
+// fingerprint.
+func (t *Table) VacantFor(fingerprint []byte) bool {
 	for _, w := range t.all {
-		if !w.Gone && !w.Internal {
+		if !w.Gone && (!w.Internal || bytes.Equal(fingerprint, w.Fingerprint[:])) {
 			return false
 		}
 	}

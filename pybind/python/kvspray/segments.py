@@ -1,0 +1,304 @@
+"""Segments: memory of this engine that others on other nodes read and write by name, and batches,
+which do that. docs/segments.md has shapes, units and errors.
+
+One-sided: the engine of a segment takes part in no batch. Its registration has the nodes that may
+use it, their ranges, and an end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from . import _lib, _messages
+from ._lib import byref, lib
+from .client import Completion, CompletionStatus, _ms, _req, _text, _timeout
+from .protocol import decode
+from .region import KvsprayError, Region
+from .worker import WorkerClient, _after
+
+__all__ = ["ENTRY", "EVERYONE", "Batch", "EntryStatus", "Grant", "Located", "Note", "Segments"]
+
+EVERYONE = "*"
+# Of one entry: local offset, offset in the segment, bytes, local stride, stride in the segment,
+# pieces, index into the batch's regions.
+ENTRY = struct.Struct("<5Q2I")
+
+_ERROR, _DONE, _LOCATED, _NOTED = 5, 19, 25, 27
+_ANSWER_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Lets a node use ``nbytes`` bytes of a segment from ``offset`` on (0: all of the rest)."""
+
+    to: str = EVERYONE  # or the name of a node
+    read: bool = False
+    write: bool = False
+    offset: int = 0
+    nbytes: int = 0
+    for_s: float = 0.0  # 0: until it is revoked
+
+
+@dataclass(frozen=True)
+class Located:
+    """A segment as this node may use it."""
+
+    nbytes: int
+    read: bool
+    write: bool
+    for_s: float  # until the last grant ends; 0: none ends
+
+
+@dataclass(frozen=True)
+class Note:
+    """The notification of a batch, whose bytes are visible to this process."""
+
+    segment: str
+    from_node: str
+    write: bool
+    nbytes: int  # of the batch
+    note: bytes
+
+
+class EntryStatus(enum.IntEnum):
+    """How an entry of a batch has ended."""
+
+    ARRIVED = 0  # all of its bytes are in place
+    UNTOUCHED = 1  # the batch was refused
+    UNDEFINED = 2  # any part of it may have arrived
+
+
+class Segments:
+    """Segments of one worker, and its batches to those of others. Any thread may use it. Requests
+    raise KvsprayError with the sidecar's field, value and remedy."""
+
+    def __init__(self, client: WorkerClient) -> None:
+        self.client = client
+
+    def register(
+        self,
+        name: str,
+        region: Region,
+        *,
+        grants: Sequence[Grant],
+        offset: int = 0,
+        nbytes: int | None = None,
+        timeout_s: float = 10,
+    ) -> None:
+        """Makes a range of a registered region a segment. Names are unique on a node. After a
+        reconnection of the client, register it again."""
+        size = region.nbytes - offset if nbytes is None else nbytes
+        number = self.client._number("segment", region)
+        given = (_lib.CGrant * len(grants))(
+            *[
+                _lib.CGrant(
+                    g.to.encode(), g.read, g.write, g.offset, g.nbytes,
+                    0 if g.for_s == 0 else _ms(g.for_s, 0),
+                )
+                for g in grants
+            ]
+        )  # fmt: skip
+        h = self._handle("register")
+        self._ask(
+            f"segment {name!r}", timeout_s, _DONE,
+            lib.kvs_segment(h, name.encode(), number, offset, size, given, len(grants)),
+        )  # fmt: skip
+
+    def revoke(self, name: str, *, to: str = "", timeout_s: float | None = None) -> None:
+        """Takes a segment back; with ``to``, the grants to that node. When it returns, every batch
+        that used them is fenced: no byte is read or written for them any more."""
+        h = self._handle("revoke")
+        rc = lib.kvs_segment_revoke(h, name.encode(), to.encode())
+        self._ask(f"revoke {name!r}", timeout_s, _DONE, rc)
+
+    def find(self, name: str, *, peer: str = "", timeout_s: float = 10) -> Located:
+        """Asks a sidecar for a segment. ``peer``: its endpoint, or its node's name; empty: this
+        node's."""
+        h = self._handle("find")
+        rc = lib.kvs_locate(h, peer.encode(), name.encode(), _ms(timeout_s, 0))
+        body = self._ask(f"find {name!r}", timeout_s + 1, _LOCATED, rc)
+        out = _lib.CLocated()
+        if lib.kvs_read_located(body, len(body), byref(out)) != 0:
+            raise KvsprayError(f"kvspray: find {name!r}: a malformed answer")
+        return Located(out.bytes, bool(out.read), bool(out.write), out.end_ms / 1000)
+
+    def notes(self, wait_s: float = 0) -> list[Note]:
+        """Notifications of batches that used this worker's segments, each once; none if there is
+        none within ``wait_s``."""
+        h = self._handle("notes")
+        rc = lib.kvs_notes(h, 0 if wait_s <= 0 else _ms(wait_s, 0))
+        body = self._ask("notes", wait_s + 5, _NOTED, rc)
+        out = (_lib.CNote * _messages.MAX_NOTES)()
+        n = lib.kvs_read_notes(body, len(body), out, len(out))
+        if n < 0:
+            raise KvsprayError(f"kvspray: notes: {_lib.strerror(n)}")
+        return [
+            Note(_text(x.segment), _text(x.source), bool(x.write), x.bytes,
+                bytes(x.note[: x.note_bytes]))
+            for x in out[:n]
+        ]  # fmt: skip
+
+    def batch(self, capacity: int, timeout_s: float = 10) -> Batch:
+        """A batch with room for ``capacity`` entries. It can be used again and again."""
+        return Batch(self.client, capacity, timeout_s)
+
+    def _handle(self, what: str) -> ctypes.c_void_p:
+        h = self.client._handle()
+        if h is None:
+            raise KvsprayError(f"kvspray: {what}: the client is closed")
+        return h
+
+    def _ask(self, what: str, timeout_s: float | None, want: int, request: int) -> bytes:
+        """Waits for the answer to a request, and returns its body."""
+        if request < 0:
+            raise KvsprayError(f"kvspray: {what}: {self.client._why(int(request))}")
+        h = self._handle(what)
+        kind = ctypes.c_uint32()
+        buf = ctypes.create_string_buffer(_ANSWER_BYTES)
+        n = int(lib.kvs_answer(h, request, _timeout(timeout_s), byref(kind), buf, len(buf)))
+        if n <= 0:
+            lib.kvs_request_forget(h, request)
+            why = _lib.strerror(n) if n < 0 else f"no answer within {timeout_s:g} s"
+            raise KvsprayError(f"kvspray: {what}: {why}")
+        body = buf.raw[:n]
+        if kind.value == _ERROR:
+            m = decode(body)
+            raise KvsprayError(
+                f"kvspray: {what}: {m.get('message', '')}; field {m.get('field', '')}; remedy: "
+                f"{m.get('remedy', '')}"
+            )
+        if kind.value != want:
+            raise KvsprayError(f"kvspray: {what}: an answer of type {kind.value}")
+        return body
+
+
+class Batch:
+    """Ranges that one lease moves. Its memory is shared with the sidecar, which reads it once, when
+    the lease begins; change nothing of it before the lease has completed."""
+
+    def __init__(self, client: WorkerClient, capacity: int, timeout_s: float) -> None:
+        h = client._handle()
+        self._client = client
+        self._c = _lib.CBatch()
+        rc = _lib.E_CLOSED if h is None else lib.kvs_batch_open(h, capacity, byref(self._c))
+        if rc != 0:
+            raise KvsprayError(
+                f"kvspray: a batch of {capacity} entries: {client._why(rc)}; want 1 to "
+                f"{_messages.MAX_BATCH_ENTRIES}"
+            )
+        self.capacity = capacity
+        self._closed = False
+        lib.kvs_regions_wait(h, _timeout(timeout_s))
+        size = capacity * ENTRY.size
+        self.memory = memoryview((ctypes.c_ubyte * size).from_address(self._c.list.addr)).cast("B")
+        """The entries, as ENTRY lays them out; numpy.frombuffer makes an array of them. Set
+        ``count`` then."""
+
+    @property
+    def count(self) -> int:
+        return int(self._c.count)
+
+    @count.setter
+    def count(self, n: int) -> None:
+        if not 0 <= n <= self.capacity:
+            raise ValueError(f"kvspray: {n} entries in a batch of {self.capacity}")
+        self._c.count = n
+
+    def clear(self) -> None:
+        self._c.count = 0
+
+    def add(
+        self, local: int, remote: int, nbytes: int, *, region: int = 0, pieces: int = 1,
+        local_stride: int = 0, remote_stride: int = 0,
+    ) -> None:  # fmt: skip
+        """Adds a range, or ``pieces`` ranges at equal distances. ``region``: index into those of
+        read() or write()."""
+        n = self.count
+        self.count = n + 1
+        ENTRY.pack_into(
+            self.memory, n * ENTRY.size, local, remote, nbytes, local_stride, remote_stride, pieces,
+            region,
+        )  # fmt: skip
+
+    def extend(self, entries: Iterable[tuple[int, int, int]]) -> None:
+        """Adds ranges: (local offset, offset in the segment, bytes)."""
+        for local, remote, nbytes in entries:
+            self.add(local, remote, nbytes)
+
+    def read(self, segment: str, regions: Sequence[Region], **options: object) -> int:
+        """Reads the ranges of a segment into registered regions. Returns what _submit() returns."""
+        return self._submit(0, segment, regions, **options)  # type: ignore[arg-type]
+
+    def write(self, segment: str, regions: Sequence[Region], **options: object) -> int:
+        """Writes ranges of registered regions into a segment."""
+        return self._submit(1, segment, regions, **options)  # type: ignore[arg-type]
+
+    def _submit(
+        self, write: int, segment: str, regions: Sequence[Region], *, peer: str = "",
+        priority: int = 0, deadline_s: float | None = None, wait: bool = False, note: bytes = b"",
+        req: str = "", after: int = 0,
+    ) -> int:  # fmt: skip
+        """``peer`` as in Segments.find(). ``priority``: 0 decode waits, 1 stream, 2 background.
+        ``wait``: for open batches that exclude this one, instead of a refusal. ``note``: at most 64
+        bytes, for the engine of the segment. ``after``: as in WorkerClient.expect().
+
+        Returns the lease, which completes through WorkerClient.poll(), and then statuses() has the
+        status of each entry. 0 or LATER: as of WorkerClient.copy().
+        """
+        if len(note) > _messages.MAX_NOTE_BYTES:
+            raise ValueError(
+                f"kvspray: batch: a note of {len(note)} bytes, at most {_messages.MAX_NOTE_BYTES}"
+            )
+        client = self._client
+        h = client._handle()
+        numbers = [client._number("batch", r) for r in regions]
+        options = _lib.CBatchOptions(
+            size=ctypes.sizeof(_lib.CBatchOptions),
+            write=write,
+            peer=peer.encode(),
+            segment=segment.encode(),
+            regions=(ctypes.c_uint32 * len(numbers))(*numbers),
+            region_count=len(numbers),
+            priority=priority,
+            deadline_ms=_ms(deadline_s, client._deadline_ms),
+            wait=wait,
+            note=note,
+            note_bytes=len(note),
+            req=_req(req).encode(),
+            stream_mark=_after(after),
+        )
+        lease = (
+            _lib.E_CLOSED
+            if h is None
+            else int(lib.kvs_batch_submit(h, byref(self._c), byref(options)))
+        )
+        return client._opened("batch", lease, b"")
+
+    def statuses(self, completion: Completion) -> list[EntryStatus]:
+        """The status of each entry of this batch's last lease."""
+        if completion.ok:
+            return [EntryStatus.ARRIVED] * self.count
+        if completion.status == CompletionStatus.REFUSED:
+            return [EntryStatus.UNTOUCHED] * self.count
+        bits = completion.entries.ljust((self.count + 7) // 8, b"\0")
+        return [
+            EntryStatus.ARRIVED if bits[i // 8] >> i % 8 & 1 else EntryStatus.UNDEFINED
+            for i in range(self.count)
+        ]
+
+    def close(self) -> None:
+        """Gives the memory back; only once no lease of the batch is open. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.memory.release()
+            lib.kvs_batch_close(self._client._handle(), byref(self._c))
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
