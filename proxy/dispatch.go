@@ -54,6 +54,11 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
 		j.mode = modePassed
 	} else {
 		j.trace = p.traceOf(r.Header)
+		var results []string
+		req.hints, results = hintsOf(req.fields, p.maxPin)
+		for _, result := range results {
+			p.met.hints.WithLabelValues(result).Inc()
+		}
 	}
 	w.Header().Set(requestIDHeader, j.id)
 	j.run(r.Context())
@@ -196,7 +201,7 @@ func (j *job) split(ctx context.Context, pre *backend) error {
 			return err
 		}
 		j.hold(pre, params)
-		j.decode(ctx, withTraceparent(params, j.trace.hop(true).traceparent()))
+		j.decode(ctx, withOwn(params, j.trace.hop(true).traceparent(), j.req.hints))
 		return nil
 	}
 	params := j.req.concurrentParams(xfer, endpoint, j.trace.hop(true).traceparent())

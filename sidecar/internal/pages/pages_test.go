@@ -521,9 +521,14 @@ func TestPins(t *testing.T) {
 	if _, pinned := r.Namespaces(); pinned != 0 {
 		t.Errorf("%d bytes stay counted after a refusal", pinned)
 	}
-	if _, _, err := r.Pin(id, hashes(1), time.Hour); !errors.As(err, &re) {
-		t.Errorf("an hour: %v", err)
+	if _, _, err := r.Pin(id, hashes(1), MaxPinTime+1); !errors.As(err, &re) {
+		t.Errorf("more than %v: %v", MaxPinTime, err)
 	}
+	_, unpin, err = r.Pin(id, hashes(1), MaxPinTime)
+	if err != nil {
+		t.Fatal(err)
+	}
+	unpin()
 }
 
 // TestVerifyReportsDamage: a damaged copy is reported, though the disk has a good one.

@@ -1,0 +1,94 @@
+package proxy
+
+import (
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+func TestHintsOf(t *testing.T) {
+	const longest = 10 * time.Minute
+	for _, c := range []struct {
+		fields string
+		pin    time.Duration
+		ahead  bool
+		want   string // results
+	}{
+		{`{}`, 0, false, ""},
+		{`{"agent_hint": null}`, 0, false, ""},
+		{`{"agent_hint": {"session_id": "s", "parent_session_id": "p"}}`, 0, false, "unknown"},
+		{`{"agent_hint": {"pin": true, "ttl": 90}}`, 90 * time.Second, false, "pin"},
+		{`{"agent_hints": {"pin": true, "ttl": 0.5}}`, 500 * time.Millisecond, false, "pin"},
+		{`{"agent_hint": {"pin": true}}`, defaultTTL, false, "pin"},
+		{`{"agent_hint": {"pin": false, "ttl": 90, "cache_control": {"ttl": 5}}}`, 0, false, "unknown"},
+		{`{"agent_hint": {"cache_control": {"type": "ephemeral", "ttl": 300}}}`, 5 * time.Minute, false,
+			"pin"},
+		{`{"agent_hint": {"cache_control": {}}}`, defaultTTL, false, "pin"},
+		{`{"agent_hint": {"pin": true, "ttl": 3600}}`, longest, false, "pin_shortened"},
+		{`{"agent_hint": {"pin": true, "ttl": 1e300}}`, longest, false, "pin_shortened"},
+		{`{"agent_hint": {"pin": true, "ttl": 1e999}}`, 0, false, "malformed"},
+		{`{"agent_hint": {"pin": true, "ttl": -1}}`, 0, false, "malformed"},
+		{`{"agent_hint": {"pin": true, "ttl": "soon"}}`, 0, false, "malformed"},
+		{`{"agent_hint": {"pin": 1}}`, 0, false, "malformed"},
+		{`{"agent_hint": {"ttl": 300}}`, 0, false, "unknown"},
+		{`{"agent_hint": 3}`, 0, false, "malformed"},
+		{`{"agent_hint": [1, }`, 0, false, "malformed"},
+		{`{"agent_hint": {"prefetch": true}}`, 0, true, "prefetch"},
+		{`{"agent_hint": {"context_management": {"edits": [{"type": "evict"}, {"type": "prefetch"}]}}}`,
+			0, true, "prefetch"},
+		{`{"agent_hint": {"context_management": {"edits": [{"type": "offload"}]}}}`, 0, false,
+			"unknown"},
+		{`{"agent_hint": {"prefetch": true, "pin": true, "ttl": 1}}`, time.Second, true,
+			"pin prefetch"},
+		{`{"agent_hint": {"x": "` + strings.Repeat("x", maxHint) + `"}}`, 0, false, "malformed"},
+		{`{"agent_hint": {"context_management": {"edits": [` +
+			strings.Repeat(`{},`, maxHintPlan) + `{}]}}}`, 0, false, "malformed"},
+	} {
+		fields, _, ok := splitObject([]byte(c.fields))
+		if !ok { // as a client's body with such a part: the engine refuses it
+			fields = map[string]json.RawMessage{"agent_hint": json.RawMessage(`[1, `)}
+		}
+		h, results := hintsOf(fields, longest)
+		if got := strings.Join(results, " "); h.pin != c.pin || h.prefetch != c.ahead || got != c.want {
+			t.Errorf("%.80s: %+v, %q, want %v, %v, %q", c.fields, h, got, c.pin, c.ahead, c.want)
+		}
+	}
+	h, results := hintsOf(map[string]json.RawMessage{"agent_hint": json.RawMessage(`{"pin": true}`)}, 0)
+	if h.pin != 0 || !slices.Equal(results, []string{hintOff}) {
+		t.Errorf("a router without max_pin: %+v, %v", h, results)
+	}
+}
+
+// The engine that answers gets a pin, whatever computes the prompt; a prefill engine gets none. A
+// client's own parameters stay out.
+func TestPinReachesTheEngineThatAnswers(t *testing.T) {
+	const hinted = `{"prompt": "x"%s, "agent_hint": {"pin": true, "ttl": 60},
+		"kv_transfer_params": {"kvspray": {"v": 1, "pin": true, "ttl": 9999}}}`
+	for _, mode := range []Mode{Concurrent, PrefillFirst} {
+		p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+		_, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "127.0.0.1:7650"}},
+			Decode: decoders(d.URL), Mode: mode, MaxPin: time.Minute})
+		for i, more := range []string{"", `, "echo": true`} {
+			if code, answer, _ := post(t, url, "/v1/completions", fmt.Sprintf(hinted, more)); code != 200 {
+				t.Fatalf("%s: %d %s", mode, code, answer)
+			}
+			o := own(d.requests()[i])
+			if o["pin"] != true || o["ttl"] != 60.0 {
+				t.Errorf("%s%s: the decode engine got %v", mode, more, o)
+			}
+			if (o["xfer"] != nil) != (more == "") {
+				t.Errorf("%s%s: a transfer: %v", mode, more, o)
+			}
+		}
+		if o := own(p.requests()[0]); len(p.requests()) != 1 || o["pin"] != nil || o["ttl"] != nil {
+			t.Errorf("%s: the prefill engine got %v", mode, o)
+		}
+		if _, metrics, _ := getMetrics(t, url); !strings.Contains(metrics,
+			`kvspray_proxy_hints_total{result="pin"} 2`) {
+			t.Errorf("%s: metrics: %.200s", mode, metrics)
+		}
+	}
+}
