@@ -93,10 +93,10 @@ const (
 	Run Kind = 1 << iota
 	// Fetch gets a part of the missing cache from another engine, and computes the rest.
 	Fetch
-	// Pair computes on one engine, Source, and moves what the decode engine lacks to it. With Load,
-	// Source may get a part from a store before.
+	// Pair computes on one engine, Source, and moves what the decode engine lacks to it.
 	Pair
-	// Load gets a part of the missing cache from a store, and computes the rest.
+	// Load gets a part of the missing cache from a store, and computes the rest. In Ask.Kinds it is
+	// for the engines that Run or Pair compute on.
 	Load
 	AllKinds = Run | Fetch | Pair | Load
 )

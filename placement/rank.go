@@ -142,7 +142,7 @@ func (q *search) holders(e int) {
 // down.
 func (q *search) mayFetch(h int) bool {
 	if h >= len(q.s.Engines) {
-		return q.a.Kinds&Load != 0
+		return q.a.Kinds&(Load|Run) == Load|Run
 	}
 	return q.a.Kinds&Fetch != 0 && q.s.Engines[h].Role != 0
 }

@@ -177,6 +177,7 @@ func (j *job) run(ctx context.Context) {
 			return
 		}
 		reason = j.noteAlone(pre, err)
+		j.req.load = nil // it was for this engine
 		if pre = nil; reason != aloneFailed {
 			break
 		}
@@ -430,6 +431,9 @@ func (j *job) askDecode(ctx context.Context, b *backend, params json.RawMessage)
 	j.routed.Decode, j.routed.DecodeSidecar = b.url.String(), b.sidecar.String()
 	hop := j.trace.hop(true)
 	hop.begin(b)
+	if j.decision == nil || j.decision.Prefill >= 0 || b != j.prefer {
+		j.req.load = nil // it is for another engine
+	}
 	skip := maps.Clone(j.skips(params)) // Watch looks at it while the request goes on
 	g := newGuard(ctx, b, j.p.times.FirstByte, func() bool {
 		return j.p.decode.any(skip, j.req.model, candidate.takes)

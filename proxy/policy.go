@@ -10,6 +10,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/kvspray/kvspray/internal/nodeapi"
 	"github.com/kvspray/kvspray/placement"
 	"github.com/kvspray/kvspray/proxy/internal/place"
 )
@@ -22,6 +23,7 @@ type placing struct {
 	*place.Placer
 	policy  string
 	choices *prometheus.CounterVec
+	loads   *prometheus.CounterVec
 	copies  prometheus.Counter
 	ratio   prometheus.Histogram
 	regret  prometheus.Counter
@@ -40,6 +42,8 @@ func newPlacing(cfg Config, reg prometheus.Registerer) (*placing, error) {
 	x := &placing{Placer: p, policy: cfg.Policy,
 		choices: counterVec("placements_total",
 			"Requests by the policy's choice; none: the policy had none.", "choice"),
+		loads: counterVec("placement_loads_total",
+			"Requests whose engine should load from the store, by tier.", "tier"),
 		copies: prometheus.NewCounter(prometheus.CounterOpts(opts("placement_replicas_total",
 			"Hot prefixes of which another engine got a copy."))),
 		ratio: prometheus.NewHistogram(prometheus.HistogramOpts{Namespace: "kvspray",
@@ -49,7 +53,7 @@ func newPlacing(cfg Config, reg prometheus.Registerer) (*placing, error) {
 		regret: prometheus.NewCounter(prometheus.CounterOpts(opts("placement_regret_seconds_total",
 			"Time by which streamed requests exceeded the prediction for the best other engine."))),
 	}
-	reg.MustRegister(x.choices, x.copies, x.ratio, x.regret,
+	reg.MustRegister(x.choices, x.loads, x.copies, x.ratio, x.regret,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts(opts("placement_index_blocks",
 			"Parts of prompts in the router's index.")),
 			func() float64 { return float64(p.Stats().Blocks) }),
@@ -67,9 +71,13 @@ func (j *job) place(ctx context.Context) (pre *backend, ok bool) {
 		return nil, false
 	}
 	tokens, about := j.p.tokensOf(ctx, j.req, j.in.Header.Get("Authorization"))
-	d, ok := x.Decide(&place.Request{Text: j.req.prompt(), Scope: j.req.scope(),
-		Alone: j.req.alone != "", Tokens: tokens, About: about}, j.p.roles(j.req.model),
-		time.Now())
+	r := &place.Request{Text: j.req.prompt(), Scope: j.req.scope(), Alone: j.req.alone != "",
+		Tokens: tokens, About: about, MaxAnswer: j.req.maxAnswer(),
+		Continues: j.req.hints.pin > 0}
+	if j.req.kind == kindChat {
+		r.End, r.Answers = conversation(r.Text)
+	}
+	d, ok := x.Decide(r, j.p.roles(j.req.model), time.Now())
 	if !ok {
 		x.choices.WithLabelValues("none").Inc()
 		return nil, false
@@ -80,6 +88,12 @@ func (j *job) place(ctx context.Context) (pre *backend, ok bool) {
 		return nil, false
 	}
 	x.choices.WithLabelValues(d.Choice.Kind.String()).Inc()
+	if d.Load >= 0 {
+		j.req.load = &d.Load
+	}
+	if d.Tier != "" {
+		x.loads.WithLabelValues(d.Tier).Inc()
+	}
 	if d.Replica {
 		x.copies.Inc()
 		j.p.log.Info("a hot prefix goes to another engine", "request", j.id, "tokens", d.Hot,
@@ -134,7 +148,7 @@ func (j *job) placed() {
 	c := &d.Choice
 	args := []any{"request", j.id, "policy", j.p.placing.policy, "choice", c.Kind.String(),
 		"decode", j.prefer.url, "prefill", source, "tokens", d.Tokens,
-		"reused", c.Reused, "wait", c.Wait, "compute", c.Prefill, "transfer", c.Transfer,
+		"reused", c.Reused, "loaded", c.Loaded, "tier", d.Tier, "next", c.Next, "wait", c.Wait, "compute", c.Prefill, "transfer", c.Transfer,
 		"hidden", c.Hidden, "reported", d.Reported, "cached", d.Cached, "replica", d.Replica,
 		"predicted", c.TTFT(), "other", d.Other}
 	if j.firstAfter > 0 && j.req.streamed() {
@@ -174,7 +188,74 @@ func (r *request) scope() string {
 
 func (r *request) streamed() bool { return bytes.Equal(r.fields["stream"], []byte("true")) }
 
+// maxMessages bounds the messages of a chat that the policy takes for a conversation.
+const maxMessages = 4096
+
+// conversation finds the answers of earlier turns in the messages of a chat, and the end of the
+// last message; 0: it is no conversation.
+func conversation(raw []byte) (end int, a place.Answers) {
+	if len(raw) == 0 || raw[0] != '[' {
+		return 0, a
+	}
+	before, at := 0, skipSpace(raw, 1)
+	for range maxMessages {
+		next := -1
+		if at < len(raw) {
+			next = skipValue(raw, at)
+		}
+		if next < 0 {
+			return 0, place.Answers{}
+		}
+		fields, _, ok := splitObject(raw[at:next])
+		if ok && bytes.Equal(fields["role"], []byte(`"assistant"`)) {
+			a.Count++
+			a.Bytes += next - at
+			a.From, a.To = before, next
+		}
+		before = next
+		if at = skipSpace(raw, next); at == len(raw) || raw[at] != ',' {
+			return before, a
+		}
+		at = skipSpace(raw, at+1)
+	}
+	return 0, place.Answers{}
+}
+
+// maxAnswer is the longest answer that the client wants, in tokens; 0: unknown.
+func (r *request) maxAnswer() int {
+	for _, key := range []string{"max_completion_tokens", "max_tokens"} {
+		n := 0
+		if raw := r.fields[key]; raw != nil && json.Unmarshal(raw, &n) == nil && n > 0 {
+			return n
+		}
+	}
+	return 0
+}
+
 const maxLinks = 4 << 20 // bytes of an answer with learned rates
+
+// storeEvery is how many health checks come between two questions for an engine's store.
+const storeEvery = 5
+
+// learnStore asks the sidecar of an engine for its store. Without an answer the engine counts as
+// one without a store: its connector may still load.
+func (p *Proxy) learnStore(ctx context.Context, b *backend) {
+	if p.placing == nil || b.sidecar.IsZero() || b.role != roleDecode && b.twin != nil {
+		return
+	}
+	if b.storeTurn++; b.storeTurn%storeEvery != 1 {
+		return
+	}
+	asking, cancel := context.WithTimeout(ctx, sidecarTimeout)
+	defer cancel()
+	var s *nodeapi.Store
+	if err := p.get(asking, b.sidecar, "/v1/store", &s, maxLinks); err != nil {
+		s = nil
+	}
+	if ctx.Err() == nil {
+		p.placing.Stored(b.number, b.sidecar.String(), s)
+	}
+}
 
 // learn asks the sidecar of a prefill engine for what the policy needs: the rates to decode
 // engines. Without an answer the last values, or those of the calibration file, stay.

@@ -567,7 +567,8 @@ func TestWaitsOfTheSlowestTier(t *testing.T) {
 		}
 		p := connector.Pages{}
 		r.Service.ended(r.w, &p, &c)
-		if gets, took := r.Waits(tier.String()); gets != 1 || took != time.Millisecond {
+		gets, bytes, took := r.Waits(tier.String())
+		if gets != 1 || bytes != 3 || took != time.Millisecond {
 			t.Errorf("%s: %d gets of %v", tier, gets, took)
 		}
 	}
