@@ -147,6 +147,9 @@ func (j *job) run(ctx context.Context) {
 		j.decode(ctx, nil)
 		return
 	}
+	if j.ahead(ctx) {
+		return
+	}
 	pre, placed := j.place(ctx)
 	if j.req.alone != "" {
 		j.decodeAlone(ctx, aloneRequest)
@@ -428,17 +431,23 @@ func (j *job) takeDecode(params json.RawMessage) *backend {
 
 // askDecode asks one back end and returns its answer, of which the client has got nothing yet.
 func (j *job) askDecode(ctx context.Context, b *backend, params json.RawMessage) (*reply, error) {
-	j.routed.Decode, j.routed.DecodeSidecar = b.url.String(), b.sidecar.String()
-	hop := j.trace.hop(true)
-	hop.begin(b)
 	if j.decision == nil || j.decision.Prefill >= 0 || b != j.prefer {
 		j.req.load = nil // it is for another engine
 	}
-	skip := maps.Clone(j.skips(params)) // Watch looks at it while the request goes on
+	return j.askAnswer(ctx, b, maps.Clone(j.skips(params)), j.req.forDecode(params))
+}
+
+// askAnswer sends a body for an answer that the client gets. skip are engines that are no
+// replacement: Watch looks at it while the request goes on.
+func (j *job) askAnswer(ctx context.Context, b *backend, skip map[*backend]bool, body []byte) (*reply,
+	error) {
+	j.routed.Decode, j.routed.DecodeSidecar = b.url.String(), b.sidecar.String()
+	hop := j.trace.hop(true)
+	hop.begin(b)
 	g := newGuard(ctx, b, j.p.times.FirstByte, func() bool {
 		return j.p.decode.any(skip, j.req.model, candidate.takes)
 	})
-	a, err := j.beginDecode(g, b, j.req.forDecode(params))
+	a, err := j.beginDecode(g, b, body)
 	switch {
 	case err == nil:
 		return a, nil

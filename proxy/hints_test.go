@@ -3,6 +3,7 @@ package proxy
 import (
 	"encoding/json"
 	"fmt"
+	"net/http"
 	"slices"
 	"strings"
 	"testing"
@@ -90,5 +91,51 @@ func TestPinReachesTheEngineThatAnswers(t *testing.T) {
 			`kvspray_proxy_hints_total{result="pin"} 2`) {
 			t.Errorf("%s: metrics: %.200s", mode, metrics)
 		}
+	}
+}
+
+// A prompt that is wanted for a later turn goes to the engine that will compute it, for one token.
+// If that fails, or without a policy, it is an ordinary request.
+func TestPrefetch(t *testing.T) {
+	const body = `{"prompt": "%s", "max_tokens": 50, "min_tokens": 5, "stream": true,
+		"agent_hint": {"prefetch": true}}`
+	for _, policy := range []string{"fetch", "auto", "least-loaded"} {
+		p, d := newEngine(t, func(w http.ResponseWriter, r *http.Request, s seen) {
+			if s.body["max_tokens"] == 1.0 && params(s) == nil {
+				answerDecode(w, r, s)
+				return
+			}
+			answerPrefill(w, r, s)
+		}), newEngine(t, answerDecode)
+		px, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "127.0.0.1:7650"}},
+			Decode: decoders(d.URL), Mode: PrefillFirst, Policy: policy})
+		if code, answer, _ := post(t, url, "/v1/completions", fmt.Sprintf(body, "x")); code != 200 ||
+			!strings.Contains(answer, "hello") {
+			t.Fatalf("%s: %d %s", policy, code, answer)
+		}
+		if policy == "least-loaded" {
+			if n := len(d.requests()); n != 1 || d.requests()[0].body["max_tokens"] != 50.0 {
+				t.Errorf("without a policy: %d requests", n)
+			}
+			continue
+		}
+		if len(p.requests()) != 1 || len(d.requests()) != 0 {
+			t.Fatalf("%s: %d and %d requests", policy, len(p.requests()), len(d.requests()))
+		}
+		if s := p.requests()[0]; s.body["max_tokens"] != 1.0 || s.body["min_tokens"] != nil ||
+			s.body["stream"] != true || params(s) != nil {
+			t.Errorf("%s: %v", policy, s.body)
+		}
+		p.Close()
+		if code, answer, _ := post(t, url, "/v1/completions", fmt.Sprintf(body, "y")); code != 200 ||
+			!strings.Contains(answer, "hello") {
+			t.Fatalf("%s without the engine: %d %s", policy, code, answer)
+		}
+		if n := len(d.requests()); n != 1 || d.requests()[0].body["max_tokens"] != 50.0 {
+			t.Errorf("%s without the engine: %d requests", policy, n)
+		}
+		until(t, policy+": requests are in flight at the end", func() bool {
+			return load(px.prefill.all[0]) == 0 && load(px.decode.all[0]) == 0
+		})
 	}
 }

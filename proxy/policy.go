@@ -66,34 +66,17 @@ func newPlacing(cfg Config, reg prometheus.Registerer) (*placing, error) {
 // place lets the policy choose the engines of a request. pre is nil if the decode engine computes
 // alone; ok is false if the policy has no choice. The caller releases pre.
 func (j *job) place(ctx context.Context) (pre *backend, ok bool) {
-	x := j.p.placing
-	if x == nil {
-		return nil, false
-	}
-	tokens, about := j.p.tokensOf(ctx, j.req, j.in.Header.Get("Authorization"))
-	r := &place.Request{Text: j.req.prompt(), Scope: j.req.scope(), Alone: j.req.alone != "",
-		Tokens: tokens, About: about, MaxAnswer: j.req.maxAnswer(),
-		Continues: j.req.hints.pin > 0}
-	if j.req.kind == kindChat {
-		r.End, r.Answers = conversation(r.Text)
-	}
-	d, ok := x.Decide(r, j.p.roles(j.req.model), time.Now())
+	d, ok := j.decide(ctx, false)
 	if !ok {
-		x.choices.WithLabelValues("none").Inc()
 		return nil, false
 	}
-	j.decision, j.prefer = d, j.p.decode.numbered(d.Decode)
-	if j.prefer == nil { // it was left out in this moment
+	x := j.p.placing
+	if j.prefer = j.p.decode.numbered(d.Decode); j.prefer == nil { // left out in this moment
 		x.choices.WithLabelValues("none").Inc()
+		j.undecide()
 		return nil, false
 	}
-	x.choices.WithLabelValues(d.Choice.Kind.String()).Inc()
-	if d.Load >= 0 {
-		j.req.load = &d.Load
-	}
-	if d.Tier != "" {
-		x.loads.WithLabelValues(d.Tier).Inc()
-	}
+	j.chosen(d)
 	if d.Replica {
 		x.copies.Inc()
 		j.p.log.Info("a hot prefix goes to another engine", "request", j.id, "tokens", d.Hot,
@@ -105,6 +88,86 @@ func (j *job) place(ctx context.Context) (pre *backend, ok bool) {
 		return j.p.prefill.takeThis(j.decided), true
 	}
 	return nil, true
+}
+
+// decide asks the policy; ahead: for the engine that computes the prompt of a later turn.
+func (j *job) decide(ctx context.Context, ahead bool) (*place.Decision, bool) {
+	x := j.p.placing
+	if x == nil {
+		return nil, false
+	}
+	tokens, about := j.p.tokensOf(ctx, j.req, j.in.Header.Get("Authorization"))
+	r := &place.Request{Text: j.req.prompt(), Scope: j.req.scope(), Alone: j.req.alone != "",
+		Tokens: tokens, About: about, MaxAnswer: j.req.maxAnswer(),
+		Continues: j.req.hints.pin > 0, Ahead: ahead}
+	if j.req.kind == kindChat {
+		r.End, r.Answers = conversation(r.Text)
+	}
+	d, ok := x.Decide(r, j.p.roles(j.req.model), time.Now())
+	if !ok {
+		x.choices.WithLabelValues("none").Inc()
+		return nil, false
+	}
+	j.decision = d
+	return d, true
+}
+
+// chosen takes a decision that is carried out.
+func (j *job) chosen(d *place.Decision) {
+	x := j.p.placing
+	x.choices.WithLabelValues(d.Choice.Kind.String()).Inc()
+	if d.Load >= 0 {
+		j.req.load = &d.Load
+	}
+	if d.Tier != "" {
+		x.loads.WithLabelValues(d.Tier).Inc()
+	}
+}
+
+// undecide ends a decision that is not carried out.
+func (j *job) undecide() {
+	j.p.placing.Ended(j.decision, time.Now())
+	j.decision, j.prefer = nil, nil
+}
+
+// ahead serves a request that hints at a later turn: the engine that will compute that turn's
+// prompt gets this one into its cache, and the answer has one token. false: the client has got
+// nothing.
+func (j *job) ahead(ctx context.Context) bool {
+	if !j.req.hints.prefetch || j.req.alone != "" {
+		return false
+	}
+	d, ok := j.decide(ctx, true)
+	if !ok {
+		return false
+	}
+	pool := &j.p.prefill
+	if j.prefer = pool.numbered(d.Decode); j.prefer == nil {
+		pool = &j.p.decode
+		j.prefer = pool.numbered(d.Decode)
+	}
+	if j.prefer == nil || pool.takeThis(j.prefer) == nil {
+		j.undecide()
+		return false
+	}
+	j.chosen(d)
+	b := j.prefer
+	defer b.done()
+	a, err := j.askAnswer(ctx, b, map[*backend]bool{b: true}, j.req.forAhead())
+	if ctx.Err() != nil {
+		if err == nil {
+			a.close()
+		}
+		return true
+	}
+	if err != nil {
+		j.req.load = nil
+		j.undecide()
+		return false
+	}
+	j.pass(a)
+	a.close()
+	return true
 }
 
 // roles are what each engine can do for a request for a model, by its number.

@@ -357,6 +357,20 @@ func (r *request) forDecode(params json.RawMessage) []byte {
 	return encode(f)
 }
 
+// forAhead is the body for an engine that gets a prompt into its cache: one token is the answer.
+func (r *request) forAhead() []byte {
+	f := maps.Clone(r.fields)
+	delete(f, "min_tokens")
+	f["max_tokens"] = json.RawMessage("1")
+	if r.kind == kindChat {
+		f["max_completion_tokens"] = json.RawMessage("1")
+	}
+	if params := r.ownForAlone(); params != nil {
+		f[paramsKey] = params
+	}
+	return encode(f)
+}
+
 // ownForAlone are the parameters of an engine that computes the prompt itself; nil: none.
 func (r *request) ownForAlone() json.RawMessage {
 	if r.kind != kindCompletion && r.kind != kindChat || r.load == nil && r.hints.pin == 0 {

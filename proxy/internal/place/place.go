@@ -274,6 +274,8 @@ type Request struct {
 	Answers   Answers
 	MaxAnswer int  // tokens; 0: unknown
 	Continues bool // the client has hinted at a next turn
+	// Ahead: the prompt is wanted in the cache of the engine that will compute the next turn's.
+	Ahead bool
 }
 
 // Holder takes the reports of an engine.
@@ -368,12 +370,15 @@ func (p *Placer) decide(r *Request, h hashes, roles []placement.Role, now time.T
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if r.Ahead {
+		roles = computing(roles)
+	}
 	p.see(roles, now)
 	p.lookup(r, d.keys, chunk, reported, now)
 	p.turn++
 	a := placement.Ask{Tokens: d.Tokens, TokenBytes: p.cfg.TokenBytes, Hits: p.hits, Kinds: p.kind,
 		First: p.turn, Next: p.next(r), Block: max(1, int(chunk))}
-	if r.Alone {
+	if r.Alone || r.Ahead {
 		a.Kinds = placement.Run
 	}
 	if len(p.homes) > 0 {
@@ -411,6 +416,20 @@ func (p *Placer) decide(r *Request, h hashes, roles []placement.Role, now time.T
 	acc.arrived.Add(now.Sub(p.start).Seconds())
 	p.promise(d)
 	return d, true
+}
+
+// computing has the engines that compute the prompts of pairs; all, if there is none.
+func computing(roles []placement.Role) []placement.Role {
+	if !slices.Contains(roles, placement.Prefill) {
+		return roles
+	}
+	list := make([]placement.Role, len(roles))
+	for i, role := range roles {
+		if role == placement.Prefill {
+			list[i] = placement.Both
+		}
+	}
+	return list
 }
 
 // loading sets what the engine that computes may load. Without a bound its connector loads all that

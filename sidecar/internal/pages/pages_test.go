@@ -561,7 +561,7 @@ func TestVerifyReportsDamage(t *testing.T) {
 func TestWaitsOfTheSlowestTier(t *testing.T) {
 	r := start(t, nil)
 	for _, tier := range []store.Tier{store.Memory, store.Disk, store.Peer, store.Object} {
-		c := engines.Completion{Took: time.Millisecond}
+		c := engines.Completion{Took: time.Millisecond, Bytes: 3}
 		for _, from := range []store.Tier{store.Memory, tier} {
 			c.Pages = append(c.Pages, connector.PageResult(uint8(store.Hit), uint8(from), false))
 		}
@@ -569,7 +569,7 @@ func TestWaitsOfTheSlowestTier(t *testing.T) {
 		r.Service.ended(r.w, &p, &c)
 		gets, bytes, took := r.Waits(tier.String())
 		if gets != 1 || bytes != 3 || took != time.Millisecond {
-			t.Errorf("%s: %d gets of %v", tier, gets, took)
+			t.Errorf("%s: %d gets of %d bytes in %v", tier, gets, bytes, took)
 		}
 	}
 }
