@@ -150,13 +150,13 @@ func (q *search) mayFetch(h int) bool {
 // pairs makes the choices of computing on engine p for others.
 func (q *search) pairs(p int) {
 	g, hit := &q.s.Engines[p], max(q.a.Hits[p], q.stored)
-	least := q.minPrice(p, hit) - g.step()
+	low := q.minPrice(p, hit) - g.step()
 	var at, from Choice // with nothing loaded, and with the best load
 	made, loads := false, false
 	for d := range q.s.Engines {
 		to := &q.s.Engines[d]
 		if p == d || to.Role&Decode == 0 || q.hopeless(to.Wait+to.step()) ||
-			q.hopeless(least+to.last()) {
+			q.hopeless(low+to.last()) {
 			continue
 		}
 		path := q.s.Network.Path(p, d)

@@ -109,8 +109,8 @@ func (a *agentHints) ttl() (d time.Duration, ok bool) {
 	if err != nil || seconds < 0 {
 		return 0, false
 	}
-	const most = float64(1<<62) / float64(time.Second)
-	return time.Duration(min(seconds, most) * float64(time.Second)), true
+	const longest = float64(1<<62) / float64(time.Second)
+	return time.Duration(min(seconds, longest) * float64(time.Second)), true
 }
 
 func (a *agentHints) prefetches() bool {

@@ -34,7 +34,7 @@ type Router struct {
 	ReplicateAfter int    `yaml:"replicate_after" unit:"requests" doc:"Requests in flight at each engine that has a prefix, after which a policy gives another engine a copy. 0: never."`
 	TokenBytes     Size   `yaml:"token_bytes" unit:"bytes" doc:"KV cache of one token, all layers and ranks, for a policy."`
 
-	MaxPin Duration `yaml:"max_pin" unit:"duration" doc:"Longest time for which a client's hint (pin and ttl in agent_hint, docs/placement.md) keeps a request's pages in the store. At most 1h. 0: such hints are ignored."`
+	MaxPin Duration `yaml:"max_pin" unit:"duration" doc:"Longest time for which a client's hint (pin and ttl in agent_hint, docs/conversations.md) keeps a request's pages in the store. At most 1h. 0: such hints are ignored."`
 
 	MaxBody   Size `yaml:"max_body" unit:"bytes" doc:"Largest body of a request."`
 	MaxBodies Size `yaml:"max_body_total" unit:"bytes" doc:"Bodies of all requests in flight, with their copies; others get 503. More than three times max_body."`

@@ -28,7 +28,7 @@ func (t tier) String() string {
 // store-disk, store-object and store-peer.
 const StoreLine = "store-"
 
-// defaultLoads are loads that nobody has measured: seconds, bytes per second.
+// defaultLoads are loads without a measurement: seconds, bytes per second.
 var defaultLoads = [tiers]placement.Path{memory: {Fixed: 0.002, Rate: 5e9},
 	disk: {Fixed: 0.004, Rate: 1e9}, object: {Fixed: 0.05, Rate: 2e8}, peer: {Fixed: 0.006, Rate: 1e9}}
 

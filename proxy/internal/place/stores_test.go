@@ -158,8 +158,8 @@ func TestStoresOfNodes(t *testing.T) {
 	}
 }
 
-// Loads are measured; those that have moved little count with later ones.
-func TestMeasuredLoads(t *testing.T) {
+// Loads that have moved little count with later ones.
+func TestLoadsAreMeasured(t *testing.T) {
 	p := newPlacer(t, Config{Policy: Auto}, 0, 1)
 	report := func(gets, bytes uint64, seconds float64) float64 {
 		p.Stored(0, "a", described(false, nodeapi.StoreTier{Name: memoryStore, Gets: gets,
