@@ -18,9 +18,9 @@ type Rows struct {
 	Local   float64 // time to prefill one token in one layer
 }
 
-// MLA27 has the parameters of arXiv 2606.01502 for DeepSeek-V2-Lite: latent attention with bf16 rows
-// of 576 and 512 columns, 27 layers, the splice of 2,048 tokens. Holder is the middle of its 15 to
-// 37 us, Merge its upper bound, Local the middle of its 0.5 to 1.5 us.
+// MLA27 has the parameters of arXiv 2606.01502 for DeepSeek-V2-Lite: latent attention with bf16
+// rows of 576 and 512 columns, 27 layers, the splice of 2,048 tokens. Holder is the middle of its
+// 15 to 37 us, Merge its upper bound, Local the middle of its 0.5 to 1.5 us.
 func MLA27() Rows {
 	const bf16, fp32 = 2, 4
 	return Rows{Query: 576 * bf16, Partial: 512*bf16 + 2*fp32, Token: 576 * bf16, Layers: 27,

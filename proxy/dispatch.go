@@ -439,8 +439,8 @@ func (j *job) askDecode(ctx context.Context, b *backend, params json.RawMessage)
 
 // askAnswer sends a body for an answer that the client gets. skip are engines that are no
 // replacement: Watch looks at it while the request goes on.
-func (j *job) askAnswer(ctx context.Context, b *backend, skip map[*backend]bool, body []byte) (*reply,
-	error) {
+func (j *job) askAnswer(ctx context.Context, b *backend, skip map[*backend]bool, body []byte) (
+	*reply, error) {
 	j.routed.Decode, j.routed.DecodeSidecar = b.url.String(), b.sidecar.String()
 	hop := j.trace.hop(true)
 	hop.begin(b)

@@ -57,7 +57,8 @@ func TestHintsOf(t *testing.T) {
 			t.Errorf("%.80s: %+v, %q, want %v, %v, %q", c.fields, h, got, c.pin, c.ahead, c.want)
 		}
 	}
-	h, results := hintsOf(map[string]json.RawMessage{"agent_hint": json.RawMessage(`{"pin": true}`)}, 0)
+	pin := map[string]json.RawMessage{"agent_hint": json.RawMessage(`{"pin": true}`)}
+	h, results := hintsOf(pin, 0)
 	if h.pin != 0 || !slices.Equal(results, []string{hintOff}) {
 		t.Errorf("a router without max_pin: %+v, %v", h, results)
 	}

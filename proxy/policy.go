@@ -211,7 +211,8 @@ func (j *job) placed() {
 	c := &d.Choice
 	args := []any{"request", j.id, "policy", j.p.placing.policy, "choice", c.Kind.String(),
 		"decode", j.prefer.url, "prefill", source, "tokens", d.Tokens,
-		"reused", c.Reused, "loaded", c.Loaded, "tier", d.Tier, "next", c.Next, "wait", c.Wait, "compute", c.Prefill, "transfer", c.Transfer,
+		"reused", c.Reused, "loaded", c.Loaded, "tier", d.Tier, "next", c.Next,
+		"wait", c.Wait, "compute", c.Prefill, "transfer", c.Transfer,
 		"hidden", c.Hidden, "reported", d.Reported, "cached", d.Cached, "replica", d.Replica,
 		"predicted", c.TTFT(), "other", d.Other}
 	if j.firstAfter > 0 && j.req.streamed() {

@@ -32,7 +32,8 @@ func NewCommand() *cobra.Command {
 		Short: "Compare routing policies on simulated clusters",
 		Long: `Serves one trace on a simulated cluster once with each policy of a router, in virtual time:
 least-loaded, models of the rules of SGLang's router (cache-aware) and llm-d's scheduler (weighted),
-predictions of package placement without and with fetches and loads from a store, and an oracle with the true state.
+predictions of package placement without and with fetches and loads from a store, and an oracle
+with the true state.
 
 Shapes: conversation has conversations of several turns; in agent, prompts begin with one of a few
 shared prefixes; in fanout, 64 requests ask about each document within a minute.
@@ -66,8 +67,8 @@ docs/bench/placement.md has their means.`,
 	f.IntVar(&o.CacheSize, "cache", 1<<20, "tokens of cache on each node")
 	f.Float64Var(&o.Delay, "delay", 0.006, "fixed seconds of a transfer")
 	f.Float64Var(&o.Failures, "failures", 0, "nodes that fail, per hour")
-	f.Float64Var(&o.StoreGbit, "store-gbit", 0, "rate of the link of a store that all nodes share; 0: "+
-		"there is none")
+	f.Float64Var(&o.StoreGbit, "store-gbit", 0, "rate of the link of a store of all nodes; 0: there "+
+		"is none")
 	f.Float64Var(&o.StoreReady, "store-ready", 0.005, "seconds until the store can send")
 	f.IntVar(&o.StoreSize, "store", 64<<20, "tokens of the store")
 	f.Uint64Var(&o.Seed, "seed", 1, "of all that is drawn at random")
@@ -123,8 +124,8 @@ func compare(o options, only string) ([]Row, error) {
 
 func table(w io.Writer, rows []Row) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	_, _ = fmt.Fprintln(t, "policy\tTTFT p50 s\tp99 s\tmean s\tTPOT ms\trequests/s\tcomputed\tmoved GB\t"+
-		"regret s\tagain\t")
+	_, _ = fmt.Fprintln(t, "policy\tTTFT p50 s\tp99 s\tmean s\tTPOT ms\trequests/s\tcomputed\t"+
+		"moved GB\tregret s\tagain\t")
 	for _, r := range rows {
 		_, _ = fmt.Fprintf(t, "%s\t%.3f\t%.3f\t%.3f\t%.1f\t%.2f\t%.1f%%\t%.1f\t%.4f\t%d\t\n", r.Policy,
 			r.P50, r.P99, r.Mean, 1e3*r.TPOT, r.PerSec, 100*r.Computed, r.Moved/1e9, r.Regret, r.Again)

@@ -35,6 +35,7 @@ func (r *result) row(name string, o options, tokens float64) Row {
 		sum += t
 	}
 	return Row{Policy: name, P50: at(0.5), P99: at(0.99), Mean: sum / float64(len(r.ttft)),
-		TPOT: r.tpot / float64(max(1, r.answers)), PerSec: float64(r.inTime) / o.Seconds, Computed: r.computed / tokens, Moved: r.moved,
+		TPOT: r.tpot / float64(max(1, r.answers)), PerSec: float64(r.inTime) / o.Seconds,
+		Computed: r.computed / tokens, Moved: r.moved,
 		Regret: r.regret / float64(max(1, r.decisions)), Again: r.again}
 }

@@ -95,6 +95,10 @@ def received(e: engines.Engine) -> int:
     return int(rig.total(e.metrics(), name, side="received", outcome="ok"))
 
 
+def pins(e: engines.Engine, outcome: str) -> int:
+    return int(rig.total(e.metrics(), "vllm:kvspray_store_pins_total", outcome=outcome))
+
+
 def pages(e: engines.Engine, op: str, *outcomes: str) -> int:
     m = e.metrics()
     return int(
@@ -312,11 +316,14 @@ def test_a_store_that_is_too_small(zygote: None, tmp_path_factory: pytest.TempPa
         before = pages(c.p, "get", "memory")
         assert c.p.run(pinned + answer[0], 4).tokens == c.r.run(pinned + answer[0], 4).tokens
         assert pages(c.p, "get", "memory") == before + 7, "others were given up in their place"
-        assert rig.total(c.p.metrics(), "vllm:kvspray_store_pins_total", outcome="held") == 1
+        assert pins(c.p, "held") == 1
         c.p.add(fresh(400, "too much"), 4, kv=hint).result()
-        c.settle()
-        c.p.run(fresh(5, "a step, that takes the answer"), 4)
-        assert rig.total(c.p.metrics(), "vllm:kvspray_store_pins_total", outcome="refused") == 1
+
+        def refused() -> bool:
+            c.p.run(fresh(5, "a step, which takes the sidecar's answer"), 4)
+            return pins(c.p, "refused") == 1
+
+        rig.wait_for("the refusal of a pin", refused, 60)
     finally:
         c.close()
 

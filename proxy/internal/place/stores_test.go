@@ -79,9 +79,9 @@ func TestTheAnswerIsBackAtThePrefillEngine(t *testing.T) {
 
 // A store that is slower than the engine is not used, and the engine's connector is bounded.
 func TestASlowStoreIsLeftOut(t *testing.T) {
-	p := newPlacer(t, Config{Policy: Auto, Calibration: &placement.Calibration{Fabrics: []placement.Fabric{
-		{Name: "store-object", Fixed: 60, Rate: 1e3}, {Name: "store-memory", Fixed: 0.001, Rate: 1e10}}}},
-		0, 2)
+	c := &placement.Calibration{Fabrics: []placement.Fabric{
+		{Name: "store-object", Fixed: 60, Rate: 1e3}, {Name: "store-memory", Fixed: 0.001, Rate: 1e10}}}
+	p := newPlacer(t, Config{Policy: Auto, Calibration: c}, 0, 2)
 	for i := range 2 {
 		p.Stored(i, fmt.Sprint("node ", i), described(false,
 			nodeapi.StoreTier{Name: memoryStore, EvictionAge: 100}, nodeapi.StoreTier{Name: "object"}))
