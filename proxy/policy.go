@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"time"
@@ -301,8 +302,7 @@ const maxLinks = 4 << 20 // bytes of an answer with learned rates
 // storeEvery is how many health checks come between two questions for an engine's store.
 const storeEvery = 5
 
-// learnStore asks the sidecar of an engine for its store. Without an answer the engine counts as
-// one without a store: its connector may still load.
+// learnStore asks the sidecar of an engine for its store. Without an answer the last values stay.
 func (p *Proxy) learnStore(ctx context.Context, b *backend) {
 	if p.placing == nil || b.sidecar.IsZero() || b.role != roleDecode && b.twin != nil {
 		return
@@ -313,12 +313,14 @@ func (p *Proxy) learnStore(ctx context.Context, b *backend) {
 	asking, cancel := context.WithTimeout(ctx, sidecarTimeout)
 	defer cancel()
 	var s *nodeapi.Store
-	if err := p.get(asking, b.sidecar, "/v1/store", &s, maxLinks); err != nil {
+	err := p.get(asking, b.sidecar, "/v1/store", &s, maxLinks)
+	status := (*statusError)(nil)
+	if none := errors.As(err, &status) && status.status == http.StatusNotFound; none {
 		s = nil
+	} else if err != nil {
+		return
 	}
-	if ctx.Err() == nil {
-		p.placing.Stored(b.number, b.sidecar.String(), s)
-	}
+	p.placing.Stored(b.number, b.sidecar.String(), s)
 }
 
 // learn asks the sidecar of a prefill engine for what the policy needs: the rates to decode

@@ -195,6 +195,7 @@ func (p *Placer) Add(prefills ...bool) ([]int, error) {
 		if !a.used && len(a.queue)+a.running+len(p.flying[i]) == 0 && len(list) < len(prefills) {
 			list = append(list, i)
 			p.forgetLocked(i)
+			p.forgetStoreLocked(i)
 		}
 	}
 	n := len(p.accounts) + len(prefills) - len(list)
@@ -208,8 +209,6 @@ func (p *Placer) Add(prefills ...bool) ([]int, error) {
 	for i, e := range list {
 		p.accounts[e] = account{used: true, prefills: prefills[i]}
 		p.stores[e] = store{}
-		p.young.RemoveAll(storeOf(e))
-		p.old.RemoveAll(storeOf(e))
 	}
 	p.homesLocked()
 	for _, e := range list {

@@ -101,8 +101,7 @@ func (p *Placer) Stored(engine int, node string, s *nodeapi.Store) {
 		*x = store{node: node}
 	}
 	if s.Stored < x.stored { // it has restarted
-		p.young.RemoveAll(storeOf(engine))
-		p.old.RemoveAll(storeOf(engine))
+		p.forgetStoreLocked(engine)
 	}
 	x.shared, x.stored, x.has = s.Directory != nil, s.Stored, [tiers]bool{}
 	for i := range s.Tiers {
@@ -117,6 +116,11 @@ func (p *Placer) Stored(engine int, node string, s *nodeapi.Store) {
 	// A rank loads its own part of a token; the policy counts those of all ranks.
 	x.parts = p.cfg.TokenBytes * float64(pageTokens) / float64(pageBytes)
 	p.homesLocked()
+}
+
+func (p *Placer) forgetStoreLocked(engine int) {
+	p.young.RemoveAll(storeOf(engine))
+	p.old.RemoveAll(storeOf(engine))
 }
 
 // homesLocked numbers the stores: engines with one sidecar share one.
