@@ -406,6 +406,12 @@ def test_pins_end_with_the_weights_and_with_the_session(v: Vllm) -> None:
     v.store.session += 1
     v.run("x", [1, 2])
     assert held(v) == [] and len(v.side._pins) == 0
+    v.add("b", PROMPT, params=pinned(300))
+    v.drain()
+    assert len(held(v)) == 1
+    v.change_weights("w1")
+    v.run("y", [1, 2])
+    assert held(v) == [] and len(v.side._pins) == 0
 
 
 @pytest.mark.parametrize(
@@ -425,7 +431,7 @@ def test_a_hint_that_cannot_be_used_is_left_out(hint: Any) -> None:
 
 
 def test_a_pin_is_no_longer_than_the_bound() -> None:
-    assert hints_of(pinned(10**12)).pin_s == MAX_PIN_S
+    assert hints_of(pinned(10**400)).pin_s == MAX_PIN_S, "more than a float can be"
 
 
 def test_a_router_bounds_what_is_loaded(v: Vllm) -> None:

@@ -62,7 +62,7 @@ def hints_of(params: object) -> Hints:
     pin_s = 0.0
     if raw.get("pin") is True and isinstance(ttl, int | float) and not isinstance(ttl, bool):
         # NaN is no number of seconds.
-        pin_s = min(float(ttl), MAX_PIN_S) if 0 < ttl < math.inf else 0.0
+        pin_s = float(min(ttl, MAX_PIN_S)) if 0 < ttl < math.inf else 0.0
     if isinstance(load, bool) or not isinstance(load, int) or load < 0:
         load = None
     return Hints(pin_s, load)

@@ -152,7 +152,6 @@ class StoreSide:
         for put in self._new:
             self._release(self._puts.pop(put.id))
         self._new.clear()
-        self._pins.clear()
         self._forget_all()
         if not first and self._cache.mixed:
             self._log.warning(
