@@ -544,10 +544,7 @@ class _Pin:
 
     def pages(self) -> int | None:
         found = self._e.result()
-        if found is None:
-            return None
-        bits = int.from_bytes(found.bits, "little")
-        return (~bits & (bits + 1)).bit_length() - 1  # ones before the first zero
+        return None if found is None else found.leading
 
     def end(self) -> None:
         self._e.forget()
