@@ -44,14 +44,22 @@ func (r *Rate) At(now float64) float64 { return r.rate * math.Exp(min(0, r.at-no
 func Evaluate(s *State, a *Ask, c Choice) Choice {
 	switch c.Kind {
 	case Pair:
-		return pair(s, a, c.Source, c.Engine, s.Network.Path(c.Source, c.Engine))
-	case Fetch:
-		moved := min(c.Moved, a.Tokens-min(a.Hits[c.Engine], a.Tokens))
-		path := s.Network.Path(c.Source, c.Engine)
-		source := c.Source
-		c = fetchTokens(s, a, c.Engine, moved, s.ready(source)+path.Time(float64(moved)*a.TokenBytes))
-		c.Source = source
-		return c
+		at := run(s, a, c.Source)
+		if c.Store >= 0 {
+			at = again(s, a, c.Store, c.Source, c.Loaded)
+		}
+		return pair(s, a, at, c.Engine, s.Network.Path(c.Source, c.Engine))
+	case Fetch, Load:
+		return again(s, a, c.Source, c.Engine, c.Moved)
 	}
 	return run(s, a, c.Engine)
+}
+
+// again prices a fetch of some tokens of holder h to engine e.
+func again(s *State, a *Ask, h, e, moved int) Choice {
+	moved = min(moved, a.Tokens-min(a.Hits[e], a.Tokens))
+	path := s.Network.Path(h, e)
+	c := fetchTokens(s, a, e, moved, s.ready(h)+path.Time(float64(moved)*a.TokenBytes))
+	c.from(s, h)
+	return c
 }

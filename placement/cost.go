@@ -27,6 +27,8 @@ type Engine struct {
 	// Ready is the time until the engine can send cached blocks to another engine. For vLLM this
 	// is its queue, since a one-token prefill offers the blocks.
 	Ready float64
+	// Saves is the number, as a holder, of the store that gets the engine's pages; 0: none.
+	Saves int
 }
 
 // step is the time of the first decode step.
@@ -89,11 +91,14 @@ type Kind uint8
 const (
 	// Run computes on one engine everything that its own cache lacks.
 	Run Kind = 1 << iota
-	// Fetch gets a part of the missing cache from another holder, and computes the rest.
+	// Fetch gets a part of the missing cache from another engine, and computes the rest.
 	Fetch
 	// Pair computes on one engine, Source, and moves what the decode engine lacks to it.
 	Pair
-	AllKinds = Run | Fetch | Pair
+	// Load gets a part of the missing cache from a store, and computes the rest. In Ask.Kinds it is
+	// for the engines that Run or Pair compute on.
+	Load
+	AllKinds = Run | Fetch | Pair | Load
 )
 
 func (k Kind) String() string {
@@ -104,6 +109,8 @@ func (k Kind) String() string {
 		return "fetch"
 	case Pair:
 		return "pair"
+	case Load:
+		return "load"
 	}
 	return "none"
 }
@@ -115,6 +122,9 @@ type Ask struct {
 	// Hits has, for each engine and then each store, the cached tokens from the prompt's start.
 	Hits  []int
 	Kinds Kind
+	// Next is the tokens of this request's answer that the next turn of its conversation will need:
+	// the expected length of the answer, times the probability of a next turn.
+	Next float64
 	// Block is the tokens that a fetch moves at least, and of which it moves a multiple; 0 is 1.
 	Block int
 	// First is the engine that wins among equal ones; a router advances it with each request.
@@ -126,12 +136,17 @@ type Choice struct {
 	Kind   Kind
 	Engine int // gives the answer
 	Source int // of the transfer; -1: none
+	// Store is the holder from which the engine that computes loads Loaded of the reused tokens; -1:
+	// none.
+	Store, Loaded int
 	// Reused tokens come from a cache, of which Moved tokens cross the network. The rest, Computed,
 	// is prefilled.
 	Reused, Moved, Computed int
 
 	Wait, Prefill, Transfer, Hidden, Decode float64
-	// Price is TTFT and the time that other requests wait. Choices are ordered by it.
+	// Next is the time in which the next turn's engine gets the tokens of this answer.
+	Next float64
+	// Price is TTFT, Next and the time that other requests wait. Choices are ordered by it.
 	Price float64
 }
 
@@ -153,36 +168,63 @@ func (e *Engine) delay(prefill float64) float64 {
 }
 
 // finish sets the price of a choice that computes on engine e.
-func (c *Choice) finish(e *Engine) { c.Price = c.TTFT() + e.delay(c.Prefill) }
+func (c *Choice) finish(e *Engine) { c.Price = c.TTFT() + c.Next + e.delay(c.Prefill) }
 
 // run is the choice of computing on engine e.
 func run(s *State, a *Ask, e int) Choice {
 	g := &s.Engines[e]
 	hit := min(a.Hits[e], a.Tokens)
-	c := Choice{Kind: Run, Engine: e, Source: -1, Reused: hit, Computed: a.Tokens - hit,
+	c := Choice{Kind: Run, Engine: e, Source: -1, Store: -1, Reused: hit, Computed: a.Tokens - hit,
 		Wait: g.Wait, Prefill: g.prefill(float64(a.Tokens - hit)), Decode: g.step()}
 	c.finish(g)
 	return c
 }
 
-// pair is the choice of computing on engine p for engine d.
-func pair(s *State, a *Ask, p, d int, path Path) Choice {
+// loaded is the best choice of computing on engine p what it lacks and no store has; ok is false if
+// no store has more than the engine.
+func loaded(s *State, a *Ask, p int) (best Choice, ok bool) {
+	for h := len(s.Engines); h < len(a.Hits); h++ {
+		path := s.Network.Path(h, p)
+		if path.Rate <= 0 {
+			continue
+		}
+		if c, found := fetch(s, a, h, p, path); found && (!ok || c.Price < best.Price) {
+			best, ok = c, true
+		}
+	}
+	return best, ok
+}
+
+// pair is the choice of computing as c has it, on its engine, for engine d.
+func pair(s *State, a *Ask, c Choice, d int, path Path) Choice {
+	p := c.Engine
 	from, to := &s.Engines[p], &s.Engines[d]
-	had := min(a.Hits[p], a.Tokens)
-	moved := a.Tokens - min(a.Hits[d], a.Tokens)
-	c := Choice{Kind: Pair, Engine: d, Source: p, Reused: had, Moved: moved,
-		Computed: a.Tokens - had, Wait: from.Wait, Prefill: from.prefill(float64(a.Tokens - had)),
-		Decode: to.last()}
-	if moved > 0 {
-		c.Transfer = path.Time(float64(moved) * a.TokenBytes)
+	c.Kind, c.Engine, c.Source, c.Decode = Pair, d, p, to.last()
+	c.Wait += c.Transfer - c.Hidden // of what it loads
+	c.Transfer, c.Moved = 0, a.Tokens-min(a.Hits[d], a.Tokens)
+	if c.Moved > 0 {
+		c.Transfer = path.Time(float64(c.Moved) * a.TokenBytes)
 	}
 	c.Hidden = s.Overlap * min(c.Prefill, c.Transfer)
 	// The decode engine admits the request while the prefill runs.
 	if done := c.Wait + c.Prefill + c.Transfer - c.Hidden; to.Wait > done {
 		c.Wait += to.Wait - done
 	}
+	c.Next = s.next(a, p, d)
 	c.finish(from)
 	return c
+}
+
+// next is the time in which engine p gets the answer's tokens, which engine d has, for the next
+// turn: it computes them, or loads them from the store that has engine d's pages.
+func (s *State) next(a *Ask, p, d int) float64 {
+	compute := a.Next / s.Engines[p].PrefillRate
+	if h := s.Engines[d].Saves; h > 0 && a.Kinds&Load != 0 {
+		if path := s.Network.Path(h, p); path.Rate > 0 {
+			return min(compute, a.Next*a.TokenBytes/path.Rate)
+		}
+	}
+	return compute
 }
 
 // fetch is the best choice of fetching some tokens of holder h to engine e; ok is false if h has
@@ -229,15 +271,23 @@ func fetch(s *State, a *Ask, h, e int, path Path) (best Choice, ok bool) {
 		}
 	}
 	try(0) // one block is the minimum of a fetch, and the best if the link is slow
-	best.Source = h
+	best.from(s, h)
 	return best, true
+}
+
+// from sets the holder of a fetch.
+func (c *Choice) from(s *State, h int) {
+	c.Kind, c.Source = Fetch, h
+	if h >= len(s.Engines) {
+		c.Kind, c.Store, c.Loaded = Load, h, c.Moved
+	}
 }
 
 // fetchTokens prices a fetch of moved tokens that ends at a time.
 func fetchTokens(s *State, a *Ask, e, moved int, ends float64) Choice {
 	g := &s.Engines[e]
 	reused := min(a.Hits[e], a.Tokens) + moved
-	c := Choice{Kind: Fetch, Engine: e, Reused: reused, Moved: moved, Computed: a.Tokens - reused,
+	c := Choice{Engine: e, Store: -1, Reused: reused, Moved: moved, Computed: a.Tokens - reused,
 		Wait: g.Wait, Prefill: g.prefill(float64(a.Tokens - reused)),
 		Transfer: max(0, ends-g.Wait), Decode: g.step()}
 	c.Hidden = s.Overlap * min(c.Prefill, c.Transfer)

@@ -82,6 +82,60 @@ func TestFit(t *testing.T) {
 	}
 }
 
+// A prefill engine loads from a store what the last turn's decode engine has saved.
+func TestPairWithAStore(t *testing.T) {
+	m := NewMatrix(3)
+	m.Set(0, 1, Path{Rate: 1e9})
+	m.Set(2, 0, Path{Fixed: 0.01, Rate: 1e9})
+	s := State{Network: m, Stores: []Store{{0.02}}, Engines: []Engine{
+		{Role: Prefill, Wait: 0.1, PrefillRate: 1000}, {Role: Decode, Step: 0.02, Saves: 2}}}
+	a := Ask{Tokens: 4000, TokenBytes: 1000, Hits: []int{1000, 0, 3000}, Kinds: AllKinds}
+	best, ok := Decide(&s, &a)
+	// The 2,000 tokens take 0.032 s, within the queue. 1,000 are computed, 4,000 move.
+	if !ok || best.Kind != Pair || best.Store != 2 || best.Loaded != 2000 || best.Reused != 3000 ||
+		best.Computed != 1000 || best.Moved != 4000 {
+		t.Fatalf("%+v", best)
+	}
+	near(t, "with the store", best.Price, 0.1+1+0.004+0.02, 1e-9)
+	a.Kinds = Run | Fetch | Pair
+	best, _ = Decide(&s, &a)
+	near(t, "without", best.Price, 0.1+3+0.004+0.02, 1e-9)
+	if best.Store != -1 || best.Loaded != 0 {
+		t.Errorf("%+v", best)
+	}
+	// A slow store is not worth its time, unless the queue is as long.
+	m.Set(2, 0, Path{Rate: 1e5})
+	s.Engines[0].Wait = 0
+	a.Kinds = AllKinds
+	if best, _ = Decide(&s, &a); best.Store != -1 || best.Reused != 1000 {
+		t.Errorf("%+v", best)
+	}
+}
+
+// A long answer makes the engine that gives it the better one for the prompt: the next turn needs
+// the answer's tokens there. A store that has them makes that matter less.
+func TestExpectedAnswer(t *testing.T) {
+	m := NewMatrix(3)
+	m.Set(0, 1, Path{Rate: 1e9})
+	m.Set(2, 0, Path{Rate: 1e8})
+	s := State{Network: m, Stores: []Store{{}}, Engines: []Engine{
+		{Role: Prefill, PrefillRate: 1000}, {Role: Both, PrefillRate: 1000, Wait: 0.5, Step: 0.02,
+			Saves: 2}}}
+	a := Ask{Tokens: 1000, TokenBytes: 1000, Hits: []int{0, 0, 0}, Kinds: Run | Pair}
+	for _, c := range []struct {
+		next float64
+		kind Kind
+		want Kind
+	}{{0, Run | Pair, Pair}, {1000, Run | Pair, Run}, {1000, AllKinds, Pair}} {
+		a.Next, a.Kinds = c.next, c.kind
+		if best, ok := Decide(&s, &a); !ok || best.Kind != c.want {
+			t.Errorf("%v tokens, kinds %b: %+v", c.next, c.kind, best)
+		}
+	}
+	near(t, "computed", s.next(&Ask{Next: 500, Kinds: Pair}, 0, 1), 0.5, 1e-9)
+	near(t, "loaded", s.next(&Ask{Next: 500, TokenBytes: 1000, Kinds: AllKinds}, 0, 1), 0.005, 1e-9)
+}
+
 // The prices of a small cluster, computed by hand.
 func TestChoices(t *testing.T) {
 	m := NewMatrix(3)
@@ -96,11 +150,11 @@ func TestChoices(t *testing.T) {
 	near(t, "run", c.TTFT(), 0.83, 1e-9)
 	near(t, "price of a run", c.Price, 0.83+0.1*10*0.6, 1e-9)
 	// Pair: 0.5 + 0.1 + 0.1; 300 MB after 100 MB take 0.41; half of 0.2 is hidden; 0.03.
-	c = pair(&s, &a, 0, 1, m.Path(0, 1))
+	c = pair(&s, &a, run(&s, &a, 0), 1, m.Path(0, 1))
 	near(t, "pair", c.Price, 0.5+0.2+0.41-0.1+0.03, 1e-9)
 	// The decode engine computes the last token. Its prefill of one takes longer than a step.
 	s.Engines[1].PrefillFixed = 0.04
-	near(t, "last token", pair(&s, &a, 0, 1, m.Path(0, 1)).Decode, 0.04+1.0/5000, 1e-9)
+	near(t, "last token", pair(&s, &a, run(&s, &a, 0), 1, m.Path(0, 1)).Decode, 0.04+1.0/5000, 1e-9)
 	s.Engines[1].PrefillFixed = 0
 	// Fetch of the store's 1000 tokens ends at 0.045, within the queue.
 	c, _ = fetch(&s, &a, 2, 1, m.Path(2, 1))
@@ -115,12 +169,12 @@ func TestChoices(t *testing.T) {
 	}
 	s.Engines[1].Running = 0
 	best, ok := Decide(&s, &a)
-	if !ok || best.Kind != Fetch || best.Source != 2 {
+	if !ok || best.Kind != Load || best.Source != 2 {
 		t.Errorf("%+v", best)
 	}
 	// A decode engine that is full delays the pair.
 	s.Engines[1].Wait, s.Engines[1].Running = 3, 10
-	near(t, "pair for a full engine", pair(&s, &a, 0, 1, m.Path(0, 1)).Price, 3.03, 1e-9)
+	near(t, "pair for a full engine", pair(&s, &a, run(&s, &a, 0), 1, m.Path(0, 1)).Price, 3.03, 1e-9)
 	// Work that others wait for makes a choice that computes the fewest tokens the cheapest.
 	s.Engines[1].Wait, s.Engines[1].Running, s.Engines[1].Arrivals = 0.2, 0, 40
 	if best, _ = Decide(&s, &a); best.Reused != 3000 {

@@ -6,10 +6,11 @@ import (
 	"slices"
 )
 
-// before orders choices: by price, then fewer moved tokens, then the engine after First, then the
-// source. Equal choices are the same choice, so the order is total.
+// before orders choices: by price, then fewer moved and loaded tokens, then the engine after First,
+// then the source. Equal choices are the same choice, so the order is total.
 func before(s *State, a *Ask, x, y *Choice) int {
 	return cmp.Or(cmp.Compare(x.Price, y.Price), cmp.Compare(x.Moved, y.Moved),
+		cmp.Compare(x.Loaded, y.Loaded),
 		cmp.Compare(turn(s, a, x.Engine), turn(s, a, y.Engine)), cmp.Compare(x.Kind, y.Kind),
 		cmp.Compare(turn(s, a, x.Source), turn(s, a, y.Source)))
 }
@@ -29,6 +30,7 @@ func Decide(s *State, a *Ask) (best Choice, ok bool) {
 	for _, h := range a.Hits {
 		q.longest = max(q.longest, min(h, a.Tokens))
 	}
+	q.stores()
 	q.engines()
 	return q.best, q.found
 }
@@ -36,6 +38,7 @@ func Decide(s *State, a *Ask) (best Choice, ok bool) {
 // Rank appends all choices to list, the cheapest first.
 func Rank(s *State, a *Ask, list []Choice) []Choice {
 	q := search{s: s, a: a, all: true, list: list}
+	q.stores()
 	q.engines()
 	slices.SortFunc(q.list, func(x, y Choice) int { return before(s, a, &x, &y) })
 	return q.list
@@ -46,11 +49,21 @@ type search struct {
 	s       *State
 	a       *Ask
 	longest int // hit of all holders
+	stored  int // hit of all stores that the request may load from
 
 	all   bool // keep every choice in list; otherwise only the best
 	list  []Choice
 	best  Choice
 	found bool
+}
+
+// stores finds the longest hit of stores.
+func (q *search) stores() {
+	if q.a.Kinds&Load != 0 && len(q.a.Hits) > len(q.s.Engines) {
+		for _, h := range q.a.Hits[len(q.s.Engines):] {
+			q.stored = max(q.stored, min(h, q.a.Tokens))
+		}
+	}
 }
 
 func (q *search) add(c *Choice) {
@@ -87,11 +100,15 @@ func (q *search) engines() {
 		if g.Role&Decode == 0 || q.hopeless(g.Wait+g.step()) {
 			continue
 		}
-		if a.Kinds&Fetch != 0 && g.Role == Both && !q.hopeless(q.minPrice(e, q.longest)) {
+		if a.Kinds&(Fetch|Load) != 0 && g.Role == Both && !q.hopeless(q.minPrice(e, q.longest)) {
 			q.holders(e)
 		}
-		if a.Kinds&Pair != 0 {
-			q.sources(e)
+	}
+	if a.Kinds&Pair != 0 {
+		for p := range s.Engines {
+			if s.Engines[p].Role&Prefill != 0 {
+				q.pairs(p)
+			}
 		}
 	}
 }
@@ -107,9 +124,8 @@ func (q *search) minPrice(e, hit int) float64 {
 func (q *search) holders(e int) {
 	own := q.a.Hits[e]
 	for h, hit := range q.a.Hits {
-		// An engine without a role may be down.
 		if hit <= own || h == e || q.hopeless(q.minPrice(e, hit)) ||
-			h < len(q.s.Engines) && q.s.Engines[h].Role == 0 {
+			!q.mayFetch(h) {
 			continue
 		}
 		path := q.s.Network.Path(h, e)
@@ -122,19 +138,42 @@ func (q *search) holders(e int) {
 	}
 }
 
-// sources makes the choices of computing elsewhere for engine d.
-func (q *search) sources(d int) {
-	last := q.s.Engines[d].last()
-	for p := range q.s.Engines {
-		g := &q.s.Engines[p]
-		if p == d || g.Role&Prefill == 0 || q.hopeless(q.minPrice(p, q.a.Hits[p])-g.step()+last) {
+// mayFetch reports whether the request may get pages from a holder. An engine without a role may be
+// down.
+func (q *search) mayFetch(h int) bool {
+	if h >= len(q.s.Engines) {
+		return q.a.Kinds&(Load|Run) == Load|Run
+	}
+	return q.a.Kinds&Fetch != 0 && q.s.Engines[h].Role != 0
+}
+
+// pairs makes the choices of computing on engine p for others.
+func (q *search) pairs(p int) {
+	g, hit := &q.s.Engines[p], max(q.a.Hits[p], q.stored)
+	low := q.minPrice(p, hit) - g.step()
+	var at, from Choice // with nothing loaded, and with the best load
+	made, loads := false, false
+	for d := range q.s.Engines {
+		to := &q.s.Engines[d]
+		if p == d || to.Role&Decode == 0 || q.hopeless(to.Wait+to.step()) ||
+			q.hopeless(low+to.last()) {
 			continue
 		}
 		path := q.s.Network.Path(p, d)
 		if path.Rate <= 0 {
 			continue
 		}
-		c := pair(q.s, q.a, p, d, path)
+		if !made {
+			at, made = run(q.s, q.a, p), true
+			if q.stored > q.a.Hits[p] {
+				from, loads = loaded(q.s, q.a, p)
+			}
+		}
+		c := pair(q.s, q.a, at, d, path)
 		q.add(&c)
+		if loads {
+			c = pair(q.s, q.a, from, d, path)
+			q.add(&c)
+		}
 	}
 }

@@ -39,6 +39,8 @@ type backend struct {
 	reporter *reporter    // of its KV events; nil: none
 	mute     mute         // while it answers no questions for tokens
 
+	storeTurn int // of its health check, that ask for its store
+
 	lastByte atomic.Int64 // of any of its answers, in ns since the epoch
 
 	mu       sync.Mutex // guards all below
@@ -283,6 +285,7 @@ func (p *Proxy) watch(ctx context.Context, b *backend, asked <-chan struct{}) {
 		if err == nil {
 			p.compare(ctx, b)
 			p.learn(ctx, b)
+			p.learnStore(ctx, b)
 			p.noteUnusable(b)
 			p.learnModels(ctx, b) // last: a slow answer holds up nothing but the next check
 		}

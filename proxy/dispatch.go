@@ -54,6 +54,11 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
 		j.mode = modePassed
 	} else {
 		j.trace = p.traceOf(r.Header)
+		var results []string
+		req.hints, results = hintsOf(req.fields, p.maxPin)
+		for _, result := range results {
+			p.met.hints.WithLabelValues(result).Inc()
+		}
 	}
 	w.Header().Set(requestIDHeader, j.id)
 	j.run(r.Context())
@@ -142,6 +147,9 @@ func (j *job) run(ctx context.Context) {
 		j.decode(ctx, nil)
 		return
 	}
+	if j.ahead(ctx) {
+		return
+	}
 	pre, placed := j.place(ctx)
 	if j.req.alone != "" {
 		j.decodeAlone(ctx, aloneRequest)
@@ -172,6 +180,7 @@ func (j *job) run(ctx context.Context) {
 			return
 		}
 		reason = j.noteAlone(pre, err)
+		j.req.load = nil // it was for this engine
 		if pre = nil; reason != aloneFailed {
 			break
 		}
@@ -196,7 +205,7 @@ func (j *job) split(ctx context.Context, pre *backend) error {
 			return err
 		}
 		j.hold(pre, params)
-		j.decode(ctx, withTraceparent(params, j.trace.hop(true).traceparent()))
+		j.decode(ctx, withOwn(params, j.trace.hop(true).traceparent(), j.req.hints))
 		return nil
 	}
 	params := j.req.concurrentParams(xfer, endpoint, j.trace.hop(true).traceparent())
@@ -422,14 +431,23 @@ func (j *job) takeDecode(params json.RawMessage) *backend {
 
 // askDecode asks one back end and returns its answer, of which the client has got nothing yet.
 func (j *job) askDecode(ctx context.Context, b *backend, params json.RawMessage) (*reply, error) {
+	if j.decision == nil || j.decision.Prefill >= 0 || b != j.prefer {
+		j.req.load = nil // it is for another engine
+	}
+	return j.askAnswer(ctx, b, maps.Clone(j.skips(params)), j.req.forDecode(params))
+}
+
+// askAnswer sends a body for an answer that the client gets. skip are engines that are no
+// replacement: Watch looks at it while the request goes on.
+func (j *job) askAnswer(ctx context.Context, b *backend, skip map[*backend]bool, body []byte) (
+	*reply, error) {
 	j.routed.Decode, j.routed.DecodeSidecar = b.url.String(), b.sidecar.String()
 	hop := j.trace.hop(true)
 	hop.begin(b)
-	skip := maps.Clone(j.skips(params)) // Watch looks at it while the request goes on
 	g := newGuard(ctx, b, j.p.times.FirstByte, func() bool {
 		return j.p.decode.any(skip, j.req.model, candidate.takes)
 	})
-	a, err := j.beginDecode(g, b, j.req.forDecode(params))
+	a, err := j.beginDecode(g, b, body)
 	switch {
 	case err == nil:
 		return a, nil

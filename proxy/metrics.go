@@ -15,6 +15,7 @@ type metrics struct {
 	retries  prometheus.Counter
 	releases *prometheus.CounterVec
 	spans    *prometheus.CounterVec
+	hints    *prometheus.CounterVec
 }
 
 // Reasons for a local prefill: the values of the label.
@@ -64,6 +65,8 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 			"outcome"),
 		spans: counterVec("spans_total", "Spans of requests, by whether the collector of --otlp took "+
 			"them (exported) or not (dropped).", "outcome"),
+		hints: counterVec("hints_total", "Hints of agents in requests (agent_hint), by what the router "+
+			"did.", "result"),
 	}
 	for _, outcome := range []string{releaseSent, releaseFailed, releaseDropped} {
 		m.releases.WithLabelValues(outcome)
@@ -71,7 +74,8 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 	for _, outcome := range []string{"exported", "dropped"} {
 		m.spans.WithLabelValues(outcome)
 	}
-	reg.MustRegister(m.requests, m.alone, m.up, m.inFlight, m.first, m.retries, m.releases, m.spans)
+	reg.MustRegister(m.requests, m.alone, m.up, m.inFlight, m.first, m.retries, m.releases, m.spans,
+		m.hints)
 	return m
 }
 

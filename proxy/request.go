@@ -41,6 +41,8 @@ type request struct {
 	prompts int                        // entries of the prompt list; 1 without a list
 	n       int                        // answers per prompt
 	alone   string                     // why D must serve it alone; empty: it can be split
+	hints   hints
+	load    *int // tokens that the engine which computes may take from the store; nil: all
 }
 
 var errNotObject = errors.New(
@@ -251,12 +253,16 @@ func countPrompts(raw json.RawMessage) int {
 // kvsprayParams is kv_transfer_params["kvspray"], docs/protocol.md section 4.
 type kvsprayParams struct {
 	V      int    `json:"v"`
-	Xfer   string `json:"xfer"`
+	Xfer   string `json:"xfer,omitempty"`
 	Peer   string `json:"peer,omitempty"`
 	Fanout int    `json:"fanout"`
 
 	Traceparent string `json:"traceparent,omitempty"` // of the span above the connector's
 	Release     bool   `json:"release,omitempty"`     // no engine will fetch the cache
+
+	Load *int    `json:"load,omitempty"` // tokens that may come from the store; absent: all
+	Pin  bool    `json:"pin,omitempty"`  // the store keeps the pages after the request's end
+	TTL  float64 `json:"ttl,omitempty"`  // for so long, seconds
 }
 
 const paramsVersion = 1
@@ -287,6 +293,11 @@ var notForPrefill = []string{"stream_options", "stream_interval", "min_tokens", 
 	"return_token_offsets", "return_prompt_text", "prompt_logprobs", "thinking_token_budget",
 	"include_stop_str_in_output"}
 
+// hint adds the request's hints for the engine that answers.
+func (k *kvsprayParams) hint(h hints) {
+	k.Pin, k.TTL = h.pin > 0, h.pin.Seconds()
+}
+
 // forPrefill is the body for P: the same prompt, one token, no stream.
 func (r *request) forPrefill(xfer, traceparent string) []byte {
 	f := maps.Clone(r.fields)
@@ -300,7 +311,7 @@ func (r *request) forPrefill(xfer, traceparent string) []byte {
 	}
 	f["n"] = json.RawMessage("1")
 	f[paramsKey] = marshal(transferParams{DoRemoteDecode: true, KVSpray: kvsprayParams{
-		V: paramsVersion, Xfer: xfer, Fanout: r.n, Traceparent: traceparent}})
+		V: paramsVersion, Xfer: xfer, Fanout: r.n, Traceparent: traceparent, Load: r.load}})
 	return encode(f)
 }
 
@@ -332,6 +343,9 @@ func marshal(v any) json.RawMessage {
 
 // forDecode is the body for D; nil params: D prefills locally.
 func (r *request) forDecode(params json.RawMessage) []byte {
+	if params == nil {
+		params = r.ownForAlone()
+	}
 	if params == nil && r.raw != nil {
 		return r.raw
 	}
@@ -343,10 +357,36 @@ func (r *request) forDecode(params json.RawMessage) []byte {
 	return encode(f)
 }
 
+// forAhead is the body for an engine that gets a prompt into its cache: one token is the answer.
+func (r *request) forAhead() []byte {
+	f := maps.Clone(r.fields)
+	delete(f, "min_tokens")
+	f["max_tokens"] = json.RawMessage("1")
+	if r.kind == kindChat {
+		f["max_completion_tokens"] = json.RawMessage("1")
+	}
+	if params := r.ownForAlone(); params != nil {
+		f[paramsKey] = params
+	}
+	return encode(f)
+}
+
+// ownForAlone are the parameters of an engine that computes the prompt itself; nil: none.
+func (r *request) ownForAlone() json.RawMessage {
+	if r.kind != kindCompletion && r.kind != kindChat || r.load == nil && r.hints.pin == 0 {
+		return nil
+	}
+	own := kvsprayParams{V: paramsVersion, Fanout: 1, Load: r.load}
+	own.hint(r.hints)
+	return marshal(map[string]kvsprayParams{"kvspray": own})
+}
+
 // concurrentParams are D's parameters in concurrent mode.
 func (r *request) concurrentParams(xfer, peer, traceparent string) json.RawMessage {
-	return marshal(transferParams{DoRemotePrefill: true, KVSpray: kvsprayParams{
-		V: paramsVersion, Xfer: xfer, Peer: peer, Fanout: r.n, Traceparent: traceparent}})
+	own := kvsprayParams{V: paramsVersion, Xfer: xfer, Peer: peer, Fanout: r.n,
+		Traceparent: traceparent}
+	own.hint(r.hints)
+	return marshal(transferParams{DoRemotePrefill: true, KVSpray: own})
 }
 
 var errNoParams = errors.New("the prefill engine's answer has no usable kv_transfer_params")

@@ -194,14 +194,20 @@ func (j *job) traced() {
 	})
 }
 
-// withTraceparent adds a traceparent to the kvspray key of P's parameters. Others stay as they are.
-func withTraceparent(params json.RawMessage, traceparent string) json.RawMessage {
+// withOwn adds a traceparent and hints to the kvspray key of P's parameters. Others stay as they
+// are.
+func withOwn(params json.RawMessage, traceparent string, h hints) json.RawMessage {
 	var all, own map[string]json.RawMessage
-	if traceparent == "" || json.Unmarshal(params, &all) != nil ||
+	if traceparent == "" && h.pin == 0 || json.Unmarshal(params, &all) != nil ||
 		json.Unmarshal(all["kvspray"], &own) != nil || own == nil {
 		return params
 	}
-	own["traceparent"] = marshal(traceparent)
+	if traceparent != "" {
+		own["traceparent"] = marshal(traceparent)
+	}
+	if h.pin > 0 {
+		own["pin"], own["ttl"] = json.RawMessage("true"), marshal(h.pin.Seconds())
+	}
 	all["kvspray"] = encode(own)
 	return encode(all)
 }

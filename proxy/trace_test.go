@@ -316,7 +316,7 @@ func TestWithTraceparent(t *testing.T) {
 		`[1]`:                               `[1]`,
 	} {
 		var got, expected any
-		if err := json.Unmarshal(withTraceparent(json.RawMessage(in), "T"), &got); err != nil {
+		if err := json.Unmarshal(withOwn(json.RawMessage(in), "T", hints{}), &got); err != nil {
 			t.Fatal(err)
 		}
 		if err := json.Unmarshal([]byte(want), &expected); err != nil {
@@ -326,7 +326,7 @@ func TestWithTraceparent(t *testing.T) {
 			t.Errorf("%s becomes %v, want %s", in, got, want)
 		}
 	}
-	if in := json.RawMessage(`{"kvspray":{}}`); &withTraceparent(in, "")[0] != &in[0] {
+	if in := json.RawMessage(`{"kvspray":{}}`); &withOwn(in, "", hints{})[0] != &in[0] {
 		t.Error("parameters are changed without a traceparent")
 	}
 }

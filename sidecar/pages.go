@@ -233,8 +233,8 @@ func (p *pageStore) state() *nodeapi.Store {
 	out.Drained = p.service.Drained()
 	for i := range out.Tiers {
 		t := &out.Tiers[i]
-		gets, took := p.service.Waits(t.Name)
-		t.Gets, t.GetSeconds = gets, took.Seconds()
+		gets, bytes, took := p.service.Waits(t.Name)
+		t.Gets, t.GetBytes, t.GetSeconds = gets, bytes, took.Seconds()
 	}
 	out.Removals.Known, out.Removals.Pending = p.removals.Stats()
 	p.showPeers(out)

@@ -34,6 +34,8 @@ type Router struct {
 	ReplicateAfter int    `yaml:"replicate_after" unit:"requests" doc:"Requests in flight at each engine that has a prefix, after which a policy gives another engine a copy. 0: never."`
 	TokenBytes     Size   `yaml:"token_bytes" unit:"bytes" doc:"KV cache of one token, all layers and ranks, for a policy."`
 
+	MaxPin Duration `yaml:"max_pin" unit:"duration" doc:"Longest time for which a client's hint (pin and ttl in agent_hint, docs/conversations.md) keeps a request's pages in the store. At most 1h. 0: such hints are ignored."`
+
 	MaxBody   Size `yaml:"max_body" unit:"bytes" doc:"Largest body of a request."`
 	MaxBodies Size `yaml:"max_body_total" unit:"bytes" doc:"Bodies of all requests in flight, with their copies; others get 503. More than three times max_body."`
 
@@ -186,6 +188,8 @@ func (r *Router) validate() error {
 		"127.0.0.1:8000")
 	v.between("replicate_after", r.ReplicateAfter, 0, math.MaxInt32)
 	v.size("token_bytes", r.TokenBytes, 1, 1<<40)
+	v.check(r.MaxPin == 0 || r.MaxPin.D() >= time.Millisecond && r.MaxPin.D() <= time.Hour, "max_pin",
+		r.MaxPin.D().String(), "outside 1ms to 1h, and not 0", "write a duration, for instance 5m")
 	v.size("max_body", r.MaxBody, 1, 1<<40)
 	v.check(r.MaxBodies/MaxBodyCopies > r.MaxBody, "max_body_total", r.MaxBodies.String(),
 		fmt.Sprintf("not more than %d times max_body, %s: the router holds up to %[1]d copies of a body",

@@ -83,6 +83,7 @@ func TestLoadRouterRefuses(t *testing.T) {
 		{"replay alone", "", nil, []string{decode + ",replay=tcp://d:1"}, "set events, too"},
 		{"listen", "", []string{"listen=here"}, nil, `listen: "here": not an address; write host:port`},
 		{"copies", "", []string{"replicate_after=-1"}, nil, `replicate_after: "-1": outside 0 to`},
+		{"pin", "", []string{"max_pin=2h"}, nil, `max_pin: "2h0m0s": outside 1ms to 1h`},
 		{"body", "", []string{"max_body=0B"}, nil, `max_body: "0B": out of range`},
 		{"bodies", "", []string{"max_body_total=96MiB"}, nil,
 			`max_body_total: "96MiB": not more than 3 times max_body, 32MiB`},

@@ -51,8 +51,9 @@ type StoreTier struct {
 	Evicted  uint64 `json:"evicted"`
 	// how long the pages that were given up lately had not been used
 	EvictionAge float64 `json:"eviction_age_seconds"`
-	// gets whose slowest page came from this tier, and the time that they took in all
+	// gets whose slowest page came from this tier, and the bytes and the time of all of them
 	Gets       uint64  `json:"gets"`
+	GetBytes   uint64  `json:"get_bytes"`
 	GetSeconds float64 `json:"get_seconds"`
 	// of segments and objects that may still have bytes of removed pages: they are overwritten,
 	// deleted

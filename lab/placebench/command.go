@@ -32,7 +32,8 @@ func NewCommand() *cobra.Command {
 		Short: "Compare routing policies on simulated clusters",
 		Long: `Serves one trace on a simulated cluster once with each policy of a router, in virtual time:
 least-loaded, models of the rules of SGLang's router (cache-aware) and llm-d's scheduler (weighted),
-predictions of package placement without and with fetches, and an oracle with the true state.
+predictions of package placement without and with fetches and loads from a store, and an oracle
+with the true state.
 
 Shapes: conversation has conversations of several turns; in agent, prompts begin with one of a few
 shared prefixes; in fanout, 64 requests ask about each document within a minute.
@@ -66,6 +67,10 @@ docs/bench/placement.md has their means.`,
 	f.IntVar(&o.CacheSize, "cache", 1<<20, "tokens of cache on each node")
 	f.Float64Var(&o.Delay, "delay", 0.006, "fixed seconds of a transfer")
 	f.Float64Var(&o.Failures, "failures", 0, "nodes that fail, per hour")
+	f.Float64Var(&o.StoreGbit, "store-gbit", 0, "rate of the link of a store of all nodes; 0: there "+
+		"is none")
+	f.Float64Var(&o.StoreReady, "store-ready", 0.005, "seconds until the store can send")
+	f.IntVar(&o.StoreSize, "store", 64<<20, "tokens of the store")
 	f.Uint64Var(&o.Seed, "seed", 1, "of all that is drawn at random")
 	f.StringVar(&only, "policy", "", "only policies whose names contain this")
 	f.BoolVar(&asJSON, "json", false, "print JSON")
@@ -84,7 +89,8 @@ func (o *options) check() error {
 		{"load", o.Load, 0.001, 100}, {"seconds", o.Seconds, 1, maxSeconds},
 		{"prefill", o.Rate, 1, 1e8}, {"token-bytes", o.TokenBytes, 1, 1e8},
 		{"cache", float64(o.CacheSize), pageTokens, 1e9}, {"delay", o.Delay, 0, 10},
-		{"failures", o.Failures, 0, 3600}} {
+		{"failures", o.Failures, 0, 3600}, {"store-gbit", o.StoreGbit, 0, 1e5},
+		{"store-ready", o.StoreReady, 0, 60}, {"store", float64(o.StoreSize), pageTokens, 1e10}} {
 		if !(x.is >= x.min && x.is <= x.max) {
 			return usage.Errorf("--%s %v: want %v to %v", x.flag, x.is, x.min, x.max)
 		}
@@ -106,7 +112,7 @@ func compare(o options, only string) ([]Row, error) {
 	}
 	var rows []Row
 	for _, p := range policies() {
-		if strings.Contains(p.name, only) {
+		if strings.Contains(p.name, only) && (o.StoreGbit > 0 || !strings.Contains(p.name, ", load")) {
 			rows = append(rows, newSim(o, p.choose).run(trace).row(p.name, o, tokens))
 		}
 	}
@@ -118,11 +124,11 @@ func compare(o options, only string) ([]Row, error) {
 
 func table(w io.Writer, rows []Row) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	_, _ = fmt.Fprintln(t, "policy\tTTFT p50 s\tp99 s\tmean s\trequests/s\tcomputed\tmoved GB\t"+
-		"regret s\tagain\t")
+	_, _ = fmt.Fprintln(t, "policy\tTTFT p50 s\tp99 s\tmean s\tTPOT ms\trequests/s\tcomputed\t"+
+		"moved GB\tregret s\tagain\t")
 	for _, r := range rows {
-		_, _ = fmt.Fprintf(t, "%s\t%.3f\t%.3f\t%.3f\t%.2f\t%.1f%%\t%.1f\t%.4f\t%d\t\n", r.Policy,
-			r.P50, r.P99, r.Mean, r.PerSec, 100*r.Computed, r.Moved/1e9, r.Regret, r.Again)
+		_, _ = fmt.Fprintf(t, "%s\t%.3f\t%.3f\t%.3f\t%.1f\t%.2f\t%.1f%%\t%.1f\t%.4f\t%d\t\n", r.Policy,
+			r.P50, r.P99, r.Mean, 1e3*r.TPOT, r.PerSec, 100*r.Computed, r.Moved/1e9, r.Regret, r.Again)
 	}
 	return t.Flush()
 }

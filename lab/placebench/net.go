@@ -69,9 +69,16 @@ func (s *sim) reshare(ports ...*port) {
 // Path implements placement.Network: what one more transfer gets now.
 func (s *sim) Path(from, to int) placement.Path {
 	n := len(s.nodes)
-	if from%n == to || !s.nodes[from%n].up || !s.nodes[to].up {
+	if s.store != nil && from == n {
+		if !s.nodes[to].up {
+			return placement.Path{}
+		}
+		return placement.Path{Fixed: s.o.Delay,
+			Rate: min(s.storeOut.share(1), s.nodes[to].in.share(1))}
+	}
+	if from == to || !s.nodes[from].up || !s.nodes[to].up {
 		return placement.Path{}
 	}
 	return placement.Path{Fixed: s.o.Delay,
-		Rate: min(s.nodes[from%n].out.share(1), s.nodes[to].in.share(1))}
+		Rate: min(s.nodes[from].out.share(1), s.nodes[to].in.share(1))}
 }

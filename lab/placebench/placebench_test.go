@@ -87,6 +87,25 @@ func TestPredictionsWin(t *testing.T) {
 	}
 }
 
+// A store has what nodes have given up: small caches cost less with it.
+func TestLoadsFromAStore(t *testing.T) {
+	by := rowsOf(t, "conversation", func(o *options) {
+		o.CacheSize = 1 << 17
+		o.StoreGbit, o.StoreReady, o.StoreSize = 100, 0.005, 64<<20
+	})
+	load, oracle := by["predict: run, fetch, load"], by["oracle"]
+	if load.Mean > 0.9*by[all].Mean || load.Computed > 0.9*by[all].Computed ||
+		load.Mean > 1.15*oracle.Mean || by["predict: run, load"].Mean > by[runOnly].Mean {
+		t.Errorf("%+v", by)
+	}
+	slow := rowsOf(t, "conversation", func(o *options) {
+		o.CacheSize, o.StoreGbit, o.StoreReady, o.StoreSize = 1<<17, 0.01, 5, 64<<20
+	})
+	if slow["predict: run, load"].Mean > 1.1*slow[runOnly].Mean {
+		t.Errorf("a slow store: %+v", slow)
+	}
+}
+
 // Nodes fail, and every request gets its first token once.
 func TestFailures(t *testing.T) {
 	o := small

@@ -19,7 +19,9 @@ func policies() []named {
 		{"cache-aware (SGLang's rule)", cacheAware},
 		{"weighted (llm-d's rule)", weighted},
 		{"predict: run only", predict(placement.Run)},
-		{"predict: run, fetch", predict(moves)},
+		{"predict: run, fetch", predict(placement.Run | placement.Fetch)},
+		{"predict: run, load", predict(placement.Run | placement.Load)},
+		{"predict: run, fetch, load", predict(moves)},
 		{"oracle", oracle},
 	}
 }

@@ -22,7 +22,7 @@ const (
 
 // moves are the choices between engines that all prefill and decode. A pair is never better there:
 // the queue of its prefill engine is as long as for a run.
-const moves = placement.Run | placement.Fetch
+const moves = placement.Run | placement.Fetch | placement.Load
 
 // options of one run.
 type options struct {
@@ -35,7 +35,10 @@ type options struct {
 	TokenBytes float64 `json:"token_bytes"`
 	CacheSize  int     `json:"cache_tokens"`
 	Delay      float64 `json:"transfer_fixed_seconds"`
-	Failures   float64 `json:"failures_per_hour"` // of the whole cluster
+	Failures   float64 `json:"failures_per_hour"`     // of the whole cluster
+	StoreGbit  float64 `json:"store_gbit_per_second"` // of the store's link; 0: there is no store
+	StoreReady float64 `json:"store_ready_seconds"`
+	StoreSize  int     `json:"store_tokens"`
 	Seed       uint64  `json:"seed"`
 }
 
@@ -45,6 +48,8 @@ type job struct {
 	choice  placement.Choice
 	work    float64 // believed seconds of its prefill at the nominal rate
 	loading *flow
+	first   float64 // time of the first token
+	stalls  float64 // of the node, of which this job's answer has waited for all
 }
 
 type node struct {
@@ -61,6 +66,7 @@ type node struct {
 	until   float64 // and ends
 	life    int     // grows with each failure, so that events of a former life are ignored
 	running map[*job]struct{}
+	stalls  float64 // seconds of all prefills: running answers wait for them
 	arrived placement.Rate
 }
 
@@ -92,7 +98,9 @@ type sim struct {
 	agenda   agenda
 	events   int
 	nodes    []*node
-	held     *index.Table // pages in nodes
+	store    *cache // of all nodes' pages; nil: none
+	storeOut port
+	held     *index.Table // pages in nodes, and in the store
 	promised *index.Table // pages that prefills in queues will make
 	policy   policy
 	turn     int
@@ -105,7 +113,7 @@ type sim struct {
 func newSim(o options, p policy) *sim {
 	const pages = 1 << 26
 	s := &sim{o: o, r: rand.New(rand.NewPCG(o.Seed, 2)), policy: p,
-		held: index.NewTable(pages, o.Engines), promised: index.NewTable(pages, o.Engines),
+		held: index.NewTable(pages, o.Engines+1), promised: index.NewTable(pages, o.Engines),
 		hits: make([]int, o.Engines), soon: make([]int, o.Engines)}
 	for i := range o.Engines {
 		rate := o.Gbit * 1e9 / 8
@@ -115,6 +123,13 @@ func newSim(o options, p policy) *sim {
 	}
 	s.state = placement.State{Engines: make([]placement.Engine, o.Engines), Network: s}
 	s.truth = placement.State{Engines: make([]placement.Engine, o.Engines), Network: s}
+	if o.StoreGbit > 0 {
+		s.store = newCache(o.Engines, max(1, o.StoreSize/pageTokens), s.held)
+		s.storeOut.rate = o.StoreGbit * 1e9 / 8
+		s.hits = append(s.hits, 0)
+		s.state.Stores = []placement.Store{{Ready: o.StoreReady}}
+		s.truth.Stores = s.state.Stores
+	}
 	return s
 }
 
@@ -167,6 +182,9 @@ func (s *sim) see() {
 		}
 		s.hits[i] *= pageTokens
 	}
+	if s.store != nil {
+		s.hits[len(s.nodes)] *= pageTokens
+	}
 }
 
 // dispatch gives a request to engines.
@@ -192,10 +210,13 @@ func (s *sim) dispatch(j *job) {
 	at := c.Engine
 	n := s.nodes[at]
 	j.work = prefillFixed + float64(max(1, j.tokens()-s.hits[at]))/s.o.Rate
-	if c.Kind == placement.Fetch {
+	if c.Kind == placement.Fetch || c.Kind == placement.Load {
 		have := s.hits[at]/pageTokens + c.Moved/pageTokens
 		j.work = prefillFixed + float64(max(1, j.tokens()-have*pageTokens))/s.o.Rate
-		wait := s.state.Engines[c.Source].Ready + s.o.Delay
+		wait := s.o.StoreReady + s.o.Delay
+		if c.Kind == placement.Fetch {
+			wait = s.state.Engines[c.Source].Ready + s.o.Delay
+		}
 		s.fetch(j, n, j.pages[:min(have, len(j.pages))], wait)
 	}
 	for _, p := range j.pages {
@@ -208,10 +229,15 @@ func (s *sim) dispatch(j *job) {
 
 // fetch moves pages to a node; the job is loading until they are there or the source is lost.
 func (s *sim) fetch(j *job, n *node, pages []uint64, wait float64) {
-	f := &flow{from: &s.nodes[j.choice.Source].out, to: &n.in, source: j.choice.Source,
+	f := &flow{from: &s.storeOut, to: &n.in, source: j.choice.Source,
 		left: float64(j.choice.Moved) * s.o.TokenBytes}
+	sourceLife := func() int { return 0 }
+	if f.source < len(s.nodes) {
+		f.from = &s.nodes[f.source].out
+		sourceLife = func() int { return s.nodes[f.source].life }
+	}
 	j.loading = f
-	life, sourceLife := n.life, s.nodes[f.source].life
+	life, lived := n.life, sourceLife()
 	f.done = func(ok bool) {
 		j.loading = nil
 		if n.life != life {
@@ -224,7 +250,7 @@ func (s *sim) fetch(j *job, n *node, pages []uint64, wait float64) {
 		s.serve(n)
 	}
 	s.after(wait, func() {
-		if s.nodes[f.source].life != sourceLife || n.life != life {
+		if sourceLife() != lived || n.life != life {
 			f.done(false)
 			return
 		}
@@ -266,7 +292,11 @@ func (s *sim) serve(n *node) {
 func (s *sim) prefilled(n *node, j *job) {
 	n.busy = nil
 	n.learned.Observe(j.work, s.now-n.since)
+	n.stalls += s.now - n.since
 	n.cache.use(j.pages)
+	if s.store != nil {
+		s.store.use(j.pages)
+	}
 	for _, p := range j.pages {
 		s.promised.Remove(p, n.cache.node)
 	}
@@ -282,7 +312,23 @@ func (s *sim) first(n *node, j *job) {
 		s.result.inTime++
 	}
 	n.running[j] = struct{}{}
-	s.after(step*float64(j.output), func() { delete(n.running, j) })
+	j.first, j.stalls = s.now+step, n.stalls
+	s.after(step*float64(j.output), func() { s.decoded(n, j) })
+}
+
+// decoded ends an answer, once it has waited for the prefills that came between its tokens.
+func (s *sim) decoded(n *node, j *job) {
+	if _, ok := n.running[j]; !ok {
+		return // its node has failed
+	}
+	if wait := n.stalls - j.stalls; wait > 0 {
+		j.stalls = n.stalls
+		s.after(wait, func() { s.decoded(n, j) })
+		return
+	}
+	delete(n.running, j)
+	s.result.tpot += (s.now - j.first) / float64(j.output)
+	s.result.answers++
 }
 
 // fail takes a node away for a while.

@@ -113,6 +113,11 @@ def test_pages(serve: Serve, engines: Any) -> None:
         found and [found[i] for i in range(4)] == [True, True, False, True] and found.leading == 2
     )
     question.unpin()
+    hour = asking.exists(hashes(1), pin_s=3600)
+    assert hour.result(TIMEOUT_S) and not hour.refused
+    hour.unpin()
+    longer = asking.exists(hashes(1), pin_s=3601)
+    assert longer.result(TIMEOUT_S) and longer.refused and "pin_ms" in longer.why
     other = Space(s, Namespace(**{**vars(NS), "weights": "fine-tuned"}))
     assert other.ready(TIMEOUT_S)
     both = asking.exists(hashes(1), also=[other]).result(TIMEOUT_S)
@@ -143,6 +148,7 @@ def test_a_question_that_pins_too_much_is_refused(serve: Serve, engines: Any) ->
         assert (
             found and found.leading == (BLOCKS if i < fit else 0) and question.refused == (i == fit)
         )
+    assert "of this tenant" in question.why
     assert not e.space.opening and e.space.session == e.w.status().counters["connects"]
 
 

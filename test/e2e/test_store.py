@@ -90,6 +90,15 @@ class Node(Cluster):
             assert got == want, e.name
 
 
+def received(e: engines.Engine) -> int:
+    name = "vllm:kvspray_transfers_total"
+    return int(rig.total(e.metrics(), name, side="received", outcome="ok"))
+
+
+def pins(e: engines.Engine, outcome: str) -> int:
+    return int(rig.total(e.metrics(), "vllm:kvspray_store_pins_total", outcome=outcome))
+
+
 def pages(e: engines.Engine, op: str, *outcomes: str) -> int:
     m = e.metrics()
     return int(
@@ -188,15 +197,30 @@ def test_transfers_and_the_store_in_one_engine(c: Node) -> None:
     c.settle()
     c.forget(c.p)
     prompt = base + fresh(90, "pd tail")
-    moved = rig.total(c.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok")
+    moved = received(c.d)
     loaded = pages(c.p, "get", "memory", "disk")
     c.forget(c.d)
     assert c.prefill_first(prompt, 12).tokens == c.r.run(prompt, 12).tokens
-    assert (
-        rig.total(c.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok")
-        == moved + 1
-    )
+    assert received(c.d) == moved + 1
     assert pages(c.p, "get", "memory", "disk") == loaded + 20
+
+
+def test_an_answer_is_back_at_prefill_for_the_next_turn(c: Node) -> None:
+    """P loads what D has computed. A router may bound that."""
+    for name, load, want in (("answer", None, 3), ("bounded answer", 320, 1)):
+        talk = fresh(300, name)
+        first = c.r.run(talk, 100).tokens[0]
+        assert c.prefill_first(talk, 100).tokens[0] == first
+        c.settle()
+        talk += first + fresh(60, (name, "question"))
+        loaded = pages(c.p, "get", "memory", "disk")
+        moved = received(c.d)
+        kv = {"do_remote_decode": True, "kvspray": {"v": 1, "fanout": 1, "load": load}}
+        prefill = c.p.add(talk, 1, kv=kv).result()
+        assert c.d.add(talk, 12, kv=prefill.kv).result().tokens == c.r.run(talk, 12).tokens
+        # P has 9 blocks of the prompt; 399 tokens are 12 blocks.
+        assert pages(c.p, "get", "memory", "disk") == loaded + want
+        assert received(c.d) == moved + 1
 
 
 def test_events_tell_an_index_what_the_store_has(
@@ -277,6 +301,10 @@ def test_a_store_that_is_too_small(zygote: None, tmp_path_factory: pytest.TempPa
             c.spawn(name)
         for e in c.engines.values():
             e.wait_up()
+        pinned = fresh(200, "pinned")  # with its answer 7 pages, and a tenant may pin 8
+        hint = {"kvspray": {"v": 1, "fanout": 1, "pin": True, "ttl": 600}}
+        answer = c.p.add(pinned, 30, kv=hint).result().tokens
+        c.settle()
         prompts = [fresh(400, ("small", i)) for i in range(5)]  # 4 MB of pages
         want = [c.r.run(p, 8).tokens for p in prompts]
         for _ in range(3):
@@ -285,6 +313,17 @@ def test_a_store_that_is_too_small(zygote: None, tmp_path_factory: pytest.TempPa
             c.settle()
             c.forget(c.p)
         assert pages(c.p, "put", "stored") > 64
+        before = pages(c.p, "get", "memory")
+        assert c.p.run(pinned + answer[0], 4).tokens == c.r.run(pinned + answer[0], 4).tokens
+        assert pages(c.p, "get", "memory") == before + 7, "others were given up in their place"
+        assert pins(c.p, "held") == 1
+        c.p.add(fresh(400, "too much"), 4, kv=hint).result()
+
+        def refused() -> bool:
+            c.p.run(fresh(5, "a step, which takes the sidecar's answer"), 4)
+            return pins(c.p, "refused") == 1
+
+        rig.wait_for("the refusal of a pin", refused, 60)
     finally:
         c.close()
 

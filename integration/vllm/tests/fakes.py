@@ -27,6 +27,7 @@ class Request(SimpleNamespace):
     lora_request = cache_salt = trace_headers = session_id = prompt_embeds = None
     abort_immediately = resumable = skip_reading_prefix_cache = False
     mm_features = ()
+    priority = 0
 
 
 @dataclass
@@ -38,6 +39,7 @@ class FakeWorker:
     waits: list[float] = field(default_factory=list)
     traced: dict[str, str] = field(default_factory=dict)  # traceparents by request
     stalls: dict[str, float] = field(default_factory=dict)  # by request
+    priorities: dict[str, int] = field(default_factory=dict)  # by request
 
     def _lease(self, kind: str, *what: Any) -> int:
         if self.down:
@@ -61,9 +63,10 @@ class FakeWorker:
 
     def expect(
         self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str,
-        after: int = 0, traceparent: str = "", stall_s: float = 0.0,
+        after: int = 0, traceparent: str = "", stall_s: float = 0.0, priority: int = 0,
     ) -> int:  # fmt: skip
         self.stalls[req] = stall_s
+        self.priorities[req] = priority
         self.traced[req] = traceparent
         return self._lease("expect", req, peer, tokens, skip, blocks, *([after] if after else []))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter, deque
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +86,21 @@ class Pool:
         return True
 
 
+@dataclass
+class FakePin:
+    hashes: list[bytes]
+    pin_s: float
+    there: int
+    refused: str = ""
+    ended: bool = False
+
+    def pages(self) -> int:
+        return self.there
+
+    def end(self) -> None:
+        self.ended = True
+
+
 class FakeStore:
     """Of one node. Each rank's pages are apart. PUTs read, and GETs write, at any time before they
     end."""
@@ -99,6 +115,8 @@ class FakeStore:
         self.ended: list[int] = []
         self.silent = False
         self.opened: list[Any] = []  # and not closed
+        self.pins: list[FakePin] = []  # all that were asked for
+        self.refusal = ""  # of pins
 
     # of the scheduler's client
 
@@ -129,6 +147,13 @@ class FakeStore:
                     ]
 
                 return SimpleNamespace(answer=answer, end=lambda: store.ended.append(number))
+
+            def pin(self, hashes: Any, pin_s: float) -> Any:
+                found = self.ask(hashes, pin_s).answer()
+                store.asked.pop()
+                pages = found.index(False) if False in found else len(found)
+                store.pins.append(FakePin(list(hashes), pin_s, pages, store.refusal))
+                return store.pins[-1]
 
             def close(self) -> None:
                 store.opened.remove(self)
@@ -264,12 +289,13 @@ class Vllm:
 
     # ---- requests
 
-    def add(self, name: str, tokens: list[int], answer: int = 3, **more: Any) -> Any:
+    def add(self, name: str, tokens: list[int], answer: int = 3, params: Any = None,
+            **more: Any) -> Any:  # fmt: skip
         every = list(tokens)
         r = Request(
             request_id=name, prompt_token_ids=tokens, all_tokens=every, all_token_ids=every,
             num_prompt_tokens=len(tokens), num_computed_tokens=0, num_tokens=len(tokens),
-            block_hashes=[], kv_transfer_params=None, status=SimpleNamespace(name="WAITING"),
+            block_hashes=[], kv_transfer_params=params, status=SimpleNamespace(name="WAITING"),
             table=[], answer=answer, in_flight=0, samples=0, stale=0, **more,
         )  # fmt: skip
         self.hash(r)

@@ -55,6 +55,18 @@ def test_prefill_first_loads_what_is_missing(e: Engine) -> None:
     assert done.received == {"r"} and done.failed == set()
 
 
+@pytest.mark.parametrize("priority, want", [(0, 0), (-5, 0), (1, 1), (2, 2), (10**30, 2)], ids=str)
+def test_the_priority_of_a_request_is_the_class_of_its_transfer(
+    e: Engine, priority: int, want: int
+) -> None:
+    r = e.add("r", 40, prefill_first())
+    r.priority = priority
+    assert e.scheduler.matched(r, 16) == (24, True)
+    e.scheduler.allocated(r, blocks(e, "r"), 24)
+    e.step()
+    assert e.worker_shim.priorities == {"r": want}
+
+
 def test_nothing_is_asked_for_a_request_that_was_refused_before_the_engine(e: Engine) -> None:
     r = Request(
         request_id="r", prompt_token_ids=[0], num_prompt_tokens=1, num_computed_tokens=0,

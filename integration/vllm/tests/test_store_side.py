@@ -12,10 +12,11 @@ from fakes import prefill_first
 from store_fakes import PAGE, Vllm, hash_of, namespace, puts
 
 from kvspray.store import Found
-from kvspray_vllm import pages, shim
+from kvspray_vllm import pages, pins, shim
 from kvspray_vllm.connector import KVSprayConnector
 from kvspray_vllm.layout import Ranks, Unsupported
 from kvspray_vllm.meta import StepMeta
+from kvspray_vllm.params import MAX_PIN_S, NO_HINTS, hints_of
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.store import ASK_S, MAX_ASKED, PIN_S
 
@@ -327,6 +328,127 @@ def test_questions_are_bounded(v: Vllm) -> None:
     assert v.store.asked[-1] == MAX_ASKED
     v.add("c", [1, 2, 3, 4])
     assert v.store.asked[-1] == MAX_ASKED, "the last token is always computed"
+
+
+# ---- hints
+
+
+def pinned(seconds: float, **more: Any) -> dict[str, Any]:
+    return {"kvspray": {"v": 1, "fanout": 1, "pin": True, "ttl": seconds, **more}}
+
+
+def pins_of(v: Vllm) -> dict[str, int]:
+    s = v.scheduler.take_stats()
+    return s.data["store_pins"] if s is not None else {}
+
+
+def held(v: Vllm) -> list[int]:
+    return [len(p.hashes) for p in v.store.pins if not p.ended]
+
+
+def test_a_pin_begins_when_the_pages_of_the_answer_are_there(v: Vllm) -> None:
+    r = v.add("r", PROMPT, answer=7, params=pinned(300))
+    while r.request_id in v.requests and r.status.name == "WAITING":
+        v.step()
+    assert not v.store.pins, "its last PUT has not ended"
+    v.drain()
+    assert [(len(p.hashes), p.there, p.pin_s) for p in v.store.pins] == [(9, 9, 300)]
+    v.run("x", [1, 2])
+    assert pins_of(v) == {"held": 1}
+    v.clock += 299
+    v.run("y", [3, 4])
+    assert held(v) == [9]
+    v.clock += 1
+    v.run("z", [5, 6])
+    assert held(v) == [] and len(v.side._pins) == 0
+
+
+def test_the_next_turn_replaces_the_pin_of_the_one_before(v: Vllm) -> None:
+    v.add("a", PROMPT, params=pinned(300))
+    v.drain()
+    v.add("b", [*PROMPT, 30, 31, 32, *range(100, 107)], params=pinned(300))
+    v.drain()
+    assert len(v.store.pins) == 2
+    v.run("x", [1, 2])
+    assert held(v) == [10], "of the conversation, once"
+    v.add("other", PROMPT[5:], params=pinned(300))
+    v.drain()
+    assert held(v) == [10, 6]
+
+
+def test_a_pin_that_the_sidecar_refuses_is_named(v: Vllm, caplog: pytest.LogCaptureFixture) -> None:
+    v.store.refusal = "9 bytes of this tenant would be pinned"
+    for name in "ab":
+        v.add(name, [*PROMPT, ord(name)], params=pinned(300))
+        v.drain()
+    v.run("x", [1, 2])
+    assert pins_of(v) == {"refused": 2} and len(v.side._pins) == 0
+    (line,) = [r.getMessage() for r in caplog.records if "not pinned" in r.getMessage()]
+    assert v.store.refusal in line and "request a" in line
+
+
+def test_pins_of_an_engine_are_bounded(v: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "MAX_PINS", 2)
+    for i in range(3):
+        v.add(f"r{i}", [i, *PROMPT], params=pinned(60 + i))
+        v.drain()
+    v.run("x", [1, 2])
+    assert held(v) == [8, 8] and pins_of(v) == {"held": 2, "full": 1}
+    v.clock += 60
+    v.add("r3", [3, *PROMPT], params=pinned(60))
+    v.drain()
+    assert held(v) == [8, 8]
+
+
+def test_pins_end_with_the_weights_and_with_the_session(v: Vllm) -> None:
+    v.add("a", PROMPT, params=pinned(300))
+    v.drain()
+    v.store.session += 1
+    v.run("x", [1, 2])
+    assert held(v) == [] and len(v.side._pins) == 0
+    v.add("b", PROMPT, params=pinned(300))
+    v.drain()
+    assert len(held(v)) == 1
+    v.change_weights("w1")
+    v.run("y", [1, 2])
+    assert held(v) == [] and len(v.side._pins) == 0
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        None, 3, {}, {"kvspray": 3}, {"kvspray": {"v": 2, "pin": True, "ttl": 9}}, pinned(0),
+        pinned(-1), pinned(float("nan")), pinned(float("inf")),
+        {"kvspray": {"v": 1, "pin": True, "ttl": True}},
+        {"kvspray": {"v": 1, "pin": 1, "ttl": 9}}, {"kvspray": {"v": 1, "pin": True, "ttl": "9"}},
+        {"kvspray": {"v": 1, "load": -1}}, {"kvspray": {"v": 1, "load": True}},
+        {"kvspray": {"v": 1, "load": 1.5}}, {"kvspray": {"v": 1, "unknown": {"pin": True}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_hint_that_cannot_be_used_is_left_out(hint: Any) -> None:
+    assert hints_of(hint) == NO_HINTS
+
+
+def test_a_pin_is_no_longer_than_the_bound() -> None:
+    assert hints_of(pinned(10**400)).pin_s == MAX_PIN_S, "more than a float can be"
+
+
+def test_a_router_bounds_what_is_loaded(v: Vllm) -> None:
+    v.run("a", PROMPT)
+    for load, want in ((17, 4), (16, 4), (10**9, 7), (None, 7)):
+        assert v.pool.clear()
+        v.add(f"load {load}", PROMPT, params={"kvspray": {"v": 1, "load": load}})
+        meta, _ = v.schedule()
+        assert [len(e.pages) for e in meta.expects] == [want], load
+        v.queue.append((meta, []))
+        v.execute()
+        v.drain()
+    assert v.pool.clear()
+    asked = len(v.store.asked)
+    v.add("none", PROMPT, params={"kvspray": {"v": 1, "load": 0}})
+    v.drain()
+    assert len(v.store.asked) == asked, "the store is not asked at all"
 
 
 # ---- refusals at the start, and what identifies pages

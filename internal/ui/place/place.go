@@ -16,6 +16,8 @@ type row struct {
 	Kind     string  `json:"kind"`
 	Engine   string  `json:"engine"`
 	Source   string  `json:"source,omitempty"`
+	Store    string  `json:"store,omitempty"`
+	Loaded   int     `json:"loaded_tokens,omitempty"` // of the reused ones, from the store
 	Reused   int     `json:"reused_tokens"`
 	Moved    int     `json:"moved_tokens"`
 	Computed int     `json:"computed_tokens"`
@@ -36,10 +38,14 @@ func Explain(w io.Writer, c *placement.Case, limit int, asJSON bool) error {
 	}
 	rows := make([]row, len(list))
 	for i, x := range list {
-		rows[i] = row{x.Kind.String(), c.Names[x.Engine], "", x.Reused, x.Moved, x.Computed, x.Wait,
+		rows[i] = row{x.Kind.String(), c.Names[x.Engine], "", "", x.Loaded, x.Reused, x.Moved,
+			x.Computed, x.Wait,
 			x.Prefill, x.Transfer, x.Hidden, x.Decode, x.TTFT(), x.Price}
 		if x.Source >= 0 {
 			rows[i].Source = c.Names[x.Source]
+		}
+		if x.Store >= 0 {
+			rows[i].Store = c.Names[x.Store]
 		}
 	}
 	if asJSON {
@@ -51,11 +57,13 @@ func Explain(w io.Writer, c *placement.Case, limit int, asJSON bool) error {
 		return err
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	line(t, "choice", "engine", "source", "reused", "moved", "computed", "wait ms", "prefill ms",
+	line(t, "choice", "engine", "source", "store", "loaded", "reused", "moved", "computed",
+		"wait ms", "prefill ms",
 		"transfer ms", "hidden ms", "decode ms", "TTFT ms", "price")
 	ms := func(s float64) string { return fmt.Sprintf("%.1f", 1000*s) }
 	for _, r := range rows {
-		line(t, r.Kind, r.Engine, r.Source, r.Reused, r.Moved, r.Computed, ms(r.Wait), ms(r.Prefill),
+		line(t, r.Kind, r.Engine, r.Source, r.Store, r.Loaded, r.Reused, r.Moved,
+			r.Computed, ms(r.Wait), ms(r.Prefill),
 			ms(r.Transfer), ms(r.Hidden), ms(r.Decode), ms(r.TTFT), fmt.Sprintf("%.4f", r.Price))
 	}
 	return t.Flush()

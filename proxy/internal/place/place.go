@@ -107,8 +107,8 @@ type Placer struct {
 	link placement.Path   // without a learned rate
 	seed maphash.Seed
 
-	start  time.Time // of the times of rates
-	chunks int       // of one generation of the index
+	start time.Time // of the times of rates
+	size  int       // of one generation of the index, in chunks
 
 	mu       sync.Mutex // guards all below
 	accounts []account
@@ -119,8 +119,17 @@ type Placer struct {
 	turn     int
 	flying   [][]*Decision // for each engine, requests that have not ended
 
-	state      placement.State // of one decision
-	hits, more []int
+	state  placement.State // of one decision
+	hits   []int           // of each engine, then each store
+	chunks [2][]int        // holders' hits in both generations
+	at     []tier          // of each store's pages
+
+	loads  [tiers]placement.Path // from a store without a measurement
+	stores []store               // of each engine's node
+	home   []int                 // of each engine: the number of its store; -1: none
+	homes  []int                 // of each store: its first engine
+	turns  turns
+	answer float64 // tokens of a mean answer
 
 	cache *cache // what engines report
 }
@@ -128,10 +137,10 @@ type Placer struct {
 // New checks the configuration; ByLoad has no Placer.
 func New(cfg Config) (*Placer, error) {
 	p := &Placer{cfg: cfg, seed: maphash.MakeSeed(), start: time.Now(),
-		chunks: generation,
-		kind:   placement.Run | placement.Pair,
-		fit:    placement.Fabric{Fixed: defaultFixed, Rate: defaultRate},
-		link:   placement.Path{Fixed: defaultDelay, Rate: defaultLink}}
+		size: generation, answer: firstAnswer, loads: defaultLoads,
+		kind: placement.Run | placement.Pair,
+		fit:  placement.Fabric{Fixed: defaultFixed, Rate: defaultRate},
+		link: placement.Path{Fixed: defaultDelay, Rate: defaultLink}}
 	switch cfg.Policy {
 	case "", ByLoad:
 		return nil, nil
@@ -159,8 +168,13 @@ func New(cfg Config) (*Placer, error) {
 		if f, ok := c.Find(LinkLine); ok {
 			p.link = placement.Path{Fixed: f.Fixed, Rate: f.Rate}
 		}
+		for t := range tiers {
+			if f, ok := c.Find(StoreLine + t.String()); ok {
+				p.loads[t] = placement.Path{Fixed: f.Fixed, Rate: f.Rate}
+			}
+		}
 	}
-	p.young, p.old = index.NewTable(p.chunks, 0), index.NewTable(p.chunks, 0)
+	p.young, p.old = index.NewTable(p.size, 0), index.NewTable(p.size, 0)
 	if cfg.Concurrent {
 		p.state.Overlap = overlap
 	}
@@ -181,6 +195,7 @@ func (p *Placer) Add(prefills ...bool) ([]int, error) {
 		if !a.used && len(a.queue)+a.running+len(p.flying[i]) == 0 && len(list) < len(prefills) {
 			list = append(list, i)
 			p.forgetLocked(i)
+			p.forgetStoreLocked(i)
 		}
 	}
 	n := len(p.accounts) + len(prefills) - len(list)
@@ -193,7 +208,9 @@ func (p *Placer) Add(prefills ...bool) ([]int, error) {
 	p.growLocked(n)
 	for i, e := range list {
 		p.accounts[e] = account{used: true, prefills: prefills[i]}
+		p.stores[e] = store{}
 	}
+	p.homesLocked()
 	for _, e := range list {
 		for i := range p.accounts {
 			p.setPathLocked(e, i, p.link)
@@ -210,6 +227,7 @@ func (p *Placer) Remove(engine int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.accounts[engine].used = false
+	p.homesLocked()
 }
 
 // growLocked makes places for n engines.
@@ -220,12 +238,17 @@ func (p *Placer) growLocked(n int) {
 			paths.Set(from, to, p.paths.Path(from, to))
 		}
 	}
-	p.paths, p.state.Network = paths, paths
+	p.paths, p.state.Network = paths, network{p}
 	p.accounts = append(p.accounts, make([]account, n-old)...)
 	p.flying = append(p.flying, make([][]*Decision, n-old)...)
-	p.state.Engines, p.hits, p.more = make([]placement.Engine, n), make([]int, n), make([]int, n)
-	p.young.Grow(n)
-	p.old.Grow(n)
+	p.stores = append(p.stores, make([]store, n-old)...)
+	p.state.Engines, p.home = make([]placement.Engine, n), make([]int, n)
+	for i := range p.chunks {
+		p.chunks[i] = make([]int, 2*n)
+	}
+	p.young.Grow(2 * n)
+	p.old.Grow(2 * n)
+	p.homesLocked()
 }
 
 // setPathLocked sets a path between two engines; that from one that sends nothing has no rate.
@@ -245,6 +268,13 @@ type Request struct {
 	// names, of which Tokens then are blocks.
 	Tokens []uint32
 	About  []bool
+	// Of a conversation: the end of its last message, in bytes of Text; 0: it is none.
+	End       int
+	Answers   Answers
+	MaxAnswer int  // tokens; 0: unknown
+	Continues bool // the client has hinted at a next turn
+	// Ahead: the prompt is wanted in the cache of the engine that will compute the next turn's.
+	Ahead bool
 }
 
 // Holder takes the reports of an engine.
@@ -265,14 +295,20 @@ type Decision struct {
 	// an engine that has them.
 	Replica     bool
 	Hot, Askers int
+	// Load is how many tokens the engine that computes may have without computing them, from its cache
+	// or its store; -1: all that there are.
+	Load int
+	Tier string // of the store that it loads from; empty: it does not
 
 	at      time.Time
 	compute int     // engine that prefills
 	work    float64 // its predicted seconds
 	factor  float64 // its correction at the time
 	keys    []uint64
+	end     int // of keys: those of the prompt up to its last message; 0: it is no conversation
 	stage   stage
 	arrived bool // the decode engine answers
+	ok      bool // it has answered
 }
 
 type stage uint8
@@ -320,7 +356,8 @@ func (p *Placer) hash(r *Request) hashes {
 
 func (p *Placer) decide(r *Request, h hashes, roles []placement.Role, now time.Time) (*Decision,
 	bool) {
-	d := &Decision{keys: h.chunks, at: now, Tokens: max(1, len(r.Text)/tokenText)}
+	d := &Decision{keys: h.chunks, at: now, Tokens: max(1, len(r.Text)/tokenText), Load: -1}
+	d.end = min(r.End/chunkBytes, len(d.keys))
 	chunk := float64(chunkBytes) / tokenText // tokens
 	var reported []hit
 	if len(r.Tokens) > 0 {
@@ -332,13 +369,19 @@ func (p *Placer) decide(r *Request, h hashes, roles []placement.Role, now time.T
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if r.Ahead {
+		roles = computing(roles)
+	}
 	p.see(roles, now)
-	p.lookup(d.keys, chunk, reported)
+	p.lookup(r, d.keys, chunk, reported, now)
 	p.turn++
 	a := placement.Ask{Tokens: d.Tokens, TokenBytes: p.cfg.TokenBytes, Hits: p.hits, Kinds: p.kind,
-		First: p.turn}
-	if r.Alone {
+		First: p.turn, Next: p.next(r), Block: max(1, int(chunk))}
+	if r.Alone || r.Ahead {
 		a.Kinds = placement.Run
+	}
+	if len(p.homes) > 0 {
+		a.Kinds |= placement.Load
 	}
 	c, ok := p.choose(&a)
 	if !ok {
@@ -351,6 +394,7 @@ func (p *Placer) decide(r *Request, h hashes, roles []placement.Role, now time.T
 	if c.Kind == placement.Pair {
 		d.Prefill, d.compute = c.Source, c.Source
 	}
+	p.loading(d, int(math.Ceil(chunk)))
 	e := p.state.Engines[c.Engine].Role
 	p.state.Engines[c.Engine].Role = 0
 	if other, ok := placement.Decide(&p.state, &a); ok {
@@ -371,6 +415,38 @@ func (p *Placer) decide(r *Request, h hashes, roles []placement.Role, now time.T
 	acc.arrived.Add(now.Sub(p.start).Seconds())
 	p.promise(d)
 	return d, true
+}
+
+// computing has the engines that compute the prompts of pairs; all, if there is none.
+func computing(roles []placement.Role) []placement.Role {
+	if !slices.Contains(roles, placement.Prefill) {
+		return roles
+	}
+	list := make([]placement.Role, len(roles))
+	for i, role := range roles {
+		if role == placement.Prefill {
+			list[i] = placement.Both
+		}
+	}
+	return list
+}
+
+// loading sets what the engine that computes may load. Without a bound its connector loads all that
+// the store has, whatever that takes.
+func (p *Placer) loading(d *Decision, chunk int) {
+	n := len(p.accounts)
+	if s := d.Choice.Store; s >= 0 {
+		at := p.at[s-n]
+		if p.home[d.compute] != s-n && at != object {
+			at = peer
+		}
+		d.Tier = at.String()
+	}
+	for s := range p.homes {
+		if p.hits[n+s] > d.Choice.Reused+chunk && (network{p}).Path(n+s, d.compute).Rate > 0 {
+			d.Load = d.Choice.Reused
+		}
+	}
 }
 
 // choose applies the policy.
@@ -403,20 +479,36 @@ func (p *Placer) see(roles []placement.Role, now time.Time) {
 		p.state.Engines[i] = placement.Engine{Role: role, Wait: acc.wait(now),
 			PrefillFixed: f * p.fit.Fixed, PrefillRate: p.fit.Rate / f, Running: acc.running,
 			Arrivals: acc.arrived.At(now.Sub(p.start).Seconds())}
+		if s := p.home[i]; s >= 0 {
+			p.state.Engines[i].Saves = len(p.accounts) + s
+		}
 	}
 }
 
 // lookup sets hits, in tokens. A chunk has some tokens.
-func (p *Placer) lookup(keys []uint64, chunk float64, reported []hit) {
-	p.young.Lookup(keys, p.hits)
-	p.old.Lookup(keys, p.more)
-	for i := range p.hits {
-		n := max(p.hits[i], p.more[i])
+func (p *Placer) lookup(r *Request, keys []uint64, chunk float64, reported []hit, now time.Time) {
+	chunks := p.chunks[0]
+	p.young.Lookup(keys, chunks)
+	p.old.Lookup(keys, p.chunks[1])
+	for i, n := range p.chunks[1] {
+		chunks[i] = max(chunks[i], n)
+	}
+	t, age, ok := p.goesOn(r, keys, now)
+	p.stored(chunks, chunk, reported, age)
+	for i := range p.accounts {
+		n := chunks[engineOf(i)]
 		x := hitOf(reported, i)
 		if x.known {
 			n = p.inFlight(keys, i)
 		}
-		p.hits[i] = max(int(float64(n)*chunk), x.any)
+		has := x.any
+		if p.home[i] >= 0 {
+			has = x.gpu // the rest is in the store
+		}
+		p.hits[i] = max(int(float64(n)*chunk), has)
+	}
+	if ok && reported == nil {
+		p.answered(r, t, chunk)
 	}
 }
 
@@ -539,9 +631,9 @@ func (d *Decision) moves(engine int) bool {
 // promise adds the prompt to the engines that will have it. One that gets it from another engine
 // has it once it answers: a request that came earlier would compute it.
 func (p *Placer) promise(d *Decision) {
-	if p.young.Blocks()+len(d.keys) > p.chunks {
+	if p.young.Blocks()+len(d.keys) > p.size {
 		p.forgot += uint64(p.old.Blocks())
-		p.old, p.young = p.young, index.NewTable(p.chunks, len(p.accounts))
+		p.old, p.young = p.young, index.NewTable(p.size, 2*len(p.accounts))
 	}
 	for _, e := range d.engines() {
 		if !d.moves(e) {
@@ -553,7 +645,10 @@ func (p *Placer) promise(d *Decision) {
 
 func (p *Placer) add(keys []uint64, engine int) {
 	for _, k := range keys {
-		p.young.Add(k, engine)
+		p.young.Add(k, engineOf(engine))
+		if p.home[engine] >= 0 {
+			p.young.Add(k, storeOf(engine))
+		}
 	}
 }
 
@@ -587,7 +682,11 @@ func (p *Placer) computed(d *Decision, ok bool, now time.Time) {
 	acc.work, acc.queue = max(0, acc.work-d.work), slices.Delete(acc.queue, at, at+1)
 	p.accounts[d.Choice.Engine].running++
 	if ok && d.Choice.Computed >= minObserved {
-		acc.learned.Observe((d.Choice.Wait+d.Choice.Prefill)/d.factor, now.Sub(d.at).Seconds())
+		predicted := d.Choice.Wait + d.Choice.Prefill
+		if d.Choice.Kind == placement.Load {
+			predicted += d.Choice.Transfer - d.Choice.Hidden
+		}
+		acc.learned.Observe(predicted/d.factor, now.Sub(d.at).Seconds())
 	}
 }
 
@@ -596,6 +695,7 @@ func (p *Placer) computed(d *Decision, ok bool, now time.Time) {
 func (p *Placer) Answered(d *Decision, ok, measured bool, now time.Time) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	d.ok = ok
 	if d.stage == prefilling {
 		p.computed(d, ok && measured && d.Prefill < 0, now)
 	}
@@ -618,6 +718,9 @@ func (p *Placer) Ended(d *Decision, now time.Time) {
 			p.flying[e] = slices.DeleteFunc(p.flying[e], func(x *Decision) bool { return x == d })
 		}
 	}
+	if d.stage != over && d.ok && d.end > 0 {
+		p.turns.put(d.keys[d.end-1], turn{now, d.Choice.Engine})
+	}
 	d.stage = over
 }
 
@@ -629,8 +732,8 @@ func (p *Placer) Lost(engine int) {
 }
 
 func (p *Placer) forgetLocked(engine int) {
-	p.young.RemoveAll(engine)
-	p.old.RemoveAll(engine)
+	p.young.RemoveAll(engineOf(engine))
+	p.old.RemoveAll(engineOf(engine))
 }
 
 // Learned takes the path from an engine that prefills to another one.

@@ -249,13 +249,13 @@ func TestLearnedPathsDecide(t *testing.T) {
 func TestIndexForgets(t *testing.T) {
 	p := newPlacer(t, Config{Policy: Auto}, 0, 1)
 	const chunks = 100
-	p.chunks = 8 * chunks
+	p.size = 8 * chunks
 	r := &Request{Text: make([]byte, chunks*chunkBytes)}
 	for i := range 25 {
 		r.Text[0] = byte(i)
 		d := decide(t, p, r, 0)
 		p.Ended(d, began)
-		if n := p.Stats().Blocks; n > 2*p.chunks {
+		if n := p.Stats().Blocks; n > 2*p.size {
 			t.Fatalf("%d blocks", n)
 		}
 	}

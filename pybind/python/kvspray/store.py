@@ -152,6 +152,7 @@ class Exists:
         self._pages = pages
         # By the sidecar: the pages may be there, and it cannot pin all of them.
         self.refused = False
+        self.why = ""  # it refuses
 
     def result(self, timeout_s: float | None = 0) -> Found | None:
         """None: there is no answer yet. Without a sidecar, a store or the namespace, no page is
@@ -164,6 +165,8 @@ class Exists:
             return None
         kind, body = answer
         self.refused = kind == _ERROR
+        if self.refused:
+            self.why = _text(body)
         bits = body.get("found")
         if (
             kind != _FOUND
@@ -376,11 +379,16 @@ class Space:
             if kind == _OPENED and isinstance(body.get("space"), int):
                 self._space = body["space"]
             elif kind == _ERROR:
-                self.error = (
-                    f"{body.get('message', '')}; field {body.get('field', '')}; remedy: "
-                    f"{body.get('remedy', '')}"
-                )
+                self.error = _text(body)
             return self._space
+
+
+def _text(error: dict[str, Any]) -> str:
+    """Of an ERROR."""
+    return (
+        f"{error.get('message', '')}; field {error.get('field', '')}; remedy: "
+        f"{error.get('remedy', '')}"
+    )
 
 
 def _hashes(hashes: Sequence[bytes]) -> dict[str, Any]:

@@ -49,13 +49,13 @@ func (s *Service) ended(w *engines.Worker, r *connector.Pages, c *engines.Comple
 	s.o.Metrics.Request(t.Side, outcome, c.Took)
 	switch {
 	case t.Object > 0:
-		s.waited(store.Object, c.Took)
+		s.waited(store.Object, c.Bytes, c.Took)
 	case t.Peer > 0:
-		s.waited(store.Peer, c.Took)
+		s.waited(store.Peer, c.Bytes, c.Took)
 	case t.Disk > 0:
-		s.waited(store.Disk, c.Took)
+		s.waited(store.Disk, c.Bytes, c.Took)
 	case t.Memory > 0:
-		s.waited(store.Memory, c.Took)
+		s.waited(store.Memory, c.Bytes, c.Took)
 	}
 	level, note := slog.LevelDebug, func(level slog.Level, msg string, args ...any) {
 		s.o.Log.Log(context.Background(), level, msg, args...)

@@ -21,21 +21,23 @@ var errDrained = &store.RequestError{Field: "pool", Problem: "this node's store 
 	"takes no pages until its sidecar restarts", Remedy: "go on without storing them"}
 
 // tierWaits are the gets whose slowest page was in one tier.
-type tierWaits struct{ gets, us atomic.Uint64 }
+type tierWaits struct{ gets, bytes, us atomic.Uint64 }
 
-// Waits returns how many gets had their slowest page from a tier, and their time in all.
-func (s *Service) Waits(tier string) (gets uint64, took time.Duration) {
+// Waits returns how many gets had their slowest page from a tier, and their bytes and time in all.
+func (s *Service) Waits(tier string) (gets, bytes uint64, took time.Duration) {
 	for t := range s.waits {
 		if store.Tier(t).String() == tier {
-			return s.waits[t].gets.Load(), time.Duration(s.waits[t].us.Load()) * time.Microsecond
+			w := &s.waits[t]
+			return w.gets.Load(), w.bytes.Load(), time.Duration(w.us.Load()) * time.Microsecond
 		}
 	}
-	return 0, 0
+	return 0, 0, 0
 }
 
 // waited counts a get of an engine by the slowest tier that it had a page from.
-func (s *Service) waited(slowest store.Tier, took time.Duration) {
+func (s *Service) waited(slowest store.Tier, bytes uint64, took time.Duration) {
 	s.waits[slowest].gets.Add(1)
+	s.waits[slowest].bytes.Add(bytes)
 	s.waits[slowest].us.Add(uint64(took.Microseconds()))
 }
 

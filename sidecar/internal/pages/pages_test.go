@@ -521,9 +521,14 @@ func TestPins(t *testing.T) {
 	if _, pinned := r.Namespaces(); pinned != 0 {
 		t.Errorf("%d bytes stay counted after a refusal", pinned)
 	}
-	if _, _, err := r.Pin(id, hashes(1), time.Hour); !errors.As(err, &re) {
-		t.Errorf("an hour: %v", err)
+	if _, _, err := r.Pin(id, hashes(1), MaxPinTime+1); !errors.As(err, &re) {
+		t.Errorf("more than %v: %v", MaxPinTime, err)
 	}
+	_, unpin, err = r.Pin(id, hashes(1), MaxPinTime)
+	if err != nil {
+		t.Fatal(err)
+	}
+	unpin()
 }
 
 // TestVerifyReportsDamage: a damaged copy is reported, though the disk has a good one.
@@ -556,14 +561,15 @@ func TestVerifyReportsDamage(t *testing.T) {
 func TestWaitsOfTheSlowestTier(t *testing.T) {
 	r := start(t, nil)
 	for _, tier := range []store.Tier{store.Memory, store.Disk, store.Peer, store.Object} {
-		c := engines.Completion{Took: time.Millisecond}
+		c := engines.Completion{Took: time.Millisecond, Bytes: 3}
 		for _, from := range []store.Tier{store.Memory, tier} {
 			c.Pages = append(c.Pages, connector.PageResult(uint8(store.Hit), uint8(from), false))
 		}
 		p := connector.Pages{}
 		r.Service.ended(r.w, &p, &c)
-		if gets, took := r.Waits(tier.String()); gets != 1 || took != time.Millisecond {
-			t.Errorf("%s: %d gets of %v", tier, gets, took)
+		gets, bytes, took := r.Waits(tier.String())
+		if gets != 1 || bytes != 3 || took != time.Millisecond {
+			t.Errorf("%s: %d gets of %d bytes in %v", tier, gets, bytes, took)
 		}
 	}
 }

@@ -12,7 +12,7 @@ import (
 // Bounds of pins. Pages that are pinned in a tier leave less room for those that others put, and
 // one tenant's pins leave some for other tenants.
 const (
-	MaxPinTime = time.Minute
+	MaxPinTime = time.Hour
 	// Of each tier all pins together keep 1/pinnedShare at most, those of one tenant
 	// 1/tenantPinnedShare.
 	pinnedShare       = 2

@@ -60,6 +60,7 @@ class Expect:
     adapter: Adapter | None = None
     refused: str = ""  # why nothing can be loaded: it ends at once, as a load that failed
     stall_s: float = 0.0  # longest wait without a byte, or a sign of life of the other side
+    priority: int = 0  # class of the slice scheduler
     # It comes from the node's store: hashes of the blocks from `skip` on.
     pages: tuple[bytes, ...] = ()
     traceparent: str = ""

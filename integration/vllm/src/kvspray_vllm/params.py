@@ -8,6 +8,7 @@ means local prefill.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +16,11 @@ from typing import Any
 
 VERSION = 1
 MAX_FANOUT = 16
+MAX_PIN_S = 3600.0  # as the sidecar bounds pins
 MAX_PEER_BYTES = 255
 MAX_ADAPTER_BYTES = 128
+# Classes of the slice scheduler (docs/protocol.md, EXPECT); 1 is that of layer streams.
+PRIO_DECODE_WAITS, PRIO_BACKGROUND = 0, 2
 MAX_TRACEPARENT = 64  # bytes that a sidecar reads; version 00 has 55
 
 # "3_" before the id of a parent request: one of its n samples.
@@ -36,6 +40,32 @@ class ParamsError(ValueError):
     def __init__(self, label: str, text: str) -> None:
         super().__init__(text)
         self.label = label
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What a router passes on about a request's pages in the store. No hint is a reason to refuse
+    a request: one that cannot be used is left out."""
+
+    pin_s: float = 0.0  # how long they stay after the request has ended
+    load: int | None = None  # tokens that may come from the store; None: all
+
+
+NO_HINTS = Hints()
+
+
+def hints_of(params: object) -> Hints:
+    raw = params.get("kvspray") if isinstance(params, Mapping) else None
+    if not isinstance(raw, Mapping) or raw.get("v") != VERSION:
+        return NO_HINTS
+    ttl, load = raw.get("ttl"), raw.get("load")
+    pin_s = 0.0
+    if raw.get("pin") is True and isinstance(ttl, int | float) and not isinstance(ttl, bool):
+        # NaN is no number of seconds.
+        pin_s = float(min(ttl, MAX_PIN_S)) if 0 < ttl < math.inf else 0.0
+    if isinstance(load, bool) or not isinstance(load, int) or load < 0:
+        load = None
+    return Hints(pin_s, load)
 
 
 @dataclass(frozen=True)
@@ -125,6 +155,12 @@ def traceparent_of(headers: Mapping[str, Any] | None) -> str:
     if not isinstance(text, str) or len(text) > MAX_TRACEPARENT or not _TRACEPARENT.fullmatch(text):
         return ""
     return text
+
+
+def class_of(priority: int) -> int:
+    """The slice scheduler's class for a request's priority. In vLLM, a lower number comes first,
+    and 0 is the default: no request comes before those without a priority."""
+    return min(max(priority, PRIO_DECODE_WAITS), PRIO_BACKGROUND)
 
 
 def is_endpoint(value: object) -> bool:

@@ -143,7 +143,8 @@ class SchedulerSide:
         if store_lag:
             self._store = StoreSide(
                 client, self._block_sizes[0], tp_size, store_lag,
-                lambda outcome: self._stats.lookup(outcome), log, now, events, self._cache
+                lambda outcome: self._stats.lookup(outcome), log, now, events, self._cache,
+                lambda outcome: self._stats.pin(outcome),
             )  # fmt: skip
 
     def set_pool(self, pool: BlockPool | None) -> None:
@@ -162,11 +163,14 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         self._cache.look()
+        hints = spray.hints_of(request.kv_transfer_params)
         self._on_new_request(request)
         if self._store is not None and not request.abort_immediately:
             req = request.request_id
             self._store.arrived(
-                request, asks=req not in self._destinations and req not in self._reading
+                request,
+                asks=req not in self._destinations and req not in self._reading,
+                hints=hints,
             )
 
     def _on_new_request(self, request: Request) -> None:
@@ -625,7 +629,8 @@ class SchedulerSide:
         self._meta.expects.append(
             Expect(request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed,
             table, adapter, refused, traceparent=dest.traceparent,
-            stall_s=self._patience.stall_s(dest.tokens - dest.computed))
+            stall_s=self._patience.stall_s(dest.tokens - dest.computed),
+            priority=spray.class_of(request.priority))
         )  # fmt: skip
         self._loading[request.request_id] = dest
 

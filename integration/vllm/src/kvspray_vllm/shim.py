@@ -104,7 +104,7 @@ class WorkerShim(Protocol):
     ) -> int: ...
     def expect(
         self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str,
-        after: int = 0, traceparent: str = "", stall_s: float = 0.0,
+        after: int = 0, traceparent: str = "", stall_s: float = 0.0, priority: int = 0,
     ) -> int: ...  # fmt: skip
     def step(self, step: int, gains: Sequence[tuple[int, int, Blocks]]) -> None: ...
     def preempt(self, lease: int) -> None: ...
@@ -191,6 +191,19 @@ class Question(Protocol):
         """No answer is wanted any more, and no page has to stay for it."""
 
 
+class Pin(Protocol):
+    """Pages that the store keeps for some time, or until the session ends."""
+
+    @property
+    def refused(self) -> str:
+        """Why nothing is kept; empty: it is not refused."""
+
+    def pages(self) -> int | None:
+        """How many are kept, from the first one on; None: there is no answer yet."""
+
+    def end(self) -> None: ...
+
+
 class SchedulerPages(Protocol):
     """Questions about pages of all ranks: a page is there if all of them have theirs. No call
     waits."""
@@ -207,6 +220,7 @@ class SchedulerPages(Protocol):
 
     def ready(self) -> bool: ...
     def ask(self, hashes: Sequence[bytes], pin_s: float) -> Question: ...
+    def pin(self, hashes: Sequence[bytes], pin_s: float) -> Pin: ...
     def close(self) -> None:
         """There are other weights."""
 
@@ -367,7 +381,7 @@ class Worker:
 
     def expect(
         self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str,
-        after: int = 0, traceparent: str = "", stall_s: float = 0.0,
+        after: int = 0, traceparent: str = "", stall_s: float = 0.0, priority: int = 0,
     ) -> int:  # fmt: skip
         try:
             return _lease(
@@ -382,6 +396,7 @@ class Worker:
                     after=after,
                     stall_s=stall_s,
                     traceparent=traceparent,
+                    priority=priority,
                 ),
                 self._c,
             )
@@ -524,6 +539,25 @@ class _Question:
         self._e.unpin()
 
 
+class _Pin:
+    """Pin over kvspray.store.Exists."""
+
+    def __init__(self, e: kvspray.store.Exists) -> None:
+        self._e = e
+
+    @property
+    def refused(self) -> str:
+        return self._e.why
+
+    def pages(self) -> int | None:
+        found = self._e.result()
+        return None if found is None else found.leading
+
+    def end(self) -> None:
+        self._e.forget()
+        self._e.unpin()
+
+
 class _SchedulerPages:
     """SchedulerPages over kvspray.store.Space, one for each rank."""
 
@@ -549,6 +583,13 @@ class _SchedulerPages:
         first, *others = self._s
         try:
             return _Question(lambda pin_s: first.exists(hashes, also=others, pin_s=pin_s), pin_s)
+        except ValueError as err:
+            raise ShimError(str(err)) from err
+
+    def pin(self, hashes: Sequence[bytes], pin_s: float) -> Pin:
+        first, *others = self._s
+        try:
+            return _Pin(first.exists(hashes, also=others, pin_s=pin_s))
         except ValueError as err:
             raise ShimError(str(err)) from err
 

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 # A stats object lives for one engine step, but a logger that is not polled could let one grow.
 MAX_LATENCIES = 4096
-COUNTS = ("transfers", "bytes", "local", "store_pages", "store_lookups")
+COUNTS = ("transfers", "bytes", "local", "store_pages", "store_lookups", "store_pins")
 LATENCY_BUCKETS_S = (
     0.0005,
     0.001,
@@ -40,7 +40,7 @@ FAILURES = ("failed", "expired", "refused", "lost")  # outcomes, without "cancel
 class KVSprayStats(KVConnectorStats):
     """data: transfers {"received/ok": n}, bytes {"received/tcp": n}, latency_s [s] and sizes
     [bytes] of received transfers, recompute_tokens n, local {reason: n}, store_pages
-    {"get/memory": n}, store_lookups {outcome: n}."""
+    {"get/memory": n}, store_lookups and store_pins {outcome: n}."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -58,6 +58,7 @@ class KVSprayStats(KVConnectorStats):
             "local": {},
             "store_pages": {},
             "store_lookups": {},
+            "store_pins": {},
         }
 
     def ended(
@@ -83,6 +84,9 @@ class KVSprayStats(KVConnectorStats):
 
     def lookup(self, outcome: str) -> None:
         _add(self.data["store_lookups"], outcome, 1)
+
+    def pin(self, outcome: str) -> None:
+        _add(self.data["store_pins"], outcome, 1)
 
     def is_empty(self) -> bool:
         return not any(self.data[key] for key in COUNTS)
@@ -185,6 +189,12 @@ class KVSprayPromMetrics(KVConnectorPromMetrics):
             "none, late).",
             labelnames=[*labelnames, "outcome"],
         )
+        self._pins = self._counter_cls(
+            name="vllm:kvspray_store_pins",
+            documentation="Requests whose pages the store was asked to pin, by outcome (held, "
+            "part, none, refused, full).",
+            labelnames=[*labelnames, "outcome"],
+        )
         for values in per_engine_labelvalues.values():  # increase() misses a series' first value
             self._failed.labels(*values)
             self._expired.labels(*values)
@@ -211,3 +221,5 @@ class KVSprayPromMetrics(KVConnectorPromMetrics):
             self._pages.labels(*labels, *label.split("/", 1)).inc(n)
         for outcome, n in transfer_stats_data["store_lookups"].items():
             self._lookups.labels(*labels, outcome).inc(n)
+        for outcome, n in transfer_stats_data["store_pins"].items():
+            self._pins.labels(*labels, outcome).inc(n)

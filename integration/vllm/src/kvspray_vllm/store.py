@@ -21,8 +21,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvspray_vllm.meta import Expect, Landed, Put, Rank, StepMeta
+from kvspray_vllm.params import NO_HINTS, Hints
+from kvspray_vllm.pins import Pins
 from kvspray_vllm.prefix_cache import PrefixCache
-from kvspray_vllm.shim import Question, SchedulerPages, SchedulerShim, ShimError
+from kvspray_vllm.shim import Pin, Question, SchedulerPages, SchedulerShim, ShimError
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -49,6 +51,7 @@ ENDED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 class _Request:
     request: Request
     reads: bool  # vLLM may use what was computed before
+    hints: Hints
     # Of each of its last steps since it got its blocks: how many tokens are computed with it.
     ends: deque[int]
     next: int = 0  # the block that is considered next for saving
@@ -85,10 +88,12 @@ class StoreSide:
         now: Callable[[], float] = time.monotonic,
         events: StoreEvents | None = None,
         cache: PrefixCache | None = None,
+        count_pin: Callable[[str], None] = lambda _: None,
     ) -> None:
         """lag: steps that vLLM may have scheduled when it sees the result of the first of them.
         count: counts the outcome of a question. events: None if the engine publishes none. cache:
-        vLLM's."""
+        vLLM's. count_pin: counts the outcome of a pin."""
+        self._pins = Pins(self._pin, count_pin, log, now)
         self._cache = cache or PrefixCache()
         self._client = client
         self._size = page_tokens
@@ -180,7 +185,7 @@ class StoreSide:
 
     # ---- loading
 
-    def arrived(self, request: Request, asks: bool) -> None:
+    def arrived(self, request: Request, asks: bool, hints: Hints = NO_HINTS) -> None:
         """asks: its prompt is expected from nowhere else."""
         # An adapter's content is no part of a hash, and the tokens of a resumable request may be
         # replaced.
@@ -188,15 +193,23 @@ class StoreSide:
             return
         reads = not request.skip_reading_prefix_cache
         r = self._requests[request.request_id] = _Request(
-            request, reads, deque(maxlen=self._lag), asks=reads
+            request, reads, hints, deque(maxlen=self._lag), asks=reads and hints.load != 0
         )
-        if asks and reads and self._usable and self._ready():
+        if asks and r.asks and self._usable and self._ready():
             self._ask(r)
+
+    def _pin(self, hashes: Sequence[bytes], pin_s: float) -> Pin:
+        if self._pages is None:
+            raise ShimError("the engine has not opened its pages in the store")
+        return self._pages.pin(hashes, pin_s)
 
     def _ask(self, r: _Request) -> None:
         assert self._pages is not None
         # The last token is always computed, so that the engine has something to go on from.
-        n = min((r.request.num_tokens - 1) // self._size, len(r.request.block_hashes), MAX_ASKED)
+        tokens = r.request.num_tokens - 1
+        if r.hints.load is not None:
+            tokens = min(tokens, r.hints.load)
+        n = min(tokens // self._size, len(r.request.block_hashes), MAX_ASKED)
         if n == 0:
             r.asks = False
             return
@@ -317,7 +330,8 @@ class StoreSide:
             r = self._requests.get(req)
             if r is not None:
                 r.ends.clear()  # its blocks went, and nothing is certain about those that it gets
-                r.asks, r.until, r.loads, r.load = r.reads, 0.0, (), None
+                r.asks, r.until = r.reads and r.hints.load != 0, 0.0
+                r.loads, r.load = (), None
         for req, scheduled in out.num_scheduled_tokens.items():
             r = self._requests.get(req)
             if r is None:
@@ -328,6 +342,7 @@ class StoreSide:
             r.ends.append(r.request.num_computed_tokens + scheduled)
             if safe >= (r.next + 1) * self._size:
                 self._save(r, safe, table(req))
+        self._pins.look()
         meta.puts, self._new = self._new, []
         meta.epochs = (
             {number: rank.epoch for number, rank in self._ranks.items()} if meta.puts else {}
@@ -404,6 +419,7 @@ class StoreSide:
         """There is another store, or there are other weights. PUTs and loads under way belong to
         those before."""
         self._known.clear()
+        self._pins.clear()
         for held in self._puts.values():
             held.event = None
         for r in self._requests.values():
@@ -423,7 +439,19 @@ class StoreSide:
         # The step of the last token may still be under way; and before a step that has ended
         # nothing is certain about its blocks.
         if whole and request.status.name in ENDED_WELL and r.ends:
-            self._save(r, min(request.num_computed_tokens, request.num_tokens - 1), table)
+            computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            self._save(r, computed, table)
+            self._keep(r, computed)
+
+    def _keep(self, r: _Request, tokens: int) -> None:
+        """Pins the pages of a request that has ended, if it asks for that."""
+        n = min(tokens // self._size, len(r.request.block_hashes), MAX_ASKED)
+        if not r.hints.pin_s or n == 0 or not self._usable or not self._ready():
+            return
+        hashes = tuple(bytes(h) for h in r.request.block_hashes[:n])
+        of = set(hashes)
+        puts = {id for id, held in self._puts.items() if not of.isdisjoint(held.hashes)}
+        self._pins.add(r.request.request_id, hashes, r.hints.pin_s, puts)
 
     def reported(self, received: Iterable[str], landed: Landed | None) -> None:
         """What the workers report after a step."""
@@ -454,6 +482,7 @@ class StoreSide:
                 if all(held.ranks.values()) and self._events is not None and held.event is not None:
                     self._events.stored(held.hashes, held.event)
                 self._release(held)
+                self._pins.ended(id)
 
     @property
     def busy(self) -> bool:

@@ -252,6 +252,7 @@ class WorkerSide:
                     after,
                     expect.traceparent,
                     expect.stall_s,
+                    expect.priority,
                 )
         except shim.ShimError as err:
             # Nothing was handed out, so there is nothing to fence.
