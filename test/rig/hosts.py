@@ -19,7 +19,7 @@ def cpu(build: pathlib.Path, nixl: bool = False) -> Host:
 
 def cuda(root: pathlib.Path) -> Host:
     """The host's own Python and torch, with the packages below root ahead of its own."""
-    folders = [root / "nixl", root / "vllm", root / "deps", root / "own"]
+    folders = [root / name for name in ("nixl", "vllm", "deps", "own", "peers")]
     libraries = ":".join(p for p in (str(root / "lib"), os.environ.get("LD_LIBRARY_PATH", "")) if p)
     env = {
         "PYTHONPATH": ":".join(map(str, folders)),
