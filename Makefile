@@ -153,7 +153,7 @@ test-all: ## All other tests that need no special hardware or privilege: more ca
 
 .PHONY: test-nightly
 test-nightly: ## Hours of tests: measurements, attacks, laws, truth, schedules, mutants, fuzzing, soaks; .build/test/report.html
-	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-laws test-truth test-drafts test-pods-group test-mesh test-routers \
+	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-laws test-truth test-drafts test-conformance test-pods-group test-mesh test-routers \
 	  soak-sglang soak-store soak-fleet test-fuzz bench || rc=1; $(MAKE) test-pods PODS_STEPS=all || rc=1; $(MAKE) soak SOAK=2h || rc=1; \
 	$(MAKE) test-report || rc=1; exit $$rc
 
@@ -259,6 +259,14 @@ test-laws: #: The laws of parseblock with 100,000 random cases each, and 4 GiB o
 .PHONY: test-truth
 test-truth: build env #: vLLM's own tensors, moved and read back, and engines of every kind of recurrent state (nightly)
 	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py test/e2e/test_truth_layouts.py test/e2e/test_recurrent.py
+
+CONNECTORS ?= kvspray kvspray-store
+.PHONY: test-conformance
+test-conformance: build env #: Wrong answers of vLLM engines with CONNECTORS (lab/conformance/connectors) under faults, beside a plain engine's (nightly)
+	@mkdir -p $(XML)
+	@$(VENV)/bin/python lab/conformance/run.py lab/conformance/connectors/faulty.json --only ordinary >$(XML)/conformance-faulty.txt 2>&1; \
+	grep -q 'wrong [1-9]' $(XML)/conformance-faulty.txt || { echo "make $@: a connector that loses a layer of each load gave no wrong answer: $(XML)/conformance-faulty.txt" >&2; exit 1; }
+	@rc=0; for c in $(CONNECTORS); do $(VENV)/bin/python lab/conformance/run.py lab/conformance/connectors/$$c.json --out $(XML)/conformance-$$c.json || rc=1; done; exit $$rc
 
 .PHONY: test-drafts
 test-drafts: build env #: Drafts of EAGLE, EAGLE-3, MTP and a draft model at decode, with their logits, beside a plain engine's (nightly)
@@ -537,6 +545,10 @@ gpu-own: env #: Make only that pack of gpu-engines that has kvspray, in seconds
 .PHONY: gpu-nixl
 gpu-nixl: #: Pack NIXL for the same host, for comparisons: .build/gpu/pk-more
 	nice $(HOSTPY) test/gpu/engines/pack.py nixl
+
+.PHONY: gpu-stores
+gpu-stores: #: Pack LMCache, PegaFlow and Mooncake for the same host: .build/gpu/pk-more
+	nice $(HOSTPY) test/gpu/engines/pack.py peers-a peers-b peers-c
 
 .PHONY: bench-vllm
 bench-vllm: build env #: Latency of the decode engine with kvspray and with NIXL, same engines and prompts

@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import uuid
 from typing import Any
@@ -91,6 +92,7 @@ class Arm:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.free: dict[str, int] = {}
         self.left: set[str] = set()  # requests that their clients aborted
+        self.asked: dict[str, float] = {}  # when each request was sent to D
         for name, content in self.fields.get("files", {}).items():
             (dir / name).write_text(json.dumps(content, indent=1))
 
@@ -210,7 +212,9 @@ class Arm:
         return self.given(self.prefill(prompt))
 
     def decode(self, prompt: list[int], kv: dict[str, Any], n: int = 8) -> engines.Pending:
-        return self.engines["D"].add(prompt, n, kv=json.loads(json.dumps(kv)) or None)
+        asked = self.engines["D"].add(prompt, n, kv=json.loads(json.dumps(kv)) or None)
+        self.asked[asked.rid] = time.monotonic()
+        return asked
 
     def leave(self, tally: Tally, asked: engines.Pending) -> None:
         """The client goes away."""
@@ -230,7 +234,8 @@ class Arm:
         """Counts the answer of D."""
         d = self.engines["D"]
         try:
-            out = asked.result(ANSWER_S)
+            since = time.monotonic() - self.asked.pop(asked.rid, time.monotonic())
+            out = asked.result(max(ANSWER_S - since, 1.0))
         except TimeoutError:
             tally.none += 1
             with contextlib.suppress(engines.EngineDied, TimeoutError):

@@ -25,6 +25,8 @@ from typing import Any
 from arm import ROOT, Arm, Described, Tally, engines, rig
 from situations import SITUATIONS
 
+from kvspray.trial.processes import end_on_signals
+
 COLUMNS = ("right", "wrong", "failed", "none", "aborted", "died", "held")
 
 
@@ -62,9 +64,7 @@ def run(arm: Arm, only: list[str], rounds: int) -> dict[str, Tally]:
         if only and name not in only:
             continue
         if not wants(arm, field):
-            print(
-                f"{name:18} not possible: nothing is handed over that it could change", flush=True
-            )
+            print(f"{name:18} not possible: the connector's file has no {field}", flush=True)
             continue
         t = out[name] = Tally()
         start = time.monotonic()
@@ -106,6 +106,7 @@ def main() -> int:
     text = args.connector.read_text()
     install(args.connector.stem, json.loads(text).get("packages", []))
     engines.preload()
+    end_on_signals()
     replace(json.loads(text).get("functions", {}))
     dir = pathlib.Path(tempfile.mkdtemp(prefix="conf-"))  # short, for unix sockets
     given = dict(s.split("=", 1) for s in args.set)

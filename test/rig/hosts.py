@@ -14,7 +14,11 @@ from kvspray.trial.engines import Host
 
 def cpu(build: pathlib.Path, nixl: bool = False) -> Host:
     python = build / ("venv-nixl" if nixl else "venv") / "bin" / "python"
-    return engines.cpu(str(python), build / "models")
+    host = engines.cpu(str(python), build / "models")
+    # with_modules puts others ahead of this command's own.
+    return dataclasses.replace(
+        host, env={**host.env, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    )
 
 
 def cuda(root: pathlib.Path) -> Host:

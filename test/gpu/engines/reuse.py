@@ -46,6 +46,9 @@ def options(parser: Any) -> None:
         help=f"engines, in turns: {', '.join(ARMS)}; those of vLLM's connectors and of other "
         "projects need CUDA; default: %(default)s",
     )
+    parser.add_argument(
+        "--store-start", type=int, default=240, help="seconds that engines may take"
+    )
     busy.options(parser)
 
 
@@ -343,8 +346,8 @@ def arms(rig: Rig) -> list[Ours | Offload]:
 
 
 def start(sides: list[Ours | Offload], problems: list[str]) -> list[Ours | Offload]:
-    """Those whose engines have started."""
-    begun, up = [], []
+    """Those whose engines have started within --store-start seconds."""
+    begun, up, end = [], [], time.monotonic() + sides[0].rig.args.store_start
     for side in sides:
         try:
             side.start()
@@ -353,7 +356,7 @@ def start(sides: list[Ours | Offload], problems: list[str]) -> list[Ours | Offlo
             problems.append(f"{side.name} did not start: {err}")
     for side in begun:
         try:
-            wait_up([side.server])
+            wait_up([side.server], max(end - time.monotonic(), 1))
             up.append(side)
         except Failed as err:
             problems.append(f"{side.name} did not start: {err}")

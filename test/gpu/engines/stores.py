@@ -110,7 +110,16 @@ class LMCache(Peer):
         start = "import sys; from lmcache.cli.main import main; sys.exit(main())"
         size = str(self.rig.args.store_mb / 1024)
         ports = ["--port", str(self.store.port), "--http-port", str(self.web.port)]
-        more = ["--l1-size-gb", size, "--eviction-policy", "LRU", "--disable-observability"]
+        # On a CPU the engine copies, on a GPU the server.
+        more = [
+            "--supported-transfer-mode",
+            "auto",
+            "--l1-size-gb",
+            size,
+            "--eviction-policy",
+            "LRU",
+            "--disable-observability",
+        ]
         return [self.rig.host.python, "-c", start, "server", *ports, *more]
 
     def more(self) -> dict[str, Any]:
