@@ -174,7 +174,7 @@ test-go: build s3server $(TOOLS)/gotestsum #: Go tests with -race, without measu
 
 .PHONY: test-py
 test-py: build s3server env #: Python tests, without those with engines; the last release's sidecars and stores beside ours
-	$(call pytest,python,$(VENV)/bin/python) pybind/tests integration/vllm/tests integration/sglang/tests lab/soak test/matrix test/skew
+	$(call pytest,python,$(VENV)/bin/python) pybind/tests integration/vllm/tests integration/sglang/tests lab/soak lab/conformance test/matrix test/skew
 
 .PHONY: test-smoke test-engines
 test-smoke: build wireflip env #: Real engines, one fault of each kind

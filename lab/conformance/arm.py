@@ -31,6 +31,7 @@ ANSWER_S = 60.0
 # Logits (natural logarithms of probabilities) nearer than that can be turned by the order of sums.
 # With float32 on a CPU the engines' own differences are below 0.0001.
 TIE = 0.001
+LIKELIEST = 20  # tokens whose logits are asked for
 NO_PARAMS = ({}, {})
 
 
@@ -54,7 +55,7 @@ class Tally:
 
 
 class Described:
-    """The fields of a description, with each ${name} replaced: dir, the run's folder; port_NAME, a
+    """The fields of a description, with each ${name} replaced: dir, that of the run; port_NAME, a
     free port of that name; others: given by --set, or variables of the environment."""
 
     def __init__(self, text: str, dir: pathlib.Path, given: dict[str, str]) -> None:
@@ -265,8 +266,10 @@ class Arm:
         if len(got) != len(want):
             return f"{len(got)} tokens, of {len(want)}"
         at = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
-        near = r.run(prompt + want[:at], 1, logprobs=20).logprobs
-        gap = near[want[at]] - near.get(got[at], float("-inf"))
+        near = r.run(prompt + want[:at], 1, logprobs=LIKELIEST).logprobs
+        if got[at] not in near:
+            return f"token {at} of {n}: {got[at]} is not among the {LIKELIEST} likeliest"
+        gap = near[want[at]] - near[got[at]]
         if gap < TIE:
             return ""
         return f"token {at} of {n}: {got[at]} for {want[at]}, {gap:.3f} less likely"

@@ -143,7 +143,7 @@ def late_writes(a: Arm, t: Tally, seed: object) -> None:
 
 
 def preempted(a: Arm, t: Tally, seed: object) -> None:
-    """D has too few blocks for all answers, and each engine is told to take all blocks back."""
+    """D has too few blocks for all answers, and each engine takes all of its blocks back once."""
     prompts = [fresh(1100, (seed, i)) for i in range(2 * N)]
     begun = [a.prefill(p) for p in prompts]
     a.engines["P"].preempt_all()

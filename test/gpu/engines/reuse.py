@@ -92,7 +92,7 @@ class Ours:
         want = before + tokens // self.block()
         wait_for("pages stored", lambda: self.stored() >= want, STORED_S, tick=0.02)
 
-    def least_hits(self, tokens: int) -> float:
+    def min_hits(self, tokens: int) -> float:
         return 1
 
     def look(self, rid: str, tokens: int) -> str:
@@ -174,7 +174,7 @@ class Offload:
         self._since = time.monotonic()
         wait_for("prompt stored", quiet, STORED_S, tick=0.05)
 
-    def least_hits(self, tokens: int) -> float:
+    def min_hits(self, tokens: int) -> float:
         return 1
 
     def look(self, rid: str, tokens: int) -> str:
@@ -296,7 +296,7 @@ def measure(
             for side in sides if turn % 2 else reversed(sides):
                 r = one_prompt(side, n, turn)
                 problems += [f"{side.name}, {n} tokens: {r['wrong']}"] if r["wrong"] else []
-                if side.name != "plain" and r["hits"] < side.least_hits(n):
+                if side.name != "plain" and r["hits"] < side.min_hits(n):
                     problems.append(f"{side.name}, {n} tokens: loaded {r['hits']:.0f} only")
                 if r["differ"]:
                     problems.append(f"{side.name}, {n} tokens: the answer changed after the load")

@@ -82,7 +82,7 @@ class Peer(Offload):
     def loaded(self) -> float:
         return total(self.server.metrics(), HITS)
 
-    def least_hits(self, tokens: int) -> float:
+    def min_hits(self, tokens: int) -> float:
         return 0.9 * tokens
 
     def wait_stored(self, before: float, tokens: int) -> None:
@@ -111,15 +111,8 @@ class LMCache(Peer):
         size = str(self.rig.args.store_mb / 1024)
         ports = ["--port", str(self.store.port), "--http-port", str(self.web.port)]
         # On a CPU the engine copies, on a GPU the server.
-        more = [
-            "--supported-transfer-mode",
-            "auto",
-            "--l1-size-gb",
-            size,
-            "--eviction-policy",
-            "LRU",
-            "--disable-observability",
-        ]
+        mode = ["--supported-transfer-mode", "auto", "--disable-observability"]
+        more = [*mode, "--l1-size-gb", size, "--eviction-policy", "LRU"]
         return [self.rig.host.python, "-c", start, "server", *ports, *more]
 
     def more(self) -> dict[str, Any]:
