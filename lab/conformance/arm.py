@@ -26,6 +26,8 @@ import cluster as rig  # noqa: E402
 import engines  # noqa: E402
 
 START_S = 120.0
+# Of each engine: fewer than its requests want in some situations.
+BLOCKS = 320
 # Of one answer, after which it counts as none.
 ANSWER_S = 60.0
 # Logits (natural logarithms of probabilities) nearer than that can be turned by the order of sums.
@@ -128,7 +130,8 @@ class Arm:
 
     def spawn(self, name: str) -> None:
         side = self.fields["engines"].get(name, {})
-        args = {"max_num_seqs": 16, **self.fields.get("args", {}), **side.get("args", {})}
+        args = {"max_num_seqs": 16, "num_gpu_blocks_override": BLOCKS}
+        args |= {**self.fields.get("args", {}), **side.get("args", {})}
         self.engines[name] = engines.Engine(
             name,
             self.model,

@@ -58,8 +58,7 @@ def wants(arm: Arm, field: str) -> bool:
     return not field or bool(arm.fields.get(field) or arm.described.per_request.get(field))
 
 
-def run(arm: Arm, only: list[str], rounds: int) -> dict[str, Tally]:
-    out: dict[str, Tally] = {}
+def run(arm: Arm, only: list[str], rounds: int, out: dict[str, Tally]) -> None:
     for name, (situation, field) in SITUATIONS.items():
         if only and name not in only:
             continue
@@ -73,6 +72,8 @@ def run(arm: Arm, only: list[str], rounds: int) -> dict[str, Tally]:
                 situation(arm, t, (name, turn))
             except engines.EngineDied:
                 pass  # counted below
+            except KeyError as err:
+                t.notes.append(f"the reference has no {err}")
             except TimeoutError as err:
                 t.none += 1
                 t.notes.append(str(err).splitlines()[0])
@@ -82,7 +83,6 @@ def run(arm: Arm, only: list[str], rounds: int) -> dict[str, Tally]:
         print(f"{name:18} {counts}, moved {moved} ({time.monotonic() - start:.0f} s)", flush=True)
         for note in t.notes[:3]:
             print(f"    {note}", flush=True)
-    return out
 
 
 def markdown(found: dict[str, Tally]) -> str:
@@ -116,28 +116,27 @@ def main() -> int:
     model = pathlib.Path(args.model).name
     print(f"{args.connector.stem}: vLLM {versions['vllm']}, {model}, logs {dir}", flush=True)
     found: dict[str, Tally] = {}
+    broken = ""
     try:
         arm.start()
-        found = run(arm, [n for n in args.only.split(",") if n], args.rounds)
+        run(arm, [n for n in args.only.split(",") if n], args.rounds, found)
     except (rig.Failed, RuntimeError, engines.EngineDied) as err:
         traceback.print_exc()
-        print(f"RED: {err}")
-        return 2
+        broken = f"; ended early: {err}"
     finally:
         arm.close()
     print(markdown(found))
     if args.out:
         counts = {name: dataclasses.asdict(t) for name, t in found.items()}
-        args.out.write_text(
-            json.dumps({**versions, "model": args.model, "found": counts}, indent=1)
-        )
+        whole = {**versions, "model": args.model, "broken": broken, "found": counts}
+        args.out.write_text(json.dumps(whole, indent=1))
     bad = [name for name, t in found.items() if t.bad()]
     if (t := found.get("ordinary")) and t.computed > t.prompt / 2:
         bad.append("D computed the prompts itself, so nothing was tried")
-    print(f"RED: {', '.join(bad)}" if bad else "GREEN")
-    if not bad and not args.keep:
+    print(f"RED: {', '.join(bad)}{broken}" if bad or broken else "GREEN")
+    if not bad and not broken and not args.keep:
         shutil.rmtree(dir, ignore_errors=True)
-    return int(bool(bad))
+    return int(bool(bad or broken))
 
 
 if __name__ == "__main__":
