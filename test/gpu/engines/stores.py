@@ -22,7 +22,7 @@ HITS = "vllm:external_prefix_cache_hits_total"
 class Plain(Offload):
     """An engine without a store, which computes each prompt again."""
 
-    name = "plain"
+    name, loads = "plain", False
 
     def kv(self) -> None:
         return None
@@ -86,14 +86,14 @@ class Peer(Offload):
         return 0.9 * tokens
 
     def wait_stored(self, before: float, tokens: int) -> None:
-        """Nothing counts what is stored alike in all of them: until they compute nothing more."""
-
-        def quiet() -> bool:
+        """No figure counts what is stored in the same way in all of them: until engine and store
+        compute nothing more, or STORED_S. What is loaded then shows whether that was enough."""
+        end = time.monotonic() + STORED_S
+        used = 1.0
+        while used > IDLE_CPU and time.monotonic() < end:
             cpu, start = self.cpu_seconds(), time.monotonic()
             time.sleep(QUIET_S)
-            return self.cpu_seconds() - cpu < IDLE_CPU * (time.monotonic() - start)
-
-        wait_for("prompt stored", quiet, STORED_S)
+            used = (self.cpu_seconds() - cpu) / (time.monotonic() - start)
 
     def cpu_seconds(self) -> float:
         return super().cpu_seconds() + self.store.cpu_seconds()
