@@ -87,7 +87,7 @@ class Peer(Offload):
 
     def wait_stored(self, before: float, tokens: int) -> None:
         """No figure counts what is stored in the same way in all of them: until engine and store
-        compute nothing more, or STORED_S. What is loaded then shows whether that was enough."""
+        compute nothing more, at most STORED_S. The hits show whether that was enough."""
         end = time.monotonic() + STORED_S
         used = 1.0
         while used > IDLE_CPU and time.monotonic() < end:
