@@ -50,7 +50,8 @@ class Tally:
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def bad(self) -> bool:
-        return bool(self.wrong or self.none or self.died or self.held)
+        tried = self.right or self.failed
+        return bool(self.wrong or self.none or self.died or self.held or not tried)
 
 
 class Described:

@@ -103,6 +103,9 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="the logs of a green run")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the counts")
     args = parser.parse_args()
+    only = [name for name in args.only.split(",") if name]
+    if unknown := [name for name in only if name not in SITUATIONS]:
+        parser.error(f"--only: {unknown[0]}: unknown; known are {', '.join(SITUATIONS)}")
     text = args.connector.read_text()
     install(args.connector.stem, json.loads(text).get("packages", []))
     engines.preload()
@@ -119,7 +122,7 @@ def main() -> int:
     broken = ""
     try:
         arm.start()
-        run(arm, [n for n in args.only.split(",") if n], args.rounds, found)
+        run(arm, only, args.rounds, found)
     except (rig.Failed, RuntimeError, engines.EngineDied) as err:
         traceback.print_exc()
         broken = f"; ended early: {err}"
