@@ -153,7 +153,7 @@ test-all: ## All other tests that need no special hardware or privilege: more ca
 
 .PHONY: test-nightly
 test-nightly: ## Hours of tests: measurements, attacks, laws, truth, schedules, mutants, fuzzing, soaks; .build/test/report.html
-	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-laws test-truth test-drafts test-pods-group test-mesh test-routers \
+	@rc=0; $(MAKE) -k test-measure test-rails test-attack test-sim test-mutants test-laws test-truth test-drafts test-conformance test-pods-group test-mesh test-routers \
 	  soak-sglang soak-store soak-fleet test-fuzz bench || rc=1; $(MAKE) test-pods PODS_STEPS=all || rc=1; $(MAKE) soak SOAK=2h || rc=1; \
 	$(MAKE) test-report || rc=1; exit $$rc
 
@@ -174,7 +174,7 @@ test-go: build s3server $(TOOLS)/gotestsum #: Go tests with -race, without measu
 
 .PHONY: test-py
 test-py: build s3server env #: Python tests, without those with engines; the last release's sidecars and stores beside ours
-	$(call pytest,python,$(VENV)/bin/python) pybind/tests integration/vllm/tests integration/sglang/tests lab/soak test/matrix test/skew
+	$(call pytest,python,$(VENV)/bin/python) pybind/tests integration/vllm/tests integration/sglang/tests lab/soak lab/conformance test/matrix test/skew
 
 .PHONY: test-smoke test-engines
 test-smoke: build wireflip env #: Real engines, one fault of each kind
@@ -259,6 +259,12 @@ test-laws: #: The laws of parseblock with 100,000 random cases each, and 4 GiB o
 .PHONY: test-truth
 test-truth: build env #: vLLM's own tensors, moved and read back, and engines of every kind of recurrent state (nightly)
 	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py test/e2e/test_truth_layouts.py test/e2e/test_recurrent.py
+
+CONNECTORS ?= kvspray
+.PHONY: test-conformance
+test-conformance: build env #: Wrong answers of vLLM engines with CONNECTORS (lab/conformance/connectors) under faults, beside a plain engine's (nightly)
+	@mkdir -p $(XML)
+	@rc=0; for c in $(CONNECTORS); do $(VENV)/bin/python lab/conformance/run.py lab/conformance/connectors/$$c.json --out $(XML)/conformance-$$c.json || rc=1; done; exit $$rc
 
 DRAFTS ?= draft_model ngram eagle eagle3 mtp
 .PHONY: test-drafts
@@ -544,6 +550,10 @@ gpu-own: env #: Make only that pack of gpu-engines that has kvspray, in seconds
 .PHONY: gpu-nixl
 gpu-nixl: #: Pack NIXL for the same host, for comparisons: .build/gpu/pk-more
 	nice $(HOSTPY) test/gpu/engines/pack.py nixl
+
+.PHONY: gpu-stores
+gpu-stores: #: Pack LMCache, PegaFlow and Mooncake for the same host: .build/gpu/pk-more
+	nice $(HOSTPY) test/gpu/engines/pack.py peers-a peers-b peers-c
 
 .PHONY: bench-vllm
 bench-vllm: build env #: Latency of the decode engine with kvspray and with NIXL, same engines and prompts

@@ -14,12 +14,16 @@ from kvspray.trial.engines import Host
 
 def cpu(build: pathlib.Path, nixl: bool = False) -> Host:
     python = build / ("venv-nixl" if nixl else "venv") / "bin" / "python"
-    return engines.cpu(str(python), build / "models")
+    host = engines.cpu(str(python), build / "models")
+    # with_modules puts others ahead of this command's own.
+    return dataclasses.replace(
+        host, env={**host.env, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    )
 
 
 def cuda(root: pathlib.Path) -> Host:
     """The host's own Python and torch, with the packages below root ahead of its own."""
-    folders = [root / "nixl", root / "vllm", root / "deps", root / "own"]
+    folders = [root / name for name in ("nixl", "vllm", "deps", "own", "peers")]
     libraries = ":".join(p for p in (str(root / "lib"), os.environ.get("LD_LIBRARY_PATH", "")) if p)
     env = {
         "PYTHONPATH": ":".join(map(str, folders)),

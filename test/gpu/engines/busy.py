@@ -157,6 +157,8 @@ class Busy:
         }
 
     def problems(self) -> list[str]:
+        if not self.side.loads:
+            return []
         on, off = ([w["hits"] for w in windows] for windows in self.windows.values())
         if not on or min(on) < 0.9 * max(on) or max(off) > 0.1 * max(on) or not max(on):
             return [f"{self.side.name}, busy: loaded {on} with loads, and {off} without"]

@@ -3,7 +3,8 @@
 .build/gpu/pk/*.tar.xz, which unpack.py unpacks there.
 
 usage: pack.py [--fast] [PART ...]     parts: own deps vllm-py vllm-c vllm-fa3, all of them without
-                                       a name; vllm-moe, nixl, sgl and sgl-data, which go to
+                                       a name; vllm-moe, nixl, peers-a, peers-b,
+                                       peers-c, sgl and sgl-data, which go to
                                        .build/gpu/pk-more
 
 The host has Python 3.12, torch 2.11 with CUDA 13, triton and transformers. vLLM 0.33.0 asks for
@@ -37,6 +38,19 @@ MORE = ROOT / ".build/gpu/pk-more"  # what only some commands need
 
 VLLM = "vllm==0.33.0"
 NIXL = ["nixl==1.5.1", "nixl-cu13==1.5.1"]
+# Other projects' stores, with what they import and vLLM does not.
+STORES = {
+    "peers-a": [
+        "lmcache==0.5.6",
+        "pegaflow-llm-cu13==0.25.1",
+        "sortedcontainers==2.4.0",
+        "aiofile==3.12.3",
+        "caio==0.12.10",
+        "nvtx==0.2.17",
+    ],
+    "peers-b": ["mooncake-transfer-engine-cuda13==0.3.14"],
+    "peers-c": ["cupy-cuda13x==14.2.0"],
+}
 # SGLang 0.5.23 asks for torch 2.14. These kernels are the last ones that load into torch 2.11, and
 # have all that a Llama needs of them. Its norms are kernels of FlashInfer, built on the host.
 SGLANG, SGL_KERNEL, FLASHINFER = (
@@ -221,10 +235,23 @@ def nixl() -> pathlib.Path:
         plugin.unlink()
     for perf in [p for p in tree.rglob("*perftest*") if p.exists()]:
         shutil.rmtree(perf) if perf.is_dir() else perf.unlink()
+    prune(tree)
+    return tree
+
+
+def stores(part: str) -> pathlib.Path:
+    """Other projects' stores with code for this GPU alone."""
+    tree = fresh(part)
+    pip("install", "--no-compile", "--target", str(tree), *STORES[part])
+    trim(tree)
+    prune(tree)
+    return tree
+
+
+def prune(tree: pathlib.Path) -> None:
     for shared in (p for p in tree.rglob("*.so*") if p.is_file() and not p.is_symlink()):
         if any(name in fatbin.SECTIONS for name, _, _ in fatbin.sections(shared.read_bytes())):
             fatbin.prune(shared, shared, ARCH)
-    return tree
 
 
 def sglang() -> pathlib.Path:
@@ -286,7 +313,8 @@ def stale(part: str) -> bool:
     """Whether a part must be packed. Wheels are packed again when versions or
     contents change."""
     sources = b"".join((HERE / f).read_bytes() for f in REQUIREMENTS)
-    recipe = hashlib.sha256(sources + repr(CHOICES).encode()).hexdigest()
+    choices = repr(CHOICES) + ",".join(STORES.get(part, ()))
+    recipe = hashlib.sha256(sources + choices.encode()).hexdigest()
     stamp = WORK / f"{part}.recipe"
     if (
         part != "own"
@@ -316,6 +344,7 @@ def main() -> None:
         "nixl": nixl,
         "sgl": sglang,
         "sgl-data": flashinfer_data,
+        **{k: (lambda k=k: stores(k)) for k in STORES},
         **{k: (lambda k=k: kernels(k)) for k in KERNELS},
     }
     for part in args.parts or PARTS:

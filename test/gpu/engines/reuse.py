@@ -1,6 +1,5 @@
 """What the node's store saves: time to the first token of a prompt whose pages it has, beside
-computing the prompt and beside vLLM's OffloadingConnector, with its own worker and with kvspray's,
-and SimpleCPUOffloadConnector, in turns.
+computing the prompt and beside other stores (--stores), in turns.
 
 Each prompt is new and is sent three times: it is computed; the engine forgets it, and it is
 loaded; and it is sent once more, while the engine has it. The store's pages are compared with
@@ -25,8 +24,15 @@ NEEDS: set[str] = set()
 LENGTHS = "512,2048,8192,16000,32000"
 WARM_TOKENS = 1024
 STORED_S = 30.0  # until a prompt's pages are stored
-TIMES = ("computed", "loaded", "had", "cpu")  # of one prompt, in ms; cpu: of engine and sidecar
+# Of one prompt, in ms. cpu: of the engine and the store, over the whole turn; cpu_load: while the
+# prompt is loaded.
+TIMES = ("computed", "loaded", "had", "cpu", "cpu_load")
 QUIET_S = 0.3  # without a new byte, until vLLM's connectors have stored them
+ARMS = (
+    "kvspray", "kvspray-offloading", "plain", "offloading", "offloading-fs", "simple", "lmcache",
+    "pegaflow", "mooncake-store",
+)  # fmt: skip
+ON_CPU = ("kvspray", "kvspray-offloading", "plain", "lmcache", "mooncake-store")
 GOAL = 1.0  # times as soon as the better of vLLM's connectors
 
 
@@ -35,26 +41,21 @@ def options(parser: Any) -> None:
     parser.add_argument("--store-rounds", type=int, default=6, help="of each length")
     parser.add_argument("--store-mb", type=int, default=8192, help="the store's memory")
     parser.add_argument(
-        "--offload",
-        action="store_true",
-        help="engines with OffloadingConnector in turns: vLLM's own worker (CUDA) and kvspray's",
+        "--stores",
+        default=Ours.name,
+        help=f"engines, in turns: {', '.join(ARMS)}; those of vLLM's connectors and of other "
+        "projects need CUDA; default: %(default)s",
     )
     parser.add_argument(
-        "--simple",
-        nargs="?",
-        const="P",
-        choices=("P", "D"),
-        help="one more with SimpleCPUOffloadConnector (CUDA), on the GPU of the store's engine (P, "
-        "the default) or of the others (D)",
+        "--store-start", type=int, default=240, help="seconds that engines may take"
     )
-    parser.add_argument("--no-store", action="store_true", help="no engine on the store")
     busy.options(parser)
 
 
 class Ours:
     """An engine on the store of its sidecar."""
 
-    name = "kvspray"
+    name, loads = "kvspray", True
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
@@ -91,6 +92,9 @@ class Ours:
         want = before + tokens // self.block()
         wait_for("pages stored", lambda: self.stored() >= want, STORED_S, tick=0.02)
 
+    def min_hits(self, tokens: int) -> float:
+        return 1
+
     def look(self, rid: str, tokens: int) -> str:
         """Compares the pages that a prompt's second request had with those of its first."""
         import numpy as np
@@ -125,7 +129,7 @@ class Ours:
 class Offload:
     """An engine with vLLM's own connector for host memory."""
 
-    name, connector, place = "offloading", "OffloadingConnector", "D"
+    name, connector, place, loads = "offloading", "OffloadingConnector", "D", True
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
@@ -133,7 +137,12 @@ class Offload:
         self._last, self._since = -1.0, 0.0
 
     def start(self) -> None:
-        kv = {
+        env = {**self.rig.engine_env(self.place), **ENV, **self.env()}
+        args = self.rig.engine_args(self.place)
+        self.server.start(self.rig.host, self.rig.model, self.kv(), *args, env=env)
+
+    def kv(self) -> dict[str, Any] | None:
+        return {
             "kv_connector": self.connector,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
@@ -142,10 +151,9 @@ class Offload:
                 **self.more(),
             },
         }
-        env = {**self.rig.engine_env(self.place), **ENV}
-        self.server.start(
-            self.rig.host, self.rig.model, kv, *self.rig.engine_args(self.place), env=env
-        )
+
+    def env(self) -> dict[str, str]:
+        return {}
 
     def more(self) -> dict[str, Any]:
         return {}
@@ -165,6 +173,9 @@ class Offload:
 
         self._since = time.monotonic()
         wait_for("prompt stored", quiet, STORED_S, tick=0.05)
+
+    def min_hits(self, tokens: int) -> float:
+        return 1
 
     def look(self, rid: str, tokens: int) -> str:
         return ""
@@ -224,10 +235,6 @@ class Simple(Offload):
 
     name, connector = "simple", "SimpleCPUOffloadConnector"
 
-    def __init__(self, rig: Rig) -> None:
-        super().__init__(rig)
-        self.place = rig.args.simple
-
     def stored(self) -> float:
         return 0.0
 
@@ -252,9 +259,10 @@ def one_prompt(side: Ours | Offload, n: int, seed: object) -> dict[str, Any]:
     computed, first = ask(side.server.url, ids, rid=f"{rid}-first")
     side.wait_stored(before, n - 1)
     wait_for("prefix cache empty", lambda: empty_prefix_cache(side.server), 30, tick=0.02)
-    hits = side.loaded()
+    hits, cpu_load = side.loaded(), side.cpu_seconds()
     loaded, again = ask(side.server.url, ids, rid=f"{rid}-again")
-    hits, cpu = side.loaded() - hits, side.cpu_seconds() - cpu
+    now = side.cpu_seconds()
+    hits, cpu, cpu_load = side.loaded() - hits, now - cpu, now - cpu_load
     had, third = ask(side.server.url, ids)
     tokens = [a["choices"][0]["token_ids"] for a in (first, again, third)]
     return {
@@ -263,6 +271,7 @@ def one_prompt(side: Ours | Offload, n: int, seed: object) -> dict[str, Any]:
         "had": 1e3 * had,
         "hits": hits,
         "cpu": 1e3 * cpu,
+        "cpu_load": 1e3 * cpu_load,
         "differ": tokens[1] != tokens[2],  # the same pages, and so the same token
         "unlike_first": tokens[0] != tokens[1],
         "wrong": side.look(rid, n - 1),
@@ -274,7 +283,7 @@ def measure(
     lengths: list[int],
     rounds: int,
     note: Callable[[dict[str, Any]], None],
-) -> tuple[dict[str, Any], list[str]]:
+) -> list[str]:
     rows: dict[str, Any] = {}
     problems: list[str] = []
     for side in sides:
@@ -287,8 +296,8 @@ def measure(
             for side in sides if turn % 2 else reversed(sides):
                 r = one_prompt(side, n, turn)
                 problems += [f"{side.name}, {n} tokens: {r['wrong']}"] if r["wrong"] else []
-                if not r["hits"]:
-                    problems.append(f"{side.name}, {n} tokens: nothing was loaded")
+                if side.loads and r["hits"] < side.min_hits(n):
+                    problems.append(f"{side.name}, {n} tokens: loaded {r['hits']:.0f} only")
                 if r["differ"]:
                     problems.append(f"{side.name}, {n} tokens: the answer changed after the load")
                 if turn >= 0:
@@ -302,7 +311,7 @@ def measure(
         }
         note(rows)
         say(f"{n} tokens: {', '.join(line(name, r) for name, r in rows[str(n)].items())}")
-    return rows, problems
+    return problems
 
 
 def line(name: str, r: dict[str, Any]) -> str:
@@ -321,11 +330,38 @@ def ratios(rows: dict[str, Any]) -> dict[str, float]:
 
 
 def arms(rig: Rig) -> list[Ours | Offload]:
-    a, cuda = rig.args, rig.host.device == "cuda"
-    out: list[Ours | Offload] = [] if a.no_store else [Ours(rig)]
-    if a.offload:
-        out += [OurOffload(rig), *([Offload(rig)] if cuda else [])]
-    return out + ([Simple(rig)] if a.simple and cuda else [])
+    import stores  # which has subclasses of these here
+
+    known: list[Any] = [
+        Ours, OurOffload, stores.Plain, Offload, stores.Files, Simple, stores.LMCache,
+        stores.PegaFlow, stores.MooncakeStore,
+    ]  # fmt: skip
+    by_name = {c.name: c for c in known}
+    names = rig.args.stores.split(",")
+    if unknown := [name for name in names if name not in by_name]:
+        raise Failed(f"--stores: {unknown[0]}: unknown; known are {', '.join(by_name)}")
+    if rig.host.device != "cuda" and (cuda := [name for name in names if name not in ON_CPU]):
+        raise Failed(f"--stores: {', '.join(cuda)}: needs CUDA")
+    return [by_name[name](rig) for name in names]
+
+
+def start(sides: list[Ours | Offload], problems: list[str]) -> list[Ours | Offload]:
+    """Those whose engines have started within --store-start seconds."""
+    begun, up, end = [], [], time.monotonic() + sides[0].rig.args.store_start
+    for side in sides:
+        try:
+            side.start()
+            begun.append(side)
+        except (Failed, RuntimeError) as err:
+            problems.append(f"{side.name} did not start: {err}")
+    for side in begun:
+        try:
+            wait_up([side.server], max(end - time.monotonic(), 1))
+            up.append(side)
+        except Failed as err:
+            problems.append(f"{side.name} did not start: {err}")
+            side.stop()
+    return up
 
 
 def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
@@ -337,20 +373,20 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
     if a.busy:
         busy.check(rig)
     sides = arms(rig)
-    if not sides:
-        raise Failed("--no-store: no engine is left, without --offload or --simple")
+    every = list(sides)
     ours = next((side for side in sides if isinstance(side, Ours)), None)
     mine = next((side for side in sides if isinstance(side, OurOffload)), None)
-    out: dict[str, Any] = {"token_bytes": rig.token_bytes(), "simple": a.simple}
+    out: dict[str, Any] = {"token_bytes": rig.token_bytes()}
+    problems: list[str] = []
     out |= {"lengths": {}, "ratio": {}}
     rig.so_far = out
     try:
-        for side in sides:
-            side.start()
-        wait_up([side.server for side in sides])
-        if ours:
+        sides = start(sides, problems)
+        if not sides:
+            return out, problems
+        if ours in sides:
             wait_for("the engine's sessions", ours.sessions, 60, tick=0.1)
-        _, problems = measure(
+        problems += measure(
             sides,
             lengths,
             a.store_rounds,
@@ -371,6 +407,6 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
             if not out["copies"]["ok"]:
                 problems.append(f"the sidecar made no copy: {out['copies']}")
     finally:
-        for side in sides:
+        for side in every:
             side.stop()
     return out, problems
