@@ -24,7 +24,6 @@ from vllm.logger import init_logger
 
 from kvspray_vllm import caches, events, layout, pages, shim, states, versions
 from kvspray_vllm.adapters import LoadWatch
-from kvspray_vllm.early import Early
 from kvspray_vllm.meta import Landed, StepMeta
 from kvspray_vllm.saving import Saving
 from kvspray_vllm.scheduler import SchedulerSide
@@ -91,7 +90,6 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     _pieces: Sequence[tuple[int, int, int, int]] = ()
     _storages: Sequence[caches.Storage] = ()  # what the regions are made of
     _asleep = False  # vLLM has freed, or is about to free, the memory of the cache
-    _early: Early | None = None  # of a scheduler of one worker
     _attached = False  # a sidecar had the memory before the sleep
 
     def __init__(
@@ -172,9 +170,6 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 events=self._events,
                 fails=self._kv_transfer_config.kv_load_failure_policy == "fail",
             )
-            # How vLLM handles results is no part of its interface.
-            if parallel.world_size == 1 and not newer:
-                self._early = Early(self._engine_id)
         else:
             self._flag_of = layout.flag_indices(kv_cache_config)
             self._ranks = layout.ranks_of(vllm_config)
@@ -197,7 +192,6 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerSide(
                 self._worker_client, logger, LOAD_WAIT_S if alone else 0, block, rewinds,
                 self._ranks.pp * self._ranks.tp_size + self._ranks.tp,
-                self._engine_id if vllm_config.parallel_config.world_size == 1 else "",
             )  # fmt: skip
             if self._settings.store:
                 self._saving = Saving(self._ranks.tp, self._pages_of, logger)
@@ -584,10 +578,6 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler is not None
-        if self._early is not None:
-            connector_output.finished_recving = self._early.take(
-                connector_output.finished_recving or ()
-            )
         landed = connector_output.kv_connector_worker_meta
         self._scheduler.worker_reported(
             connector_output.finished_sending or (),
@@ -657,8 +647,6 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.close()
-        if self._early is not None:
-            self._early.close()
         if self._worker is not None:
             self._worker.close()
         if self._generation is not None:

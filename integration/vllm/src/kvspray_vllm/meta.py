@@ -104,8 +104,6 @@ class Landed(KVConnectorWorkerMetadata):
     adapters: dict[int, str] = field(default_factory=dict)
     # By request and rank: why that rank asks no sidecar for the request's load.
     unasked: dict[str, dict[int, str]] = field(default_factory=dict)
-    # Loads are open, whose ends may come early (early.py): with an empty report vLLM would not ask.
-    waits: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Landed:
         assert isinstance(other, Landed)
@@ -118,7 +116,6 @@ class Landed(KVConnectorWorkerMetadata):
             max(self.changed, other.changed),
             self.adapters | other.adapters,
             _by_rank(self.unasked, other.unasked),
-            self.waits or other.waits,
         )
 
 

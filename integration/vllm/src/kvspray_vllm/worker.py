@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvspray_vllm import early, shim
+from kvspray_vllm import shim
 from kvspray_vllm.adapters import MAX_ADAPTERS, remember
 from kvspray_vllm.meta import Adapter, Blocks, Expect, Intent, Landed, StepMeta
 from kvspray_vllm.saving import Saving, count
@@ -72,22 +72,17 @@ class WorkerSide:
         resume_block: int = 0,
         rewinds: bool = True,
         rank: int = 0,
-        engine: str = "",
     ) -> None:
         """resume_block: how many tokens a block has, of an engine that can go on behind the last
         good block of a load that failed. 0: it cannot, because of what its layers look back to only
         the end of the prompt moves. rewinds: the engine can compute again what a running request
-        was loaded with. rank: this worker's number among the engine's. engine: its id, if it has no
-        other worker."""
+        was loaded with. rank: this worker's number among the engine's."""
         self._client = client
         self._log = log
         self._resume_block = resume_block
         self._rewinds = rewinds and resume_block > 0
         self._load_wait_s = load_wait_s
         self._rank = rank
-        self._engine = engine
-        self._ended_well: list[str] = []  # since the last report
-        self._reported = False  # loads that have ended, in the step before
         self._flags: dict[str, int] = {}
         self._signals: Signals = CpuSignals(client)
         self._sources: dict[str, _Source] = {}
@@ -399,7 +394,6 @@ class WorkerSide:
             and self._load_leases
             and self._load_wait_s > 0
             and not self._results.received
-            and not self._reported  # the engine may handle that only after this step
         ):
             self._client.wait(self._load_wait_s)
         self._drain()
@@ -411,12 +405,7 @@ class WorkerSide:
                 self._released.discard(req)
                 self._sources.pop(req, None)
                 self._results.sent.add(req)
-        if early.reports(self._engine):
-            early.report(self._engine, self._ended_well)
-            self._landed.waits = bool(self._loads)
-        self._ended_well.clear()
         out, self._results = self._results, Results()
-        self._reported = bool(out.received)
         return out
 
     def _drain(self) -> None:
@@ -459,11 +448,12 @@ class WorkerSide:
         if load.expect.pages:
             self._loaded_pages(req, load, end)
             return
-        if end.status == shim.OK and not (load.outdated or load.cancelled):
-            if load.expect.adapter is not None:
-                self._keep(load.expect)
-            else:
-                self._ended_well.append(req)
+        if (
+            end.status == shim.OK
+            and not (load.outdated or load.cancelled)
+            and load.expect.adapter is not None
+        ):
+            self._keep(load.expect)
         recomputed = 0
         # One that was complete before the weights changed, and is seen only now, is no better than
         # one that ends now.
