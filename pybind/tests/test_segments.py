@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,6 +128,33 @@ def test_many_entries(sides: Any) -> None:
         assert batch.statuses(done) == [EntryStatus.UNTOUCHED]
     with pytest.raises(KvsprayError, match="10000000 entries"):
         user.segments.batch(10_000_000)
+
+
+def test_entry_that_does_not_fit_is_not_added(sides: Any) -> None:
+    """An entry of an earlier lease does not take its place."""
+    with sides("one").segments.batch(2) as batch:
+        batch.add(7, 7, 7)
+        batch.clear()
+        with pytest.raises(struct.error):
+            batch.add(-1, 0, 1)
+        assert batch.count == 0
+        batch.extend([(0, 0, 1), (1, 1, 1)])
+        with pytest.raises(ValueError, match="3 entries"):
+            batch.add(2, 2, 1)
+        assert batch.count == 2
+
+
+def test_close_with_an_array(sides: Any) -> None:
+    """Memory that an array uses is not given back; later it is."""
+    batch = sides("one").segments.batch(1)
+    array = memoryview(batch.memory)
+    batch.add(0, 0, 1)
+    with pytest.raises(KvsprayError, match="an array of it is left"):
+        batch.close()
+    assert bytes(array[16:24]) == (1).to_bytes(8, "little")
+    array.release()
+    batch.close()
+    batch.close()
 
 
 def test_layout_memory_is_no_segment(serve: Serve) -> None:

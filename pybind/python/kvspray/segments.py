@@ -7,9 +7,11 @@ use it, their ranges, and an end.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import struct
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -194,7 +196,9 @@ class Batch:
         self._closed = False
         lib.kvs_regions_wait(h, _timeout(timeout_s))
         size = capacity * ENTRY.size
-        self.memory = memoryview((ctypes.c_ubyte * size).from_address(self._c.list.addr)).cast("B")
+        array = (ctypes.c_ubyte * size).from_address(self._c.list.addr)
+        self._array = weakref.ref(array)  # it lives as long as a view of it does
+        self.memory = memoryview(array).cast("B")
         """The entries, as ENTRY lays them out; numpy.frombuffer makes an array of them. Set
         ``count`` then."""
 
@@ -218,11 +222,11 @@ class Batch:
         """Adds a range, or ``pieces`` ranges at equal distances. ``region``: index into those of
         read() or write()."""
         n = self.count
+        entry = ENTRY.pack(
+            local, remote, nbytes, local_stride, remote_stride, pieces, region
+        )  # before the count: an entry of an earlier lease must not count again
         self.count = n + 1
-        ENTRY.pack_into(
-            self.memory, n * ENTRY.size, local, remote, nbytes, local_stride, remote_stride, pieces,
-            region,
-        )  # fmt: skip
+        self.memory[n * ENTRY.size : (n + 1) * ENTRY.size] = entry
 
     def extend(self, entries: Iterable[tuple[int, int, int]]) -> None:
         """Adds ranges: (local offset, offset in the segment, bytes)."""
@@ -291,10 +295,16 @@ class Batch:
         ]
 
     def close(self) -> None:
-        """Gives the memory back; only once no lease of the batch is open. Idempotent."""
+        """Gives the memory back; only once no lease of the batch is open, and no array of
+        ``memory`` is left. Idempotent."""
         if not self._closed:
+            with contextlib.suppress(BufferError):
+                self.memory.release()
+            if self._array() is not None:
+                raise KvsprayError(
+                    "kvspray: batch: memory: an array of it is left; delete it and close again"
+                )
             self._closed = True
-            self.memory.release()
             lib.kvs_batch_close(self._client._handle(), byref(self._c))
 
     def __enter__(self) -> Batch:
