@@ -7,6 +7,8 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
+	"unicode/utf8"
 
 	"google.golang.org/protobuf/proto"
 
@@ -233,4 +235,30 @@ func TestFramesAreBounded(t *testing.T) {
 		t.Errorf("%d leases of one peer are open, want %d", n, maxPerPeer)
 	}
 	s.PeerDown(transfer.Boot{2}, true)
+}
+
+// A long reason of a peer ends with a whole character: else neither an engine nor a frame takes it.
+func TestReasonsStayText(t *testing.T) {
+	long := "x" + strings.Repeat("é", maxReasonLen)
+	if got := cut(long); len(got) > maxReasonLen || !utf8.ValidString(got) ||
+		!strings.HasPrefix(long, got) {
+		t.Errorf("%d bytes, %q at the end", len(got), got[len(got)-3:])
+	}
+}
+
+// A question that is refused is answered without a lock: the answer may ask again.
+func TestRefusedQuestionsHoldNoLock(t *testing.T) {
+	s, _ := victim(t)
+	s.mu.Lock()
+	s.locates = maxLocates
+	s.mu.Unlock()
+	free := false
+	s.Locate("", "pool", time.Second, func(connector.Located, error) {
+		if free = s.mu.TryLock(); free {
+			s.mu.Unlock()
+		}
+	})
+	if !free {
+		t.Error("the answer was given under the lock")
+	}
 }

@@ -393,13 +393,15 @@ func (m *move) result(ctx context.Context) (c engines.Completion, err error) {
 func (s *Segments) Locate(name, segment string, deadline time.Duration,
 	reply func(connector.Located, error)) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	if s.over || s.locates >= maxLocates {
+		n := s.locates
+		s.mu.Unlock()
 		reply(connector.Located{}, &msg.Error{Message: "LOCATE", Field: "peer",
-			Problem: fmt.Sprintf("%d questions are open, at most %d, or the sidecar stops", s.locates,
-				maxLocates), Remedy: "wait for answers"})
+			Problem: fmt.Sprintf("%d questions are open, at most %d, or the sidecar stops", n, maxLocates),
+			Remedy:  "wait for answers"})
 		return
 	}
+	defer s.mu.Unlock()
 	s.locates++
 	s.wg.Go(func() {
 		defer func() {
@@ -446,5 +448,10 @@ func (s *Segments) locate(ctx context.Context, name, segment string) (l connecto
 	}
 }
 
-// cut bounds a text of a peer.
-func cut(text string) string { return text[:min(len(text), maxReasonLen)] }
+// cut bounds a text of a peer. Half a character would be no text for a frame or for an engine.
+func cut(text string) string {
+	if len(text) <= maxReasonLen {
+		return text
+	}
+	return strings.ToValidUTF8(text[:maxReasonLen], "")
+}

@@ -16,6 +16,9 @@ import (
 const (
 	maxSpans   = 4 << 20 // 64 MiB
 	maxWaiting = 256     // claims that wait for others
+	// Of the batches of one peer, so that it leaves some for others.
+	maxPeerSpans   = 1 << 20
+	maxPeerWaiting = 128
 )
 
 // span is bytes [from, to) of a region.
@@ -125,7 +128,14 @@ func (r *ranges) enter(c *claim, wait bool) error {
 		return refused("entries", fmt.Sprintf("%d ranges, and open batches have %d of at most %d",
 			c.count, r.spans, maxSpans), "send fewer batches at a time")
 	}
+	spans, waiting := 0, 0 // of the same peer
 	for _, o := range r.all {
+		if o.peer == c.peer && c.peer != (transfer.Boot{}) {
+			spans += o.count
+			if len(o.blockers) > 0 {
+				waiting++
+			}
+		}
 		if !c.write && !o.write {
 			continue
 		}
@@ -144,12 +154,18 @@ func (r *ranges) enter(c *claim, wait bool) error {
 		}
 		c.blockers[o] = struct{}{}
 	}
-	if len(c.blockers) == 0 {
+	waits := len(c.blockers) > 0
+	switch {
+	case spans+c.count > maxPeerSpans:
+		return refused("entries", fmt.Sprintf("%d ranges, and open batches of this node have %d of at "+
+			"most %d", c.count, spans, maxPeerSpans), "send fewer batches at a time")
+	case waits && (r.waiting >= maxWaiting || waiting >= maxPeerWaiting):
+		return refused("wait", fmt.Sprintf("%d batches wait already, %d of them of one node; at most %d "+
+			"and %d", r.waiting, waiting, maxWaiting, maxPeerWaiting), "send fewer batches at a time")
+	case waits:
+		r.waiting++
+	default:
 		close(c.open)
-	} else if r.waiting++; r.waiting > maxWaiting {
-		r.waiting--
-		return refused("wait", fmt.Sprintf("%d batches wait already", maxWaiting),
-			"send fewer batches at a time")
 	}
 	r.all, r.spans = append(r.all, c), r.spans+c.count
 	return nil

@@ -136,3 +136,32 @@ func TestClaimsAreBounded(t *testing.T) {
 		t.Error("more spans than the bound")
 	}
 }
+
+// One peer leaves spans and waits for others.
+func TestClaimsOfOnePeerAreBounded(t *testing.T) {
+	region := testRegion(t, 4096)
+	r := &ranges{}
+	enter := func(off uint64, count int, peer transfer.Boot) error {
+		c, err := newClaim([]plans.Run{{Region: region, Off: off, Len: 1, Count: 1}}, true, peer)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.count = count
+		return r.enter(c, true)
+	}
+	one, two := transfer.Boot{1}, transfer.Boot{2}
+	for i := range maxPeerWaiting + 2 {
+		if err := enter(0, 1, one); (err != nil) != (i == maxPeerWaiting+1) {
+			t.Fatalf("claim %d: %v", i, err)
+		}
+	}
+	if err := enter(1, maxPeerSpans, one); err == nil {
+		t.Error("more spans of a peer than the bound")
+	}
+	if err := enter(1, maxPeerSpans-1, two); err != nil {
+		t.Errorf("another peer: %v", err)
+	}
+	if err := enter(0, 1, two); err != nil {
+		t.Errorf("another peer waits: %v", err)
+	}
+}
