@@ -121,19 +121,25 @@ func (b *buffer) close() (err error) {
 var errNoGPU = errors.New("no GPU")
 
 // registerGPU allocates memory of the GPU next to the rail and registers it as the transport does:
-// by dma-buf, else through peermem.
+// by dma-buf, else through peermem. There is one such buffer until the rail is opened again: its
+// pinned memory is freed only then.
 func (l *local) registerGPU(b *buffer, a *answer) (err error) {
-	if l.card == nil {
-		if l.env.Card == nil {
-			return errNoGPU
-		}
-		if l.card, err = l.env.Card(l.rail); err != nil {
-			return fmt.Errorf("%w: %w", errNoGPU, err)
-		}
-		if l.packer, err = l.card.NewPacker(); err != nil {
-			return err
-		}
+	switch {
+	case l.env.Card == nil:
+		return errNoGPU
+	case l.card != nil:
+		return fmt.Errorf("%w: a second buffer of GPU memory", errRequest)
 	}
+	card, err := l.env.Card(l.rail)
+	if err != nil {
+		return fmt.Errorf("%w: %w", errNoGPU, err)
+	}
+	l.card = card
+	packer, err := card.NewPacker()
+	if err != nil {
+		return err
+	}
+	l.packer = packer
 	x, ok := l.card.(device.Exporter)
 	if !ok {
 		return errors.New("the GPU's driver exports no memory")

@@ -15,9 +15,9 @@ import (
 
 // Bounds of an end. A peer's requests are checked against them.
 const (
-	maxBuffers  = 16
+	maxBuffers  = 4
 	maxQueues   = 16
-	maxBytes    = 256 << 20        // of one buffer
+	maxBytes    = 64 << 20         // of one buffer
 	maxMessages = 1 << 14          // of one write
 	maxWait     = 30 * time.Second // of one request
 	depth       = 256              // requests and receives of a queue pair
@@ -119,7 +119,7 @@ type local struct {
 	buffers map[int]*buffer
 	queues  map[int]*queue
 	next    int
-	card    device.Card // opened by the first buffer of GPU memory
+	card    device.Card // of the buffer of GPU memory
 	packer  device.Packer
 	tries   int // to register memory of the card
 	base    *baseline
@@ -283,6 +283,9 @@ func (l *local) open(q *request, a *answer) (err error) {
 	if err := l.shut(); err != nil {
 		return err
 	}
+	if l.env.Open == nil { // this host has no device
+		return fmt.Errorf("%w: rail %q", errRequest, q.Rail)
+	}
 	if l.dev, err = l.env.Open(q.Rail, q.MTU); err != nil {
 		return err
 	}
@@ -421,6 +424,14 @@ func (l *local) shut() (err error) {
 	if l.dev != nil {
 		err = errors.Join(err, l.dev.Close())
 		l.dev = nil
+	}
+	if l.packer != nil {
+		err = errors.Join(err, l.packer.Close())
+		l.packer = nil
+	}
+	if l.card != nil {
+		err = errors.Join(err, l.card.Close())
+		l.card = nil
 	}
 	return err
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -335,6 +336,10 @@ func TestHostileRequests(t *testing.T) {
 	if _, err := l.call(t.Context(), &request{Op: opQueue}); err == nil {
 		t.Error("a queue pair without a device")
 	}
+	if _, err := newLocal(t.Context(), Env{}).call(t.Context(), &request{Op: opOpen,
+		Rail: "a"}); !errors.Is(err, errRequest) {
+		t.Errorf("a rail of a host without devices: %v", err)
+	}
 	must(request{Op: opOpen, Rail: "a"})
 	b := must(request{Op: opRegister, Bytes: 4096}).ID
 	q := must(request{Op: opQueue}).ID
@@ -367,5 +372,53 @@ func TestHostileRequests(t *testing.T) {
 	}
 	if _, err := l.call(t.Context(), &request{Op: opQueue}); !errors.Is(err, errRequest) {
 		t.Errorf("one queue pair too many: %v", err)
+	}
+}
+
+// brokenCard has no room for a packer.
+type brokenCard struct{ *card }
+
+func (brokenCard) NewPacker() (device.Packer, error) { return nil, errors.New("no memory") }
+
+// However often a peer asks, an end has one buffer of GPU memory, of the GPU next to the open rail,
+// and keeps nothing of it when a rail is opened.
+func TestHostileGPURequests(t *testing.T) {
+	f := fake.New()
+	t.Cleanup(f.Serve())
+	var cards []string
+	env := simulated(f, "a")
+	env.Card = func(rail string) (device.Card, error) {
+		if cards = append(cards, rail); len(cards) == 1 {
+			return brokenCard{newCard(f, false)}, nil
+		}
+		return newCard(f, false), nil
+	}
+	l := newLocal(t.Context(), env)
+	defer func() {
+		if err := l.close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	ask := func(q request) error {
+		_, err := l.call(t.Context(), &q)
+		return err
+	}
+	gpu := request{Op: opRegister, Bytes: 4096, GPU: true}
+	for i, rail := range []string{"a", "b", "a"} {
+		if err := ask(request{Op: opOpen, Rail: rail}); err != nil {
+			t.Fatal(err)
+		}
+		if l.card != nil || l.packer != nil {
+			t.Error("the GPU of the rail before is open")
+		}
+		if err := ask(gpu); (err != nil) != (i == 0) {
+			t.Errorf("rail %d: %v", i, err)
+		}
+		if err := ask(gpu); !errors.Is(err, errRequest) {
+			t.Errorf("rail %d, again: %v", i, err)
+		}
+	}
+	if want := []string{"a", "b", "a"}; !slices.Equal(cards, want) {
+		t.Errorf("GPUs of rails %v, want %v", cards, want)
 	}
 }

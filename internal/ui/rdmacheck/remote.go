@@ -18,6 +18,7 @@ const (
 	idle    = 5 * time.Minute // between two requests
 	work    = 2 * time.Minute // of a request beside its wait; the end may have little processor time
 	connect = 5 * time.Second
+	first   = 10 * time.Second // until the first request: who sends none holds up others
 )
 
 // coded are errors that stay recognizable across the connection.
@@ -58,8 +59,8 @@ func serveOne(ctx context.Context, c net.Conn, env Env) (err error) {
 	defer func() { err = errors.Join(err, l.close(), c.Close()) }()
 	lines := bufio.NewScanner(c)
 	lines.Buffer(nil, maxLine)
-	for {
-		if err := c.SetDeadline(time.Now().Add(idle)); err != nil {
+	for wait := first; ; wait = idle {
+		if err := c.SetDeadline(time.Now().Add(wait)); err != nil {
 			return err
 		}
 		if !lines.Scan() {
