@@ -184,7 +184,7 @@ func routerConfig(c *config.Router) proxy.Config {
 			Silent: c.SilentAfter.D(), Prefill: c.PrefillTimeout.D(), FirstByte: c.FirstByteTimeout.D(),
 			Drain: c.DrainTimeout.D()},
 		Policy: c.Policy, TokenBytes: float64(c.TokenBytes), Replicate: c.ReplicateAfter, OTLP: c.OTLP,
-		MaxPin: c.MaxPin.D(),
+		MaxPin:     c.MaxPin.D(),
 		TraceShare: c.TraceShare, Version: version.String()}
 	if c.ReplicateAfter == 0 {
 		cfg.Replicate = -1
