@@ -259,7 +259,7 @@ class Hybrid(Engine):
         return self.scheduler.build(out, lambda _: blocks)
 
 
-@pytest.mark.parametrize("n", (2, BLOCK, BLOCK + 1, 40))
+@pytest.mark.parametrize("n", (3, BLOCK, BLOCK + 1, 40))
 def test_prefill_computes_what_decode_loads(n: int) -> None:
     p, d = Hybrid(), Hybrid()
     before = list(range(n))
