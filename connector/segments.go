@@ -24,7 +24,7 @@ type Segments interface {
 	Revoke(w *engines.Worker, name, to string, done func()) error
 	// Locate asks a sidecar for a segment, and calls reply once.
 	Locate(peer, name string, deadline time.Duration, reply func(Located, error))
-	// Notes gives reply the notifications for a worker, once there is one or the time is over.
+	// Notes calls reply with the notifications for a worker, once there is one or the time is over.
 	Notes(w *engines.Worker, wait time.Duration, reply func([]Note))
 	// Start opens a batch, in the order of the worker's ring.
 	Start(*engines.Worker, Batch)
@@ -90,7 +90,7 @@ func (w *worker) batchLocked(rec board.Record) error {
 	m, err := msg.DecodeBatch(rec.Body)
 	var used []*addedRegion
 	if err == nil && w.s.opt.Segments == nil {
-		err = &msg.Error{Message: "BATCH", Problem: "segments are no feature of this sidecar"}
+		err = &msg.Error{Message: "BATCH", Problem: "this sidecar takes no segments"}
 	}
 	if err == nil {
 		used, err = w.batchRegionsLocked(m, b)

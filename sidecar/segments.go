@@ -25,7 +25,7 @@ func (c *conversation) sendSegments(to transfer.Boot, f *peerv1.ControlFrame) er
 	if to == c.boot {
 		return c.segments.Handle(to, f)
 	}
-	c.dial.need(to) // data follows
+	c.dial.need(to) // a transfer follows
 	c.metrics.Control(metrics.Out, frameName(f))
 	return c.mesh.Send(to, f)
 }
@@ -63,7 +63,7 @@ func (c *conversation) segmentPeer(in *peer.Peer) {
 	c.segments.PeerUp(in.Boot, in.Node, in.Endpoint, in.Claimed, in.Features)
 }
 
-// leaveSegments ends batches, before the sidecar stops to serve peers. Idempotent.
+// leaveSegments ends batches. It runs before the sidecar stops serving peers. Idempotent.
 func (n *Node) leaveSegments() {
 	ctx, stop := context.WithTimeout(context.Background(), n.grace)
 	defer stop()

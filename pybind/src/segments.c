@@ -1,5 +1,5 @@
-/* Segments and batches: named memory of this worker, which peers may use, and reads and writes of that of others. Requests about segments are
- * ordinary requests; a batch is a lease, whose entries lie in memory of their own that the sidecar reads once.
+/* Segments: memory of this worker that peers may use by a name. Batches: reads and writes of segments of other engines. Requests about segments are
+ * ordinary requests. A batch is a lease; its entries lie in memory of their own, which the sidecar reads once.
  */
 #include <errno.h>
 #include <stdlib.h>

@@ -362,8 +362,8 @@ struct kvs_grant {
  * unique. Returns a request for kvs_answer: DONE (19), or ERROR (5). A segment ends with the session: register it again after a reconnection. */
 int64_t kvs_segment(kvs_client *c, const char *name, uint32_t region, uint64_t offset, uint64_t bytes, const struct kvs_grant *grants, uint32_t n);
 
-/* Takes a segment back; with `to`, only the grants to that node. DONE comes once every batch that used it is fenced: from then on no byte is read or
- * written for them. */
+/* Ends a segment; with `to`, only its grants to that node. DONE comes once every batch that used them is fenced: from then on no batch reads or writes
+ * a byte for them. */
 int64_t kvs_segment_revoke(kvs_client *c, const char *name, const char *to);
 
 /* Asks a sidecar for a segment. peer: its endpoint, or the name of its node; NULL or empty: this node's sidecar. LOCATED (25), or ERROR (5). */
@@ -371,15 +371,15 @@ int64_t kvs_locate(kvs_client *c, const char *peer, const char *name, uint32_t d
 
 struct kvs_located {
 	uint64_t bytes;
-	uint32_t read, write; /* 1: this node may, some of it */
-	uint64_t end_ms;      /* of the last grant, from the answer on; 0: none ends */
+	uint32_t read, write; /* 1: this node may read, may write some of it */
+	uint64_t end_ms;      /* until the last grant ends, from the answer on; 0: one of them has no end */
 };
 /* Reads the body of LOCATED. 0 or KVS_E_ARG. */
 int kvs_read_located(const void *body, uint64_t bytes, struct kvs_located *out);
 
 /* Fetches the notifications of batches that used this worker's segments. NOTED (27) comes once there is one, or after wait_ms, with at most
- * KVS_MAX_NOTES. The bytes of a batch are visible to this process before its notification comes; a GPU reads them after an operation that was
- * enqueued after it. */
+ * KVS_MAX_NOTES. The bytes of a batch are visible to this process before its notification comes. GPU work that is enqueued after that also reads
+ * them. */
 int64_t kvs_notes(kvs_client *c, uint32_t wait_ms);
 
 struct kvs_note {
@@ -410,7 +410,7 @@ struct kvs_batch {
 
 /* Makes room for entries, and passes the memory to the sidecar; kvs_regions_wait waits for that. */
 int kvs_batch_open(kvs_client *c, uint32_t capacity, struct kvs_batch *out);
-/* Only once no lease of it is open. */
+/* Releases the memory. Call it only when no lease of the batch is open. */
 void kvs_batch_close(kvs_client *c, struct kvs_batch *batch);
 
 struct kvs_batch_options {
@@ -418,11 +418,11 @@ struct kvs_batch_options {
 	uint32_t write;      /* 1: into the segment, 0: out of it */
 	const char *peer;    /* as in kvs_locate */
 	const char *segment;
-	const uint32_t *regions; /* numbers */
+	const uint32_t *regions; /* numbers of local regions */
 	uint32_t region_count;
 	uint32_t priority;    /* 0 decode waits, 1 stream, 2 background */
-	uint32_t deadline_ms; /* 0: as a lease; at most an hour */
-	uint32_t wait;        /* 1: waits for open batches that exclude it; 0: it is refused */
+	uint32_t deadline_ms; /* 0: as for other leases; at most an hour */
+	uint32_t wait;        /* 1: the batch waits for open batches that exclude it; 0: it is refused */
 	const void *note;     /* for the segment's engine, once the bytes are there; NULL: none */
 	uint32_t note_bytes;
 	uint32_t reserved;

@@ -1,8 +1,8 @@
-"""Segments: memory of this engine that others on other nodes read and write by name, and batches,
-which do that. docs/segments.md has shapes, units and errors.
+"""Segments: memory of this engine with a name. Engines of other nodes read and write it in batches.
+docs/segments.md has shapes, units and errors.
 
-One-sided: the engine of a segment takes part in no batch. Its registration has the nodes that may
-use it, their ranges, and an end.
+A batch is one-sided: the engine that has the segment does nothing for it. The registration grants
+nodes the right to read or write ranges of it for some time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .worker import WorkerClient, _after
 __all__ = ["ENTRY", "EVERYONE", "Batch", "EntryStatus", "Grant", "Located", "Note", "Segments"]
 
 EVERYONE = "*"
-# Of one entry: local offset, offset in the segment, bytes, local stride, stride in the segment,
-# pieces, index into the batch's regions.
+# An entry, 48 bytes: local offset, offset in the segment, bytes, local stride, stride in the
+# segment, pieces, index into the batch's regions. All but the last two count bytes.
 ENTRY = struct.Struct("<5Q2I")
 
 _ERROR, _DONE, _LOCATED, _NOTED = 5, 19, 25, 27
@@ -52,7 +52,7 @@ class Located:
     nbytes: int
     read: bool
     write: bool
-    for_s: float  # until the last grant ends; 0: none ends
+    for_s: float  # until the last grant ends; 0: one of them has no end
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,9 @@ class Segments:
         nbytes: int | None = None,
         timeout_s: float = 10,
     ) -> None:
-        """Makes a range of a registered region a segment. Names are unique on a node. After a
-        reconnection of the client, register it again."""
+        """Makes ``nbytes`` bytes (None: all of the rest) of a registered region, from ``offset`` on,
+        a segment. Names are unique on a node. After a reconnection of the client, register the
+        segment again."""
         size = region.nbytes - offset if nbytes is None else nbytes
         number = self.client._number("segment", region)
         given = (_lib.CGrant * len(grants))(
@@ -111,8 +112,8 @@ class Segments:
         )  # fmt: skip
 
     def revoke(self, name: str, *, to: str = "", timeout_s: float | None = None) -> None:
-        """Takes a segment back; with ``to``, the grants to that node. When it returns, every batch
-        that used them is fenced: no byte is read or written for them any more."""
+        """Ends a segment; with ``to``, only its grants to that node. When it returns, every batch
+        that used them is fenced: no batch reads or writes a byte for them any more."""
         h = self._handle("revoke")
         rc = lib.kvs_segment_revoke(h, name.encode(), to.encode())
         self._ask(f"revoke {name!r}", timeout_s, _DONE, rc)
@@ -129,8 +130,8 @@ class Segments:
         return Located(out.bytes, bool(out.read), bool(out.write), out.end_ms / 1000)
 
     def notes(self, wait_s: float = 0) -> list[Note]:
-        """Notifications of batches that used this worker's segments, each once; none if there is
-        none within ``wait_s``."""
+        """Notifications of batches that used this worker's segments, each once. The list is empty
+        if none comes within ``wait_s``."""
         h = self._handle("notes")
         rc = lib.kvs_notes(h, 0 if wait_s <= 0 else _ms(wait_s, 0))
         body = self._ask("notes", wait_s + 5, _NOTED, rc)
@@ -179,8 +180,8 @@ class Segments:
 
 
 class Batch:
-    """Ranges that one lease moves. Its memory is shared with the sidecar, which reads it once, when
-    the lease begins; change nothing of it before the lease has completed."""
+    """Ranges that one lease moves. They lie in memory that the sidecar shares, and reads once, when
+    the lease begins. Do not change it before the lease has completed."""
 
     def __init__(self, client: WorkerClient, capacity: int, timeout_s: float) -> None:
         h = client._handle()
@@ -234,11 +235,21 @@ class Batch:
             self.add(local, remote, nbytes)
 
     def read(self, segment: str, regions: Sequence[Region], **options: object) -> int:
-        """Reads the ranges of a segment into registered regions. Returns what _submit() returns."""
+        """Reads ranges of a segment into registered regions. Options: ``peer``, the endpoint of the
+        owner's sidecar or the name of its node (empty: this node); ``priority``: 0 decode waits, 1
+        stream, 2 background; ``deadline_s``, at most 3,600 (None: as for other leases); ``wait``:
+        wait for open batches that exclude this one, instead of a refusal; ``note``: at most 64
+        bytes, for the owner's engine; ``req``: a name for traces; ``after``: as of
+        WorkerClient.expect().
+
+        Returns the lease, which completes through WorkerClient.poll(); then statuses() has the
+        status of each entry. Returns 0 or LATER as WorkerClient.copy() does. A note that is too
+        long raises ValueError."""
         return self._submit(0, segment, regions, **options)  # type: ignore[arg-type]
 
     def write(self, segment: str, regions: Sequence[Region], **options: object) -> int:
-        """Writes ranges of registered regions into a segment."""
+        """Writes ranges of registered regions into a segment. Options and result are those of
+        read()."""
         return self._submit(1, segment, regions, **options)  # type: ignore[arg-type]
 
     def _submit(
@@ -246,13 +257,6 @@ class Batch:
         priority: int = 0, deadline_s: float | None = None, wait: bool = False, note: bytes = b"",
         req: str = "", after: int = 0,
     ) -> int:  # fmt: skip
-        """``peer`` as in Segments.find(). ``priority``: 0 decode waits, 1 stream, 2 background.
-        ``wait``: for open batches that exclude this one, instead of a refusal. ``note``: at most 64
-        bytes, for the engine of the segment. ``after``: as in WorkerClient.expect().
-
-        Returns the lease, which completes through WorkerClient.poll(), and then statuses() has the
-        status of each entry. 0 or LATER: as of WorkerClient.copy().
-        """
         if len(note) > _messages.MAX_NOTE_BYTES:
             raise ValueError(
                 f"kvspray: batch: a note of {len(note)} bytes, at most {_messages.MAX_NOTE_BYTES}"
@@ -295,7 +299,7 @@ class Batch:
         ]
 
     def close(self) -> None:
-        """Gives the memory back; only once no lease of the batch is open, and no array of
+        """Releases the memory. Call it only when no lease of the batch is open, and no array of
         ``memory`` is left. Idempotent."""
         if not self._closed:
             with contextlib.suppress(BufferError):

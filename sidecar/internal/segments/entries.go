@@ -24,7 +24,7 @@ func entryError(i int, field, problem, remedy string) error {
 	return refused(fmt.Sprintf("entries[%d].%s", i, field), problem, remedy)
 }
 
-// last returns the end of the last of count pieces; false: it is not a number.
+// last returns the end of the last of count pieces; false: it exceeds 64 bits.
 func last(off, n, stride uint64, count uint32) (end uint64, ok bool) {
 	high, low := bits.Mul64(stride, uint64(count-1))
 	at, carry := bits.Add64(off, low, 0)

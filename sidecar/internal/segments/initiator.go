@@ -132,8 +132,8 @@ func (s *Segments) named(node string) (boot transfer.Boot, p *peer, endpoint str
 		return boot, p, "", err
 	}
 	if endpoint = s.o.Member(node); endpoint == "" {
-		return boot, nil, "", refused("peer", fmt.Sprintf("no node with the name %q is connected, or a "+
-			"member", node), "name the endpoint of the sidecar, host:port")
+		return boot, nil, "", refused("peer", fmt.Sprintf("no peer and no member has the name %q",
+			node), "name the endpoint of the sidecar, host:port")
 	}
 	return boot, nil, endpoint, nil
 }
@@ -179,7 +179,7 @@ func (s *Segments) run(ctx context.Context, w *engines.Worker, b *connector.Batc
 		"reason", c.Reason)
 }
 
-// errAbandoned is the end of a batch whose lease may not be fenced: the node has stopped.
+// errAbandoned is the end of a batch whose lease is perhaps not fenced: the node has stopped.
 var errAbandoned = errors.New("the sidecar has stopped")
 
 // batch moves a batch. A *msg.Error means that nothing was read or written.
@@ -200,7 +200,7 @@ func (s *Segments) batch(ctx context.Context, b *connector.Batch) (c engines.Com
 	if err := s.ranges.take(ctx, claim, b.Wait); err != nil {
 		return c, err
 	}
-	keep := false // the claim of a lease that may not be fenced
+	keep := false // the claim of a lease that is perhaps not fenced
 	defer func() {
 		if !keep {
 			s.ranges.release(claim)
@@ -217,7 +217,7 @@ func (s *Segments) batch(ctx context.Context, b *connector.Batch) (c engines.Com
 	return c, err
 }
 
-// move is a batch with a peer that is reached.
+// move is a batch whose owner is connected.
 type move struct {
 	s     *Segments
 	b     *connector.Batch
@@ -228,7 +228,7 @@ type move struct {
 	id    uint64
 	asked bool // SegmentCancel was sent
 
-	first string // why the own lease has failed, if it was the first of the two
+	first string // why the own lease has failed, if it failed before the owner's
 
 	lease *lease
 	own   *ended // its end
@@ -353,7 +353,7 @@ func (m *move) wait(ctx context.Context, a *ask) (c engines.Completion, err erro
 	return m.result(ctx)
 }
 
-// result is what the engine receives. The side that receives the bytes decides.
+// result is the completion for the engine. The side that receives the bytes determines its status.
 func (m *move) result(ctx context.Context) (c engines.Completion, err error) {
 	c = engines.Completion{Status: m.own.Status, Transport: m.own.Transport, Reason: m.own.Reason,
 		Entries: m.own.arrived}

@@ -30,7 +30,7 @@ func (s *Segments) Notes(w *engines.Worker, wait time.Duration, reply func([]con
 	reply(out)
 }
 
-// takeLocked takes what fits an answer.
+// takeLocked removes and returns as many notifications as one answer may have.
 func (o *owner) takeLocked() []connector.Note {
 	n := min(len(o.notes), msg.MaxNotes)
 	out := o.notes[:n:n]
@@ -60,8 +60,8 @@ func (o *owner) dropLocked(f *fetch) bool {
 	return false
 }
 
-// note delivers the notification of a batch, whose bytes are in place, in the place that was
-// reserved for it. Without one that was fetched the place becomes free.
+// note frees the place that was reserved for the notification of a batch, and delivers the
+// notification. n is nil if the bytes have not arrived: then it delivers nothing.
 func (s *Segments) note(o *owner, n *connector.Note) {
 	s.mu.Lock()
 	o.reserved--

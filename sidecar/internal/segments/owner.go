@@ -38,7 +38,7 @@ type remote struct {
 	ended    chan struct{} // closed after the fence
 }
 
-// use is what leases of peers take.
+// use counts leases of peers, and their entries.
 type use struct{ leases, entries int }
 
 func (u use) full(entries, maxLeases, maxEntries int) bool {
@@ -83,10 +83,11 @@ func (s *Segments) Handle(from transfer.Boot, f *peerv1.ControlFrame) error {
 	return nil
 }
 
-// errInitiator ends a lease that the sidecar which opened it needs no more.
+// errInitiator ends a lease that the initiator has cancelled.
 var errInitiator = fmt.Errorf("%w by the sidecar that sent the batch", local.ErrCanceled)
 
-// answered takes the ask that a peer answers; nil: it is over, or another peer's.
+// answered removes and returns the ask that a peer answers; nil: it has ended, or another peer was
+// asked.
 func (s *Segments) answered(from transfer.Boot, id uint64) *ask {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -98,8 +99,8 @@ func (s *Segments) answered(from transfer.Boot, id uint64) *ask {
 	return a
 }
 
-// unknown refuses a name. It is the same for a segment that does not exist and for one that the
-// peer may not use.
+// unknown refuses a name. The refusal is the same for a segment that does not exist and for one
+// that the peer may not use.
 func unknown(name, node, right string) error {
 	return refused("segment", fmt.Sprintf("%q is no segment that node %q may %s", name, node, right),
 		"register it, with a grant that has not ended")
@@ -147,7 +148,7 @@ func (s *Segments) onLocate(from transfer.Boot, m *peerv1.SegmentLocate) error {
 		SegmentLocated: out}})
 }
 
-// answer sends a frame. A peer that cannot be reached needs none.
+// answer sends a frame. It drops the frame if the peer cannot be reached.
 func (s *Segments) answer(to transfer.Boot, f *peerv1.ControlFrame) error {
 	if err := s.o.Send(to, f); err != nil {
 		s.o.Log.Debug("segments: answer not sent", "peer", to.String(), "err", err)
@@ -225,7 +226,7 @@ func (s *Segments) admit(r *remote) (known bool, err error) {
 			"%d with %d of one node", maxRemotes, maxEntries, maxPerPeer, maxPeerEntries))
 	case len(m.Note) > 0 && len(x.owner.notes)+x.owner.reserved >= maxNotes:
 		return true, refused("note", fmt.Sprintf("the segment's engine has %d notifications that it has "+
-			"not fetched, and places for open batches; at most %d",
+			"not fetched, or that open batches will send; at most %d",
 			len(x.owner.notes)+x.owner.reserved, maxNotes), "fetch them there")
 	}
 	r.seg, r.grant = x, g

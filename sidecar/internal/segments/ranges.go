@@ -29,7 +29,7 @@ type claim struct {
 	spans map[*mem.Region][]span // in order, apart
 	count int                    // spans of all regions
 	write bool
-	// of the batch; zero: the memory is that of the engine which sent it
+	// peer sent the batch; zero: an engine of this node did.
 	peer transfer.Boot
 
 	blockers map[*claim]struct{} // earlier claims that exclude this one; guarded by ranges.mu
@@ -105,9 +105,9 @@ type ranges struct {
 	waiting int
 }
 
-// take opens a claim, or waits for those before it that exclude it if the caller wants that. A
-// write also waits for a read of the same peer: that peer has completed the batch which read, or
-// has both open at its own request, and the end of the read is on its way.
+// take opens a claim. If earlier claims exclude it, take waits for them with wait, and refuses it
+// without. A write waits for a read of the same peer in any case: either the peer has completed
+// that read, and its end is on the way to this node, or the peer itself has opened both.
 func (r *ranges) take(ctx context.Context, c *claim, wait bool) error {
 	if err := r.enter(c, wait); err != nil {
 		return err

@@ -1,5 +1,5 @@
-// Package segments moves batches: ranges of memory that an engine has registered by a name, read or
-// written by engines of other nodes, which the registration lets do so.
+// Package segments moves batches: engines read and write ranges of a segment, which is memory that
+// an engine of another node has registered by a name, with grants.
 //
 // A batch is a lease on each side. The initiator is the sidecar of the engine that sends it, the
 // owner that of the engine with the segment. Both leases are of a worker of the sidecar itself, and
@@ -15,10 +15,11 @@
 //	                               <-  SegmentDone, once its lease is fenced
 //
 // Invariants: a range that a lease writes is in no other open lease. A claim is released after the
-// lease's fence. A batch completes once its own lease has ended; if that failed, once the owner's
-// lease has ended, too, or the owner is gone. Revoke is done once no lease is left that used what
-// it took back. The engine's memory stays until the last lease, because each of them is one of
-// package local. Everything that a peer can make this node do has a bound.
+// lease's fence. A read that succeeds completes once the initiator's lease has ended; a write, or a
+// read that fails, once the owner's lease has ended, too, the owner has not answered within
+// answerTime, or it is gone. Revoke is done once no lease is left that used the revoked segment or
+// grant. The engine's memory stays until the last lease, because each of them is one of package
+// local. Everything that a peer can make this node do has a bound.
 //
 // Goroutines: one for each batch of this node's engines, one for each lease of a peer, both until
 // the lease has ended or Stop.
@@ -64,9 +65,9 @@ const (
 	maxNotes     = 1024
 	maxFetches   = 16               // NOTES of one engine that wait
 	maxDeadline  = time.Hour        // of a peer's lease
-	lostTime     = 5 * time.Second  // without lanes to a peer
+	lostTime     = 5 * time.Second  // without lanes to a peer, until it is gone
 	meetTime     = 10 * time.Second // until both leases have met
-	reachTime    = 3 * time.Second  // for a connect, which is tried again
+	reachTime    = 3 * time.Second  // in which a connect is tried again
 	reachPause   = 100 * time.Millisecond
 	answerTime   = 10 * time.Second // from the end of the own lease to that of the owner's
 	maxReasonLen = 1024             // bytes of a peer's reason
@@ -95,7 +96,7 @@ type Segments struct {
 	ranges ranges
 	wg     sync.WaitGroup // leases of peers
 
-	// starting is held for reading while a lease is given to the executor, and for writing when the
+	// starting is held for reading while a lease is passed to the executor, and for writing when the
 	// node stops. It is taken before mu.
 	starting sync.RWMutex
 
@@ -112,8 +113,8 @@ type Segments struct {
 	lists    map[listID]*plans.List
 	leases   map[uint64]chan ended // open ones, by id
 	last     uint64                // lease or request
-	stop     chan struct{}         // closed when the node stops
-	over     bool                  // stop is closed
+	stop     chan struct{}         // closed once Stop waits no more for leases
+	over     bool                  // Stop was called: no lease begins
 }
 
 // listID names a list of an open lease. One node may have both sides of a batch.
@@ -128,7 +129,7 @@ type segment struct {
 	owner  *owner
 	grants []grant
 	open   map[*remote]struct{}
-	gone   bool // no lease begins
+	gone   bool // it was revoked: no lease begins
 }
 
 // grant is one of a segment, with the time of its end; zero: none.
@@ -149,17 +150,17 @@ type owner struct {
 // peer is a node whose control lanes are up.
 type peer struct {
 	node     string
-	endpoint string // where it was reached; empty: it called
-	claimed  string
+	endpoint string        // to which this node has connected; empty: the peer has connected
+	claimed  string        // endpoint that the peer reports; it is not checked
 	segments bool          // it takes messages about segments
-	down     chan struct{} // closed when nothing of it comes any more
+	down     chan struct{} // closed once the peer is gone
 	lost     *time.Timer   // its lanes are lost; nil: they are up
 }
 
 // ended is the end of a lease in the executor.
 type ended struct {
 	engines.Completion
-	arrived []byte // entries, of a destination lease that failed
+	arrived []byte // bits of entries, of a destination lease that failed
 }
 
 // New makes the part. Attach follows.
@@ -170,7 +171,8 @@ func New(o Options) *Segments {
 		lists: map[listID]*plans.List{}, leases: map[uint64]chan ended{}, stop: make(chan struct{})}
 }
 
-// Of the worker, and of the keys of batches, which no prompt has.
+// Domains of the hashes in the worker's fingerprint and in the keys of batches. No prompt has such
+// a key.
 const (
 	workerDomain = "kvspray-segments-worker-v1"
 	keyDomain    = "kvspray-segments-key-v1"
@@ -195,7 +197,7 @@ func (s *Segments) Attach() error {
 	return nil
 }
 
-// session is the worker's: nothing follows its only layer, which is complete from the beginning.
+// session is the worker's. It does nothing: the only layer is complete from the beginning.
 type session struct{}
 
 // Follow implements engines.Session.
@@ -223,7 +225,7 @@ func (s *Segments) List(w *engines.Worker, k transfer.Key, receives bool) *plans
 	return s.lists[listID{k, receives}]
 }
 
-// keyOf is the key of a batch. Its hash is no prompt's, and no other peer's.
+// keyOf returns the key of a batch. No prompt and no other peer has a key with this hash.
 func keyOf(initiator transfer.Boot, nonce [16]byte) (k transfer.Key) {
 	k.Xfer = nonce
 	k.Hash = sha256.Sum256(slices.Concat([]byte(keyDomain), initiator[:], nonce[:]))
@@ -252,7 +254,7 @@ type leaseOptions struct {
 
 var errStops = errors.New("the sidecar stops")
 
-// begin gives a lease to the executor.
+// begin passes a lease to the executor.
 func (s *Segments) begin(o *leaseOptions) (*lease, error) {
 	s.starting.RLock()
 	defer s.starting.RUnlock()
@@ -291,7 +293,8 @@ func (l *lease) cancel(reason string) {
 	l.s.event(engines.Event{Kind: engines.Canceled, Lease: l.id.ID, Reason: reason})
 }
 
-// Completed takes the end of a lease of the worker. arrived are its entries that have.
+// Completed takes the end of a lease of the worker. arrived has a bit for each entry that has
+// arrived.
 func (s *Segments) Completed(c engines.Completion, arrived []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -347,7 +350,7 @@ func (s *Segments) ownerLocked(w *engines.Worker) *owner {
 	return o
 }
 
-// errRevoked ends leases of what was taken back.
+// errRevoked ends the leases of a revoked segment or grant.
 var errRevoked = errors.New("the segment was revoked")
 
 // Revoke implements connector.Segments.
@@ -415,8 +418,8 @@ func (s *Segments) Gone(w *engines.Worker) {
 	}
 }
 
-// allowed finds the grant of a segment that lets a node do something; where several do, the one
-// with the widest range.
+// allowed returns the grant by which a node may read or write the segment; of several, the one with
+// the widest range.
 func (x *segment) allowed(node string, write bool, now time.Time) (best grant, ok bool) {
 	for _, g := range x.grants {
 		if g.To != connector.Everyone && g.To != node || write && !g.Write || !write && !g.Read ||
@@ -430,7 +433,7 @@ func (x *segment) allowed(node string, write bool, now time.Time) (best grant, o
 	return best, ok
 }
 
-// PeerUp introduces a peer, or changes what is known of it.
+// PeerUp adds a peer whose control lanes are up, or updates it.
 func (s *Segments) PeerUp(boot transfer.Boot, node, endpoint, claimed string, features []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -479,7 +482,7 @@ func (s *Segments) PeerDown(boot transfer.Boot, over bool) {
 	}
 }
 
-// goneLocked forgets a peer.
+// goneLocked removes a peer, and ends the batches with it.
 func (s *Segments) goneLocked(boot transfer.Boot, p *peer) {
 	if p == nil || s.peers[boot] != p {
 		return
@@ -498,7 +501,7 @@ func (s *Segments) goneLocked(boot transfer.Boot, p *peer) {
 
 var errPeerGone = errors.New("the peer is gone")
 
-// ConnectFailed answers a connect.
+// ConnectFailed takes the failure of a connect.
 func (s *Segments) ConnectFailed(endpoint string, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -526,7 +529,7 @@ func (s *Segments) reachedLocked(endpoint string, r reached) {
 	delete(s.reaching, endpoint)
 }
 
-// Stop ends all leases, and returns once they are fenced, or with ctx. Idempotent.
+// Stop ends all leases. It returns once they are fenced, or when ctx ends. Idempotent.
 func (s *Segments) Stop(ctx context.Context) error {
 	s.starting.Lock()
 	s.mu.Lock()
