@@ -47,7 +47,8 @@ def install(name: str, packages: list[str]) -> None:
 
 
 def replace(functions: dict[str, Any]) -> None:
-    """Of other modules: what each function returns. For what a connector asks of a GPU."""
+    """Replaces functions of other modules, by name, with ones that return a given value, for
+    connectors that ask for a GPU."""
     for name, value in functions.items():
         module, _, function = name.rpartition(".")
         setattr(importlib.import_module(module), function, lambda value=value: value)
