@@ -24,7 +24,7 @@ type Fabric struct {
 // Time is the predicted time of an amount.
 func (f Fabric) Time(amount float64) float64 { return f.Fixed + amount/f.Rate }
 
-// PublishedFabrics are those of Table 2 of arXiv 2606.01502, with the errors that it has over all
+// PublishedFabrics are those of Table 2 of arXiv 2606.01502, with the table's errors over all
 // amounts. The rate is that of one thread block, not of the link: NVLink 4 gives 125 GB/s to many.
 func PublishedFabrics() []Fabric {
 	return []Fabric{

@@ -55,7 +55,7 @@ func Evaluate(s *State, a *Ask, c Choice) Choice {
 	return run(s, a, c.Engine)
 }
 
-// again prices a fetch of some tokens of holder h to engine e.
+// again prices a fetch, or a load, of some tokens from holder h to engine e.
 func again(s *State, a *Ask, h, e, moved int) Choice {
 	moved = min(moved, a.Tokens-min(a.Hits[e], a.Tokens))
 	path := s.Network.Path(h, e)

@@ -180,8 +180,8 @@ func run(s *State, a *Ask, e int) Choice {
 	return c
 }
 
-// loaded is the best choice of computing on engine p what it lacks and no store has; ok is false if
-// no store has more than the engine.
+// loaded is the best choice in which engine p loads from a store and computes the rest; ok is false
+// if no store has more than the engine.
 func loaded(s *State, a *Ask, p int) (best Choice, ok bool) {
 	for h := len(s.Engines); h < len(a.Hits); h++ {
 		path := s.Network.Path(h, p)
@@ -195,7 +195,7 @@ func loaded(s *State, a *Ask, p int) (best Choice, ok bool) {
 	return best, ok
 }
 
-// pair is the choice of computing as c has it, on its engine, for engine d.
+// pair is the choice in which the engine of choice c computes as c describes, for engine d.
 func pair(s *State, a *Ask, c Choice, d int, path Path) Choice {
 	p := c.Engine
 	from, to := &s.Engines[p], &s.Engines[d]

@@ -339,8 +339,8 @@ func (p *Proxy) check(ctx context.Context, b *backend, asked <-chan struct{}) er
 	return err
 }
 
-// probe connects to an engine whose check is not answered at once: a check on a connection of
-// before shows the loss of a host late.
+// probe connects to an engine that has not answered a check within the time of one. A check on an
+// open connection shows the loss of a host late.
 func (p *Proxy) probe(ctx context.Context, b *backend) {
 	if !pause(ctx, p.times.Check) {
 		return

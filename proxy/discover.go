@@ -325,8 +325,8 @@ func (d *discovery) look() {
 	d.approve(list, names)
 }
 
-// feed checks where an engine publishes KV events, and takes them from one that may not name the
-// host, or of which nothing follows them.
+// feed checks where an engine publishes KV events. It clears the endpoints if no policy uses them,
+// or if the engine may not name their host.
 func (d *discovery) feed(f *Found) error {
 	events, replay := f.Events, f.Replay
 	f.Events, f.Replay = "", ""
@@ -388,7 +388,7 @@ func (d *discovery) approve(list []Found, names [][]string) {
 	}
 }
 
-// load notes what the sidecars of engines have published, for all routers.
+// load notes the numbers of leases that the sidecars of engines have published.
 func (d *discovery) load(now []Found) {
 	by := map[string]int{}
 	for _, f := range now {

@@ -12,8 +12,8 @@ const (
 	maxHintPlan = 64              // edits of one request
 )
 
-// hintKeys are the fields in which agents describe what becomes of a request's cache: those of
-// vllm#52113 and of sglang#24656.
+// hintKeys are the fields in which agents describe how they will use a request's cache later: those
+// of vllm#52113 and of sglang#24656.
 var hintKeys = []string{"agent_hint", "agent_hints"}
 
 // Results of hints: the values of the label.
@@ -22,17 +22,17 @@ const (
 	hintShortened = "pin_shortened" // to the router's bound
 	hintOff       = "pin_off"       // the router passes none on
 	hintPrefetch  = "prefetch"
-	hintMalformed = "malformed" // left out
-	hintUnknown   = "unknown"   // none that the router has a use for
+	hintMalformed = "malformed" // ignored
+	hintUnknown   = "unknown"   // no field that the router uses
 )
 
 // hints are an agent's wishes for the cache of a request. None of them changes the answer.
 type hints struct {
 	pin      time.Duration // the store keeps the pages for that long; 0: it does not
-	prefetch bool          // the conversation goes on later: the pages are wanted near the engine
+	prefetch bool          // the engine of the next turn loads or computes the prompt now
 }
 
-// agentHints is the object of hintKeys. Other fields are left out.
+// agentHints is the object of hintKeys. Other fields are ignored.
 type agentHints struct {
 	Pin      *bool        `json:"pin"`
 	TTL      *json.Number `json:"ttl"` // seconds
@@ -48,8 +48,8 @@ type agentHints struct {
 	} `json:"context_management"`
 }
 
-// hintsOf reads the hints of a request, and returns their results for metrics. A hint that is
-// malformed is no reason to refuse a request. longest bounds a pin; 0: there is none.
+// hintsOf reads the hints of a request, and returns their results for metrics. It ignores malformed
+// hints, as they are no reason to refuse a request. longest bounds a pin; 0: there is none.
 func hintsOf(fields map[string]json.RawMessage, longest time.Duration) (h hints,
 	results []string) {
 	var raw json.RawMessage
@@ -89,7 +89,7 @@ func hintsOf(fields map[string]json.RawMessage, longest time.Duration) (h hints,
 	return h, results
 }
 
-// ttl is the time of a pin; 0: none is asked for. ok is false for what is no time.
+// ttl is the time of a pin; 0: the client asks for none. ok is false if the value is no time.
 func (a *agentHints) ttl() (d time.Duration, ok bool) {
 	text := a.TTL
 	switch {

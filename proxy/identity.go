@@ -54,8 +54,8 @@ func (i *identity) unanswered(now time.Time) (changed bool) {
 	return true
 }
 
-// ended notes that the engine is down: what comes back may have another sidecar, or none. It
-// reports whether the marks of a sidecar without answers have ended.
+// ended notes that the engine is down: one that comes back may have another sidecar, or none. It
+// reports whether the marks of a sidecar that did not answer have ended.
 func (i *identity) ended() bool {
 	if i.sidecarDown {
 		i.leaving = false

@@ -432,7 +432,7 @@ func computing(roles []placement.Role) []placement.Role {
 }
 
 // loading sets what the engine that computes may load. Without a bound its connector loads all that
-// the store has, whatever that takes.
+// the store has, however long that takes.
 func (p *Placer) loading(d *Decision, chunk int) {
 	n := len(p.accounts)
 	if s := d.Choice.Store; s >= 0 {

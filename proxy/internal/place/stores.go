@@ -34,9 +34,9 @@ var defaultLoads = [tiers]placement.Path{memory: {Fixed: 0.002, Rate: 5e9},
 
 // Measurements of loads.
 const (
-	loadShare  = 0.2 // of a new measurement
-	minMeasure = 1 << 20
-	// The measured time of a load is its fixed time and its bytes: no less of it is for the bytes.
+	loadShare  = 0.2     // of a new measurement in the mean
+	minMeasure = 1 << 20 // bytes
+	// Least share of a measured time that counts for the bytes. The rest is the fixed time.
 	minBytesShare = 0.25
 )
 
@@ -48,7 +48,7 @@ type store struct {
 	age    [tiers]float64 // seconds after which a page leaves the tier; 0: it stays
 	loads  [tiers]measured
 	stored uint64  // pages, in all
-	parts  float64 // bytes of a token, as the policy counts them, over those of one rank
+	parts  float64 // bytes of a token, as the policy counts them, divided by those of one rank
 }
 
 // measured is what loads from one tier have taken.
@@ -65,7 +65,7 @@ func (m *measured) take(t *nodeapi.StoreTier, fixed float64) {
 		gets, bytes, seconds = t.Gets, t.GetBytes, t.GetSeconds
 	}
 	if gets > 0 && bytes < minMeasure {
-		return // with the next ones: little shows the fixed time only
+		return // the next loads are added: a small one shows the fixed time only
 	}
 	m.gets, m.bytes, m.seconds = t.Gets, t.GetBytes, t.GetSeconds
 	if gets == 0 || !(seconds > 0) {
@@ -177,7 +177,7 @@ func (n network) Path(from, to int) placement.Path {
 	return path
 }
 
-// tierAt is where a page of a store is that was used some seconds ago.
+// tierAt is the tier that has a page whose last use was age seconds ago.
 func (s *store) tierAt(age float64) tier {
 	for _, t := range [...]tier{memory, disk, object} {
 		if s.has[t] && (s.age[t] == 0 || age < s.age[t]) {
@@ -254,7 +254,7 @@ func (p *Placer) next(r *Request) float64 {
 	return tokens * continues[min(r.Answers.Count, len(continues)-1)]
 }
 
-// stored sets the hits of stores, and where their pages are. A chunk has some tokens.
+// stored sets the hits of stores, and the tiers of their pages. chunk is the tokens of a chunk.
 func (p *Placer) stored(chunks []int, chunk float64, reported []hit, age float64) {
 	n := len(p.accounts)
 	for s, home := range p.homes {
@@ -269,8 +269,8 @@ func (p *Placer) stored(chunks []int, chunk float64, reported []hit, age float64
 	}
 }
 
-// goesOn finds the turn before a request, and gives its engine, and that engine's store, the tokens
-// of its answer. It returns how long ago the turn has ended, in seconds; 0: unknown.
+// goesOn finds the turn before a request. age is how long ago that turn has ended, in seconds; 0:
+// unknown.
 func (p *Placer) goesOn(r *Request, keys []uint64, now time.Time) (t turn, age float64, ok bool) {
 	if c := min(r.Answers.From/chunkBytes, len(keys)); c > 0 {
 		if t, ok = p.turns.get(keys[c-1]); ok {
@@ -280,7 +280,7 @@ func (p *Placer) goesOn(r *Request, keys []uint64, now time.Time) (t turn, age f
 	return t, age, ok
 }
 
-// answered adds the answer of the turn before to what its engine and that engine's store have.
+// answered adds the answer of the turn before to the hits of its engine and of that engine's store.
 func (p *Placer) answered(r *Request, t turn, chunk float64) {
 	from := int(float64(r.Answers.From/chunkBytes) * chunk)
 	to := int(float64(r.Answers.To) / chunkBytes * chunk)
