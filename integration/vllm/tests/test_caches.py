@@ -245,7 +245,7 @@ def test_deepseek_v41_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch
     )
     config: Any = SimpleNamespace(model_config=SimpleNamespace(model="deepseek-ai/DeepSeek-V4.1"))
     for layer, reason in (
-        (ring, "CircularBufferSpec .DeepSeek-V4.1,.*rings are not moved, serve"),
+        (ring, "CircularBufferSpec .DeepSeek-V4.1,.*moves no rings: serve"),
         (window, "bounded_replay is on .DeepSeek-V4.1."),
         (kept, "entries of 528 bytes"),  # MXFP8
     ):

@@ -78,8 +78,8 @@ def check_config(config: VllmConfig) -> None:
 
 
 def check_images(config: VllmConfig) -> None:
-    """vLLM names an image by a digest of its content, and only without both of its caches by a
-    count, which two engines and two images may share."""
+    """vLLM names an image by a digest of its content. Without both of its caches it names images by
+    a count instead, so two images, in one engine or in two, may have one name."""
     media = config.model_config.multimodal_config
     if media is None or (media.language_model_only and not media.enable_mm_embeds):
         return
@@ -175,9 +175,9 @@ def _short(text: str) -> str:
 
 
 def images_of(config: VllmConfig) -> str:
-    """A digest of the settings that change the KV of an image, and that neither a digest of the
-    image nor the weights have; empty: all are the defaults. The text model's configuration is in
-    the identity by itself."""
+    """A digest of the settings that change the KV of an image and that are neither in the digest of
+    an image nor in that of the weights; empty: all are the defaults. The identity has the text
+    model's configuration in a field of its own."""
     m = config.model_config
     media = m.multimodal_config
     if media is None:

@@ -44,8 +44,8 @@ class ParamsError(ValueError):
 
 @dataclass(frozen=True)
 class Hints:
-    """What a router passes on about a request's pages in the store. No hint is a reason to refuse
-    a request: one that cannot be used is left out."""
+    """A router's hints about a request's pages in the store. Malformed hints are ignored: they are
+    no reason to refuse a request."""
 
     pin_s: float = 0.0  # how long they stay after the request has ended
     load: int | None = None  # tokens that may come from the store; None: all
@@ -61,7 +61,7 @@ def hints_of(params: object) -> Hints:
     ttl, load = raw.get("ttl"), raw.get("load")
     pin_s = 0.0
     if raw.get("pin") is True and isinstance(ttl, int | float) and not isinstance(ttl, bool):
-        # NaN is no number of seconds.
+        # NaN, which compares as false, means no pin.
         pin_s = float(min(ttl, MAX_PIN_S)) if 0 < ttl < math.inf else 0.0
     if isinstance(load, bool) or not isinstance(load, int) or load < 0:
         load = None

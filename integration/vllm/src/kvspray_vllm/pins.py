@@ -1,9 +1,9 @@
 """Pins that requests ask for: the store keeps a request's pages, with those of its answer, for some
 time after it has ended.
 
-The store bounds what one tenant pins, and refuses more. A pin replaces those whose pages it has,
-too: each turn of a conversation pins all turns before it. A pin begins once the PUTs of its pages
-have ended. Everything runs on the engine core's thread.
+The store bounds the pins of one tenant, and refuses more. A pin replaces earlier pins whose pages
+it includes, as each turn of a conversation pins the pages of all turns before it. A pin begins once
+the PUTs of its pages have ended. Everything runs on the engine core's thread.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Pins:
         return len(self._pins)
 
     def add(self, req: str, hashes: tuple[bytes, ...], ttl_s: float, puts: set[int]) -> None:
-        """puts: those of the pages that have not ended."""
+        """puts: the PUTs of these pages that have not ended."""
         self.look()
         last = hashes[-1]
         # One with the same pages is replaced; a place is needed only for a new one.
@@ -120,7 +120,7 @@ class Pins:
             self._log.warning("kvspray: request %s: its pages are not pinned: %s", req, why)
 
     def clear(self) -> None:
-        """There is another store, or there are other weights."""
+        """Ends all pins: the engine has another store, or other weights."""
         for entry in self._pins.values():
             if entry.pin is not None:
                 entry.pin.end()

@@ -46,8 +46,8 @@ REGISTER_S = 10.0
 # one first: a decode engine that lives may have a long queue, and new prompts need the blocks.
 LOW_POOL = 0.1
 
-# Tokens that the prefill computes at least where a model has recurrent states. vLLM's first model
-# runner takes the first step of a prompt of one token for one of a decode, and its graph then
+# Least number of tokens that the prefill computes if a model has recurrent states. vLLM's first
+# model runner treats the first step of a prompt of one token as one of a decode, and its graph then
 # leaves the state in the block of an earlier request.
 STATE_TOKENS = 2
 
@@ -64,13 +64,13 @@ def _traceparent(asked: spray.Spray | None, request: Request) -> str:
 
 
 def _named(request: Request) -> list[int]:
-    """The tokens of a prompt that its hash identifies. Where embeddings take the place of tokens,
-    vLLM's token ids are equal whatever the embeddings are."""
+    """The tokens of a prompt that its hash identifies. If embeddings take the place of tokens, vLLM
+    has the same token ids for all embeddings."""
     tokens: list[int] | None = request.prompt_token_ids
     if not tokens or request.prompt_embeds is not None:
         raise spray.ParamsError(
             "no_token_ids",
-            "a prompt of embeddings, or with some, has no name that another engine could use",
+            "the prompt is of embeddings, or has some: its token ids do not identify it",
         )
     return tokens
 

@@ -117,10 +117,10 @@ class GpuSignals:
 
 
 def in_captures(group: Any, own: Any) -> None:
-    """Of an engine whose connector is not ours but contains it, as vLLM's MultiConnector does: such
-    a connector has no step while vLLM captures a graph, so no hook of a layer is called then, and
-    a replay would signal its layers only at its end. From now on a capture calls the hooks of our
-    connector alone; the other connectors of the group expect a step in theirs."""
+    """For an engine whose connector contains ours, as vLLM's MultiConnector does. That connector
+    has no step while vLLM captures a graph, so vLLM calls no hook of a layer then, and a replay
+    would signal its layers only at its end. After this call, a capture calls the hooks of our
+    connector alone, as the hooks of the other connectors need a step."""
     if group is own:
         return
     has_step, load, save = (

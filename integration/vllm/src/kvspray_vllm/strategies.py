@@ -117,7 +117,7 @@ def kind_of(spec: KVCacheSpec, backend: str, kv_heads: int, ranks: Ranks, packin
         raise Unsupported(
             "kvspray: a cache group is of kind CircularBufferSpec (DeepSeek-V4.1, GLM-5-Next, Step "
             "5, Qwen4 with QSA): a ring of one block for a request, with the tokens of an entry "
-            "that is not complete; rings are not moved, serve the model without kvspray"
+            "that is not complete; kvspray moves no rings: serve the model without kvspray"
         )
     if name not in (
         "FullAttentionSpec",
@@ -138,8 +138,8 @@ def kind_of(spec: KVCacheSpec, backend: str, kv_heads: int, ranks: Ranks, packin
     if getattr(spec, "bounded_replay", False):
         raise Unsupported(
             "kvspray: bounded_replay is on (DeepSeek-V4.1): vLLM computes the tokens of a window "
-            "again instead of keeping its blocks, and which blocks these are is not known to "
-            "kvspray; serve the model without kvspray"
+            "again instead of keeping its blocks, and kvspray cannot find out which blocks these "
+            "are; serve the model without kvspray"
         )
     kind = (
         _rows(spec, backend)
