@@ -18,8 +18,8 @@ func NewCommand() *cobra.Command {
 		Use:   "rdma [PEER]",
 		Short: "RDMA on real NICs beside ib_write_bw, with revocation under traffic",
 		Long: `Tests RDMA on each rail as 'kvspray doctor --rdma' does, longer: in loopback, or to a PEER
-on which 'kvspray-bench rdma --serve HOST' runs. Each rate is beside one of ib_write_bw (package
-perftest), if both hosts have it. A write that comes after a revocation has ended is a fault of the
+on which 'kvspray-bench rdma --serve HOST' runs. If both hosts have the package perftest, the report
+also has each rate of ib_write_bw. A write that comes after a revocation has ended is a fault of the
 NIC, which the report names.`,
 		Example: `  kvspray-bench rdma --report rdma.json
   kvspray-bench rdma --serve 10.0.0.6        # there
@@ -41,7 +41,8 @@ NIC, which the report names.`,
 	f.DurationVar(&p.Span, "span", 5*time.Second, "time of each measurement of the rate")
 	f.StringSliceVar(&p.Rails, "rails", nil,
 		"ports, as transports.gdr.rails names them (default: every active one)")
-	f.StringVar(&p.ServeAt, "serve", "", "serve tests of others at HOST[:PORT], until it is ended")
+	f.StringVar(&p.ServeAt, "serve", "",
+		"serve tests of others at HOST[:PORT], until the command is ended")
 	f.StringVar(&p.Report, "report", "", "a new file for the report as JSON")
 	f.BoolVar(&p.JSON, "json", false, "print JSON instead of the page")
 	return c

@@ -98,9 +98,10 @@ peer, over which transport, with
 the reasons for the rest. Exits with 1 if a peer has no lane.
 
 With --rdma it tests RDMA on each rail instead, with real queue pairs and memory of its own: in
-loopback, or to a peer on which 'kvspray doctor --rdma --serve HOST' runs. It works beside a running
-sidecar, and takes bandwidth from it for seconds. The page, and the JSON of --report, name each
-fault with its remedy; they have no addresses and no names of hosts, and can be sent to others.
+loopback, or to a peer on which 'kvspray doctor --rdma --serve HOST' runs. A sidecar can run at the
+same time; the tests take bandwidth from it for seconds. The page, and the JSON of --report, name
+each fault with its remedy. They have no addresses and no names of hosts, so they can be sent to
+others.
 Exits with 1 if a test fails.`,
 		Example: `  kvspray doctor
   kvspray doctor --rdma --report rdma.json
@@ -154,7 +155,7 @@ Exits with 1 if a test fails.`,
 		"which peers")
 	cmd.Flags().BoolVar(&rdma, "rdma", false, "test RDMA in loopback, or to PEER")
 	cmd.Flags().StringVar(&test.ServeAt, "serve", "", "with --rdma: serve tests of others at "+
-		"HOST[:PORT], until it is ended (default port "+rdmacheck.DefaultPort+")")
+		"HOST[:PORT], until the command is ended (default port "+rdmacheck.DefaultPort+")")
 	cmd.Flags().StringVar(&test.Report, "report", "", "with --rdma: a new file for the report as JSON")
 	cmd.Flags().StringVar(&python, "python", "", "interpreter in which to look for engines "+
 		"(default: $VIRTUAL_ENV's, else python3)")

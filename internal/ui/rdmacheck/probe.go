@@ -62,7 +62,7 @@ func (p *prober) good(what, format string, args ...any) {
 	p.add(doctor.OK, what, "", format, args...)
 }
 
-// fail adds a line for what does not work. Later tests are left out where it returns an error.
+// fail adds a line for a failed test. Later tests are left out if it returns an error.
 func (p *prober) fail(what, remedy, format string, args ...any) {
 	p.add(doctor.Fail, what, remedy, format, args...)
 }

@@ -29,14 +29,14 @@ type Program struct {
 	Stderr  io.Writer
 }
 
-// ErrFailed: the report names what does not work.
+// ErrFailed: a test failed, which the report names.
 var ErrFailed = errors.New("rdmacheck: not all tests passed")
 
 // Run runs the test or serves. What it writes has no addresses and no names.
 func (p *Program) Run(ctx context.Context) error {
 	if p.ServeAt != "" && (p.Peer != "" || p.Report != "" || p.JSON) {
-		return usage.Errorf("--serve: this end only serves: the report is written by the end that " +
-			"names it as its peer")
+		return usage.Errorf("--serve excludes a peer, --report and --json: the end that names this " +
+			"one as its peer writes the report")
 	}
 	if p.Rounds < 1 || p.Rounds > 10000 {
 		return usage.Errorf("--rounds %d: want 1 to 10000", p.Rounds)

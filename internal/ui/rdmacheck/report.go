@@ -220,7 +220,8 @@ func (r *Report) WriteJSON(w io.Writer) error {
 	return enc.Encode(r)
 }
 
-// WriteText writes a page: what is not well, with its remedy, and a line of figures for each rail.
+// WriteText writes a page: each finding that is not ok, with its remedy, and a line of figures for
+// each rail.
 func (r *Report) WriteText(w io.Writer) error {
 	var b strings.Builder
 	fmt.Fprintf(&b, "kvspray %s", r.Version)
@@ -236,7 +237,7 @@ func (r *Report) WriteText(w io.Writer) error {
 	for i := range r.Pairs {
 		p := &r.Pairs[i]
 		fmt.Fprintf(&b, "\n%s to %s\n", p.Near, p.Far)
-		// the rails of a host are alike: all lines of the first, then what is not well
+		// the rails of a host are alike: all lines of the first one, of others those that are not ok
 		writeLines(&b, p.Lines, i == 0)
 		if i > 0 {
 			writeFigures(&b, p)
@@ -247,7 +248,7 @@ func (r *Report) WriteText(w io.Writer) error {
 	return err
 }
 
-// brief leaves out lines of ports that are well where an equal line of another port is shown.
+// brief leaves out lines of ports that are ok if an equal line of another port is shown.
 func brief(lines []Line) (out []Line) {
 	seen := map[string]bool{}
 	for _, l := range lines {
