@@ -91,8 +91,8 @@ class Segments:
         nbytes: int | None = None,
         timeout_s: float = 10,
     ) -> None:
-        """Makes ``nbytes`` bytes (None: all of the rest) of a registered region, from ``offset`` on,
-        a segment. Names are unique on a node. After a reconnection of the client, register the
+        """Makes ``nbytes`` bytes (None: all of the rest) of a registered region a segment, from
+        ``offset`` on. Names are unique on a node. After a reconnection of the client, register the
         segment again."""
         size = region.nbytes - offset if nbytes is None else nbytes
         number = self.client._number("segment", region)
