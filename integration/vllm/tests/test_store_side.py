@@ -376,6 +376,44 @@ def test_the_next_turn_replaces_the_pin_of_the_one_before(v: Vllm) -> None:
     assert held(v) == [10, 6]
 
 
+def test_a_pin_does_not_end_one_that_lasts_longer(v: Vllm) -> None:
+    v.add("a", PROMPT, params=pinned(300))
+    v.drain()
+    for name, answer in ("b", 7), ("c", 1):  # of another client, whose prompt begins alike
+        v.add(name, [*PROMPT, 30, 31, 32][: 29 + answer], answer=answer, params=pinned(5))
+        v.drain()
+    v.clock += 6
+    v.run("x", [1, 2])
+    assert [p.pin_s for p in v.store.pins if not p.ended] == [300]
+
+
+def test_a_pin_that_another_one_has_just_replaced_is_left_alone() -> None:
+    class Asked:
+        refused = ""
+
+        def __init__(self) -> None:
+            self.there: int | None = None
+
+        def pages(self) -> int | None:
+            return self.there
+
+        def end(self) -> None:
+            self.there = 0  # as of a question that is forgotten
+
+    asked: list[Asked] = []
+    counts: list[str] = []
+    side = pins.Pins(
+        lambda hashes, ttl: asked.append(Asked()) or asked[-1],  # type: ignore[func-returns-value]
+        counts.append, logging.getLogger("test"), lambda: 7.0,
+    )  # fmt: skip
+    side.add("turn 1", (b"1",), 60, set())
+    side.add("turn 2", (b"1", b"2"), 60, set())
+    side.add("turn 1 again", (b"1",), 60, set())
+    asked[1].there = 2
+    side.look()
+    assert counts == ["held"] and len(side) == 1
+
+
 def test_a_pin_that_the_sidecar_refuses_is_named(v: Vllm, caplog: pytest.LogCaptureFixture) -> None:
     v.store.refusal = "9 bytes of this tenant would be pinned"
     for name in "ab":

@@ -31,6 +31,9 @@ class _Entry:
     answered: bool = False
     replaces: list[bytes] = field(default_factory=list)  # their last hashes
 
+    def lasts(self, now: float) -> float:
+        return self.until or now + self.ttl_s
+
 
 class Pins:
     def __init__(
@@ -59,7 +62,10 @@ class Pins:
         if last not in self._pins and len(self._pins) >= MAX_PINS:
             self._refused(req, FULL, f"{MAX_PINS} pins are held, which is the bound of an engine")
             return
-        old = self._pins.pop(last, None)
+        old = self._pins.get(last)
+        if old is not None and old.lasts(self._now()) > self._now() + ttl_s:
+            return
+        self._pins.pop(last, None)
         new = self._pins[last] = _Entry(req, hashes, ttl_s, puts)
         new.replaces = [h for h in hashes[:-1] if h in self._pins]
         if old is not None and old.pin is not None:
@@ -88,8 +94,8 @@ class Pins:
         """Takes the sidecar's answers, and drops pins whose time is over."""
         now = self._now()
         for last, entry in list(self._pins.items()):
-            if entry.pin is None:
-                continue
+            if entry.pin is None or self._pins.get(last) is not entry:
+                continue  # it has not begun, or another one has just replaced it
             if now >= entry.until:
                 del self._pins[last]
                 entry.pin.end()
@@ -109,8 +115,11 @@ class Pins:
                 continue
             self._count(HELD if pages == len(entry.hashes) else PART)
             for h in entry.replaces:
-                replaced = self._pins.pop(h, None)
-                if replaced is not None and replaced.pin is not None:
+                replaced = self._pins.get(h)
+                if replaced is None or replaced.lasts(now) > entry.until:
+                    continue  # prompts of several clients may begin alike
+                del self._pins[h]
+                if replaced.pin is not None:
                     replaced.pin.end()
 
     def _refused(self, req: str, outcome: str, why: str) -> None:
