@@ -423,7 +423,7 @@ func (p *Proxy) askSidecar(ctx context.Context, b *backend) {
 		return // the router ends
 	}
 	failed := slices.ContainsFunc(node.Health.FailedURLs, func(u string) bool {
-		return u == b.url.String() || sameEndpoint(asking, hostPortOf(u), b.address)
+		return u == b.url.String() || sameEndpoint(asking, hostPortOf(u), b.address, false)
 	})
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -484,8 +484,8 @@ func (p *Proxy) compare(ctx context.Context, b *backend) {
 	}
 	asking, cancel := context.WithTimeout(ctx, sidecarTimeout)
 	defer cancel()
-	same := sameEndpoint(asking, c.used, c.reported)
-	sidecarSame := c.sidecar == "" || sameEndpoint(asking, c.sidecar, c.reported)
+	same := sameEndpoint(asking, c.used, c.reported, true)
+	sidecarSame := c.sidecar == "" || sameEndpoint(asking, c.sidecar, c.reported, true)
 	if asking.Err() != nil {
 		return // the next check tries again
 	}
@@ -498,9 +498,9 @@ func (p *Proxy) compare(ctx context.Context, b *backend) {
 	}
 }
 
-// sameEndpoint reports whether two host:port have the same port and a common address. If a name
-// cannot be resolved here, engines may still resolve it: the result is then true.
-func sameEndpoint(ctx context.Context, x, y string) bool {
+// sameEndpoint reports whether two host:port have the same port and a common address. unknown is
+// the result if a name cannot be resolved here: others may still resolve it.
+func sameEndpoint(ctx context.Context, x, y string, unknown bool) bool {
 	if x == y {
 		return true
 	}
@@ -512,7 +512,7 @@ func sameEndpoint(ctx context.Context, x, y string) bool {
 	xa, xerr := net.DefaultResolver.LookupHost(ctx, xh)
 	ya, yerr := net.DefaultResolver.LookupHost(ctx, yh)
 	if xerr != nil || yerr != nil {
-		return true
+		return unknown
 	}
 	return slices.ContainsFunc(xa, func(a string) bool { return slices.Contains(ya, a) })
 }

@@ -578,9 +578,11 @@ func TestFaultOutlivesAQuestionWithoutAnswer(t *testing.T) {
 // that works. That one does.
 func TestListedEngineBesideAFailedOne(t *testing.T) {
 	d0, d1 := newEngine(t, answerDecode), newEngine(t, answerDecode)
+	// A name that this host cannot resolve, with the port of the engine that works.
+	elsewhere := "http://other.invalid" + d1.URL[strings.LastIndex(d1.URL, ":"):]
 	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		fmt.Fprintf(w, `{"endpoint":"10.1.2.3:7650","health":{"state":"failed","failed":["vllm/a"],`+
-			`"failed_urls":[%q]}}`, d0.URL)
+			`"failed_urls":[%q,%q]}}`, d0.URL, elsewhere)
 	}))
 	defer sidecar.Close()
 	px, url := start(t, Config{Decode: []Engine{{URL: d0.URL, Sidecar: sidecar.URL},
