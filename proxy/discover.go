@@ -392,7 +392,9 @@ func (d *discovery) approve(list []Found, names [][]string) {
 func (d *discovery) load(now []Found) {
 	by := map[string]int{}
 	for _, f := range now {
-		by[f.URL] = f.Leases
+		if !f.Lost { // its last number is out of date
+			by[f.URL] = f.Leases
+		}
 	}
 	for _, b := range d.p.backends() {
 		leases, ok := by[b.url.String()]

@@ -296,6 +296,10 @@ func TestFoundEnginesLoad(t *testing.T) {
 		})
 		answered(t, url, c.want...)
 	}
+	// The last number of a sidecar that has ended is out of date.
+	f.set(at(a.URL, "decode", leases(1), func(f *Found) { f.Lost = true }),
+		at(b.URL, "decode", leases(2)))
+	answered(t, url, "from a", "from b")
 }
 
 // A role changes under load: no request fails, and one that was in flight ends.
