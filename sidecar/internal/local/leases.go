@@ -28,10 +28,16 @@ type Leases struct {
 	wg  sync.WaitGroup
 
 	mu   sync.Mutex // protects all below
-	open map[*engines.Worker]map[uint64]open
+	open map[*engines.Worker]map[lease]open
 	last map[*engines.Worker]func() // called at the end of a worker's last lease
 	// faults are why leases of workers fail.
 	faults map[*engines.Worker]error
+}
+
+// lease names a lease of a worker.
+type lease struct {
+	id   uint64 // any number: the engine, or this sidecar, has chosen it
+	peer bool   // OpenPeer has opened it
 }
 
 // open is an open lease; its context ends when the lease is canceled.
@@ -42,7 +48,7 @@ type open struct {
 
 // New makes an empty set. The end of ctx ends all leases.
 func New(ctx context.Context) *Leases {
-	return &Leases{ctx: ctx, open: map[*engines.Worker]map[uint64]open{},
+	return &Leases{ctx: ctx, open: map[*engines.Worker]map[lease]open{},
 		last:   map[*engines.Worker]func(){},
 		faults: map[*engines.Worker]error{}}
 }
@@ -61,10 +67,22 @@ func (l *Leases) Run(w *engines.Worker, id uint64, deadline time.Duration,
 // lease is canceled; its cause is one of the errors above.
 func (l *Leases) Open(w *engines.Worker, id uint64, deadline time.Duration) (_ context.Context,
 	end func()) {
+	return l.begin(w, lease{id, false}, deadline)
+}
+
+// OpenPeer is Open for a lease of a peer on a worker's memory. The worker's own leases may have the
+// same ids, and it cannot cancel this one.
+func (l *Leases) OpenPeer(w *engines.Worker, id uint64, deadline time.Duration) (_ context.Context,
+	end func()) {
+	return l.begin(w, lease{id, true}, deadline)
+}
+
+func (l *Leases) begin(w *engines.Worker, id lease, deadline time.Duration) (_ context.Context,
+	end func()) {
 	ctx, cancel := context.WithCancelCause(l.ctx)
 	l.mu.Lock()
 	if l.open[w] == nil {
-		l.open[w] = map[uint64]open{}
+		l.open[w] = map[lease]open{}
 	}
 	l.open[w][id] = open{ctx, cancel}
 	if why := l.faults[w]; why != nil {
@@ -85,7 +103,7 @@ func (l *Leases) Open(w *engines.Worker, id uint64, deadline time.Duration) (_ c
 func (l *Leases) Cancel(w *engines.Worker, id uint64, reason string) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	o, ok := l.open[w][id]
+	o, ok := l.open[w][lease{id, false}]
 	if ok {
 		o.cancel(fmt.Errorf("%w: %s", ErrCanceled, reason))
 	}
@@ -160,7 +178,7 @@ func (l *Leases) Count() (leases, canceled, waiting int) {
 // Wait returns once every lease has ended.
 func (l *Leases) Wait() { l.wg.Wait() }
 
-func (l *Leases) ended(w *engines.Worker, id uint64) {
+func (l *Leases) ended(w *engines.Worker, id lease) {
 	l.mu.Lock()
 	delete(l.open[w], id)
 	var f func()

@@ -38,3 +38,26 @@ func TestFault(t *testing.T) {
 		t.Errorf("%d faults of workers that are gone", len(l.faults))
 	}
 }
+
+// A lease of a peer and one of the engine with the same id are two: the memory stays until both
+// have ended, whatever ids the engine chooses.
+func TestLeaseOfPeer(t *testing.T) {
+	l := New(t.Context())
+	w := &engines.Worker{}
+	for _, id := range []uint64{1, 1<<63 | 1} {
+		ctx, end := l.OpenPeer(w, id, time.Hour)
+		_, endOwn := l.Open(w, id, time.Hour)
+		if !l.Cancel(w, id, "") || ctx.Err() != nil {
+			t.Errorf("the engine canceled lease %d of a peer", id)
+		}
+		endOwn()
+		free := false
+		l.After(w, func() { free = true })
+		if free {
+			t.Errorf("the memory is free during lease %d of a peer", id)
+		}
+		if end(); !free {
+			t.Errorf("the memory is not free after lease %d", id)
+		}
+	}
+}

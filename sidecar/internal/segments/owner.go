@@ -235,7 +235,7 @@ func (s *Segments) admit(r *remote) (known bool, err error) {
 		r.deadline = min(r.deadline, g.until.Sub(now))
 	}
 	s.last++
-	ctx, end := s.o.Leases.Open(x.owner.w, remoteLease|s.last, r.deadline)
+	ctx, end := s.o.Leases.OpenPeer(x.owner.w, s.last, r.deadline)
 	r.ctx, r.cancel = context.WithCancelCause(ctx)
 	r.end = end
 	s.remotes[r.id] = r
@@ -247,9 +247,6 @@ func (s *Segments) admit(r *remote) (known bool, err error) {
 	s.wg.Go(func() { s.serve(r) })
 	return true, nil
 }
-
-// remoteLease marks the leases of peers in package local. Those of engines count from 1.
-const remoteLease = 1 << 63
 
 // serve moves the batch of a peer, and reports its end.
 func (s *Segments) serve(r *remote) {
