@@ -18,7 +18,7 @@ const (
 	idle    = 5 * time.Minute // between two requests
 	work    = 2 * time.Minute // of a request beside its wait; the end may have little processor time
 	connect = 5 * time.Second
-	first   = 10 * time.Second // until the first request: a client without one holds up others
+	first   = 10 * time.Second // until the first request; others wait meanwhile
 )
 
 // coded are errors that stay recognizable across the connection.
