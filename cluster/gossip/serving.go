@@ -162,7 +162,7 @@ func (d *self) tookLocked(m *peerv1.Serving) bool {
 	return false
 }
 
-// loadLocked takes the load of a member's engines. It notifies no reader: routers poll it.
+// loadLocked takes the load of a member's engines. Waiting readers stay asleep: routers poll it.
 func (s *serving) loadLocked(m *peerv1.Load) {
 	for name, h := range s.have {
 		if string(h.member.Boot[:]) != string(m.Boot) || h.revision != m.Revision ||

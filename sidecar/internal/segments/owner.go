@@ -83,7 +83,7 @@ func (s *Segments) Handle(from transfer.Boot, f *peerv1.ControlFrame) error {
 	return nil
 }
 
-// errInitiator ends a lease that the initiator has cancelled.
+// errInitiator ends a lease that the initiator has canceled.
 var errInitiator = fmt.Errorf("%w by the sidecar that sent the batch", local.ErrCanceled)
 
 // answered removes and returns the ask that a peer answers; nil: it has ended, or another peer was
