@@ -32,7 +32,7 @@ const (
 	postAtOnce  = 16                     // messages being sent
 	maxServed   = 1024                   // members whose Serving a router keeps
 	loadEvery   = time.Second            // between two messages about a changed load
-	loadAgain   = 10                     // an unchanged load is sent again after so many loadEvery
+	loadAgain   = 10                     // loadEvery until an unchanged load is sent again
 	keepLost    = 10 * time.Minute       // a Serving after its member is lost
 	maxRevision = 1<<63 - 1
 )
@@ -162,7 +162,7 @@ func (d *self) tookLocked(m *peerv1.Serving) bool {
 	return false
 }
 
-// loadLocked takes the load of a member's engines. Waiting readers stay asleep: routers poll it.
+// loadLocked takes the load of a member's engines. It wakes no waiting reader: routers poll it.
 func (s *serving) loadLocked(m *peerv1.Load) {
 	for name, h := range s.have {
 		if string(h.member.Boot[:]) != string(m.Boot) || h.revision != m.Revision ||
@@ -404,7 +404,7 @@ func (g *Gossip) sendLoad() {
 	d.mu.Unlock()
 	b, err := proto.Marshal(&peerv1.GossipMessage{Body: &peerv1.GossipMessage_Load{Load: m}})
 	if err != nil {
-		return // not possible: the message has only numbers and bytes
+		return // impossible: the message has numbers and bytes alone
 	}
 	for _, n := range to {
 		_ = g.list.SendBestEffort(n, b) // the next one replaces it
