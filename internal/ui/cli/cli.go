@@ -38,7 +38,7 @@ func newRoot() *cobra.Command {
 
 Try it on this host with vLLM:        kvspray try
 Start one next to each engine:        kvspray serve
-Route requests to prefill and decode: kvspray proxy --config FILE
+Route requests to prefill and decode: kvspray proxy --engine url=URL,role=ROLE ...
 Check what works on this host:        kvspray doctor
 See what a sidecar does:              kvspray status
 Explain one request:                  kvspray why ID`,

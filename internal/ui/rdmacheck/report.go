@@ -202,7 +202,8 @@ func (p *Pair) failed() bool {
 // Verdict is one line.
 func (r *Report) Verdict() string {
 	if len(r.Pairs) == 0 {
-		return "nothing was tested: this host, or the peer, has no usable RDMA port: see the lines above"
+		return "nothing was tested: this host, or the peer, has no usable RDMA port: see the lines " +
+			"above. Without RDMA kvspray uses tcp and shm"
 	}
 	text := fmt.Sprintf("RDMA works on %d of %d rails", r.working(), len(r.Pairs))
 	for i := range r.Pairs {

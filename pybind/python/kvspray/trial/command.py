@@ -284,7 +284,8 @@ class Trial:
             ) from err
         if importlib.util.find_spec("vllm") is None:
             raise Refused(
-                f"vLLM is not installed in this Python environment ({sys.prefix}): {INSTALL} vllm"
+                f"vLLM is not installed in this Python environment ({sys.prefix}): {INSTALL} vllm; "
+                "without a GPU, 'make demo' in a checkout of kvspray makes a vLLM for CPUs"
             )
         if not importlib.metadata.entry_points(group="vllm.general_plugins", name="kvspray"):
             raise Refused(
