@@ -14,13 +14,15 @@ import (
 
 // A thousand streams at once are all served, and none is taken for another.
 func TestThousandStreams(t *testing.T) {
-	const streams = 1000
-	arrived, release := make(chan struct{}, streams), make(chan struct{})
+	const streams, begin = 1000, 50 // begin at a time: a busy machine connects no more in time
+	arrived, release := make(chan struct{}, 2*streams), make(chan struct{})
+	begins := make(chan struct{}, begin)
 	d := newEngine(t, func(w http.ResponseWriter, r *http.Request, s seen) {
 		w.Header().Set("Content-Type", "text/event-stream")
 		fmt.Fprintf(w, "data: %s\n\n", s.body["prompt"])
 		_ = http.NewResponseController(w).Flush()
 		arrived <- struct{}{}
+		<-begins
 		select {
 		case <-release:
 		case <-r.Context().Done():
@@ -35,10 +37,16 @@ func TestThousandStreams(t *testing.T) {
 	defer stop()
 	var wg sync.WaitGroup
 	for i := range streams {
+		begins <- struct{}{}
 		wg.Go(func() {
 			_, answer, _ := post(t, url, "/v1/completions", fmt.Sprintf(`{"prompt":"%d","stream":true}`, i))
 			if want := fmt.Sprintf("data: %d\n\ndata: [DONE]\n\n", i); answer != want {
 				t.Errorf("stream %d: %q", i, answer)
+				arrived <- struct{}{}
+				select {
+				case <-begins:
+				default:
+				}
 			}
 		})
 	}

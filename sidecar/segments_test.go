@@ -271,7 +271,7 @@ func TestBatchRefusals(t *testing.T) {
 	}
 	// A node's own memory is no segment, and an unknown peer is named.
 	a.refusedBatch(t, b, "no segment that node", msg.Batch{Segment: "pool"}, one)
-	a.refusedBatch(t, b, "no node with the name", msg.Batch{Peer: "nobody", Segment: "pool"}, one)
+	a.refusedBatch(t, b, "has the name", msg.Batch{Peer: "nobody", Segment: "pool"}, one)
 	a.refusedBatch(t, b, "is not reached", msg.Batch{Peer: "127.0.0.1:1", Segment: "pool"}, one)
 	// The same memory in one batch, on one node.
 	b.refusedBatch(t, b, "this batch", msg.Batch{Segment: "pool", Write: true},

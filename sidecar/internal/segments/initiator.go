@@ -378,7 +378,7 @@ func (m *move) result(ctx context.Context) (c engines.Completion, err error) {
 	switch {
 	case cause != nil:
 		c.Status, c.Reason = local.Status(cause), cause.Error()
-	case m.first == "":
+	case m.first == "" || m.b.Write && uint16(m.owner.Status) == engines.StatusExpired:
 		c.Status, c.Reason = uint16(m.owner.Status), m.owner.Reason
 	default:
 		c.Reason = m.first
