@@ -132,8 +132,10 @@ func TestPrefetch(t *testing.T) {
 			!strings.Contains(answer, "hello") {
 			t.Fatalf("%s without the engine: %d %s", policy, code, answer)
 		}
-		if n := len(d.requests()); n != 1 || d.requests()[0].body["max_tokens"] != 50.0 {
-			t.Errorf("%s without the engine: %d requests", policy, n)
+		// If a health check has found P down before, D computes the next turn, and its prompt now.
+		if r := d.requests(); len(r) != 1 ||
+			r[0].body["max_tokens"] != 50.0 && r[0].body["max_tokens"] != 1.0 {
+			t.Errorf("%s without the engine: %d requests", policy, len(r))
 		}
 		until(t, policy+": requests are in flight at the end", func() bool {
 			return load(px.prefill.all[0]) == 0 && load(px.decode.all[0]) == 0
