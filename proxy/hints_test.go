@@ -70,7 +70,16 @@ func TestPinReachesTheEngineThatAnswers(t *testing.T) {
 	const hinted = `{"prompt": "x"%s, "agent_hint": {"pin": true, "ttl": 60},
 		"kv_transfer_params": {"kvspray": {"v": 1, "pin": true, "ttl": 9999}}}`
 	for _, mode := range []Mode{Concurrent, PrefillFirst} {
-		p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+		prefilled := make(chan struct{}, 1)
+		p, d := newEngine(t, func(w http.ResponseWriter, r *http.Request, s seen) {
+			answerPrefill(w, r, s)
+			prefilled <- struct{}{}
+		}), newEngine(t, func(w http.ResponseWriter, r *http.Request, s seen) {
+			if own(s)["xfer"] != nil {
+				waitFor(t, prefilled, "no prefill")
+			}
+			answerDecode(w, r, s)
+		})
 		_, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Peer: "127.0.0.1:7650"}},
 			Decode: decoders(d.URL), Mode: mode, MaxPin: time.Minute})
 		for i, more := range []string{"", `, "echo": true`} {
