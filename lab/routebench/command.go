@@ -19,6 +19,7 @@ import (
 
 type options struct {
 	binary, python, packages, logs, json string
+	cpus                                 string
 	extra, only                          []string
 	rounds, streams, tokens, engines     int
 	prompt                               int
@@ -46,6 +47,7 @@ other routers, as make bench-router makes it.`,
 	f.StringVar(&o.python, "python", ".build/venv/bin/python", "Python of the other routers")
 	f.StringVar(&o.packages, "packages", ".build/routers", "directory with their packages")
 	f.StringVar(&o.logs, "logs", os.TempDir(), "directory for the routers' logs")
+	f.StringVar(&o.cpus, "cpus", "", "processors of the router, as for taskset -c (default all)")
 	f.StringVar(&o.json, "json", "", "file for all results")
 	f.StringArrayVar(&o.extra, "flag", nil, "one more argument of kvspray proxy; repeatable")
 	f.StringSliceVar(&o.only, "only", names, "which of them")

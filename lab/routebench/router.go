@@ -75,6 +75,9 @@ type router struct {
 func (o *options) start(ctx context.Context, name string, urls []string) (*router, error) {
 	port := freePort()
 	args, env := o.command(name, port, urls)
+	if o.cpus != "" {
+		args = append([]string{"taskset", "--cpu-list", o.cpus}, args...)
+	}
 	r := &router{exec.CommandContext(ctx, args[0], args[1:]...), "127.0.0.1:" + port,
 		make(chan error, 1)}
 	log, err := os.Create(filepath.Join(o.logs, name+".log"))
