@@ -393,8 +393,14 @@ func TestFoundEnginesEvents(t *testing.T) {
 	until(t, "the feeds", func() bool { return values(t, reg)["kv_events_up"] == 2 })
 	text := strings.Repeat("a document of some length. ", 400)
 	b.Publish(storedText(text))
-	until(t, "the blocks", func() bool {
-		return values(t, reg)["kv_blocks"] == float64(len(text)/block) && px.about("base") != nil
+	until(t, "the blocks, and what both engines serve", func() bool {
+		known := 0
+		for _, about := range px.about("base") {
+			if about {
+				known++
+			}
+		}
+		return values(t, reg)["kv_blocks"] == float64(len(text)/block) && known == 2
 	})
 	for range 3 {
 		post(t, url, "/v1/completions", completion("base", text))
