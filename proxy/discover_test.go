@@ -394,13 +394,7 @@ func TestFoundEnginesEvents(t *testing.T) {
 	text := strings.Repeat("a document of some length. ", 400)
 	b.Publish(storedText(text))
 	until(t, "the blocks, and what both engines serve", func() bool {
-		known := 0
-		for _, about := range px.about("base") {
-			if about {
-				known++
-			}
-		}
-		return values(t, reg)["kv_blocks"] == float64(len(text)/block) && known == 2
+		return values(t, reg)["kv_blocks"] == float64(len(text)/block) && aboutAll(px, "base")
 	})
 	for range 3 {
 		post(t, url, "/v1/completions", completion("base", text))

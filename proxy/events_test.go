@@ -130,6 +130,12 @@ func completion(model, prompt string) string {
 	return fmt.Sprintf(`{"model": %q, "prompt": %q, "stream": true}`, model, prompt)
 }
 
+// aboutAll reports whether the feeds of all engines are usable for a model.
+func aboutAll(p *Proxy, model string) bool {
+	list := p.about(model)
+	return len(list) > 0 && !slices.Contains(list, false)
+}
+
 // A request goes to the engine that reports its blocks. Other requests are not drawn there.
 func TestEventsDecide(t *testing.T) {
 	a, b := newReporting(t), newReporting(t)
@@ -138,8 +144,7 @@ func TestEventsDecide(t *testing.T) {
 		Policy: "cache", Registry: reg,
 		Log: slog.New(slog.NewTextHandler(log, nil))})
 	until(t, "the feeds", func() bool {
-		return values(t, reg)["kv_events_up"] == 2 && p.about("base") != nil &&
-			p.about("")[0]
+		return values(t, reg)["kv_events_up"] == 2 && aboutAll(p, "base") && aboutAll(p, "")
 	})
 	text := strings.Repeat("a document of some length. ", 400)
 	b.Publish(storedText(text))
@@ -223,7 +228,12 @@ func TestEventsThatDoNotCome(t *testing.T) {
 		Policy: "auto", Registry: reg,
 		Log: slog.New(slog.NewTextHandler(log, nil))})
 	b.mute.Store(true)
-	until(t, "the feed", func() bool { return p.about("base") != nil })
+	until(t, "the feed, and the models of the engine without one", func() bool {
+		unseen := p.decode.all[1]
+		unseen.mu.Lock()
+		defer unseen.mu.Unlock()
+		return p.about("base") != nil && unseen.models.base("base")
+	})
 	text := strings.Repeat("a document of some length. ", 400)
 	began := time.Now()
 	for range 4 {
@@ -254,7 +264,7 @@ func TestTokenizePausesOneEngine(t *testing.T) {
 	reg := prometheus.NewRegistry()
 	p, url := start(t, Config{Decode: []Engine{a.reported(), b.reported()}, Mode: PrefillFirst,
 		Policy: "auto", Registry: reg})
-	until(t, "the feeds", func() bool { return p.about("base") != nil })
+	until(t, "the feeds", func() bool { return aboutAll(p, "base") })
 	began := time.Now()
 	for i := range 8 {
 		post(t, url, "/v1/completions", completion("base", fmt.Sprint("prompt ", i)))

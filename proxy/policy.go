@@ -60,7 +60,10 @@ func newPlacing(cfg Config, reg prometheus.Registerer) (*placing, error) {
 			func() float64 { return float64(p.Stats().Blocks) }),
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts(opts("placement_stores",
 			"Stores of pages whose loads the policy prices.")),
-			func() float64 { return float64(p.Stores()) }),
+			func() float64 {
+				stores, _ := p.Stores()
+				return float64(stores)
+			}),
 		prometheus.NewCounterFunc(prometheus.CounterOpts(opts("placement_index_blocks_evicted_total",
 			"Parts of prompts that left the index because it was full.")),
 			func() float64 { return float64(p.Stats().Forgot) }))

@@ -89,7 +89,10 @@ func TestTurnsWithAStore(t *testing.T) {
 		px, url := start(t, Config{Prefill: []Engine{{URL: p.URL, Sidecar: side}},
 			Decode: []Engine{{URL: d.URL, Sidecar: side}}, Policy: "fetch", Mode: PrefillFirst,
 			Log: slog.New(slog.NewTextHandler(log, nil))})
-		until(t, "the policy has no store", func() bool { return px.placing.Stores() == 1 })
+		until(t, "the policy has no store of both engines", func() bool {
+			stores, engines := px.placing.Stores()
+			return stores == 1 && engines == 2
+		})
 		first := fmt.Sprintf(`{"role": "user", "content": %q}`, strings.Repeat("a question ", 1000))
 		for _, messages := range []string{first,
 			first + fmt.Sprintf(`, {"role": "assistant", "content": %q}, {"role": "user", "content": "?"}`,

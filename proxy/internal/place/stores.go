@@ -297,9 +297,14 @@ func (p *Placer) answered(r *Request, t turn, chunk float64) {
 	}
 }
 
-// Stores is the number of stores that engines use.
-func (p *Placer) Stores() int {
+// Stores counts the stores that engines use, and these engines.
+func (p *Placer) Stores() (stores, engines int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return len(p.homes)
+	for _, home := range p.home {
+		if home >= 0 {
+			engines++
+		}
+	}
+	return len(p.homes), engines
 }
