@@ -386,7 +386,7 @@ func (p *Proxy) unaccepted(ctx context.Context, addr string, begun time.Time) {
 		b.health.unaccepted(begun, b.last())
 		lost = lost || b.health.lost(b.last())
 	})
-	if g, ok := ctx.Value(guardKey{}).(*guard); ok && lost && g.other() {
+	if g, ok := ctx.Value(guardKey{}).(*guard); ok && lost && !g.reached.Load() && g.other() {
 		g.replace(errUnaccepted)
 	}
 }
