@@ -241,7 +241,7 @@ soak-store: #: A store for SOAK_STORE (1h) while its process is killed and disk 
 
 SOAK_FLEET ?= 20m
 .PHONY: soak-fleet
-soak-fleet: #: Sidecars, routers and fake engines come, go and are killed under load for SOAK_FLEET (20m): no errors, and how soon do routers notice?
+soak-fleet: #: Sidecars, routers and fake engines come, go and are killed, then GPUs and links fail, for SOAK_FLEET (20m) each: no errors, and how soon do routers notice?
 	KVSPRAY_FLEET_SOAK=$(SOAK_FLEET) go test -timeout 24h -count=1 -v ./test/fleet | grep -v '^=== '
 
 SOAK_SGLANG ?= 60
