@@ -519,6 +519,10 @@ bench-latency: build env #: Latency of one 4 KiB block between two sidecars, fro
 bench-place: build env #: The router's policies with three real engines, rails of 0.1 to 10 Gbit/s: predictions, times to the first token (root, an hour)
 	$(VENV)/bin/python test/rig/bench_place.py $(BENCH_ARGS)
 
+.PHONY: bench-loads
+bench-loads: build env #: Does the router choose rightly between loading from a store and computing? 12 cells with real engines, rails of 0.02 to 1 Gbit/s (root)
+	$(VENV)/bin/python test/rig/bench_loads.py $(BENCH_ARGS)
+
 .PHONY: bench-router
 bench-router: build env #: kvspray proxy beside vllm-router and sglang-router, 2,000 streams of engines that compute nothing (160 MB to fetch, once; 6 minutes)
 	for r in vllm-router==0.1.17 sglang-router==0.3.2; do d=$(B)/routers/$${r%%==*}; [ -e $$d/complete ] || \
