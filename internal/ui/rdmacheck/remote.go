@@ -37,6 +37,9 @@ type remoteError struct {
 func (e *remoteError) Error() string { return e.text }
 func (e *remoteError) Unwrap() error { return e.is }
 
+// sameKey is the remedy for ends that do not prove themselves to each other.
+const sameKey = "name the same peer.cluster_key_file, or certificates of one authority, at both ends"
+
 // errPeerGone: the connection to the peer's end has ended.
 var errPeerGone = errors.New("the connection to the peer has ended")
 
@@ -114,9 +117,8 @@ func dial(ctx context.Context, address string, key *keys.Credentials) (*remote, 
 		ctx, cancel := context.WithTimeout(ctx, first)
 		defer cancel()
 		if err := proved.HandshakeContext(ctx); err != nil {
-			return nil, errors.Join(fmt.Errorf("rdmacheck: proof of the key at %s: %w: name the same "+
-				"peer.cluster_key_file, or certificates of one authority, at both ends", address, err),
-				c.Close())
+			return nil, errors.Join(fmt.Errorf("rdmacheck: proof of the key at %s: %w: %s", address, err,
+				sameKey), c.Close())
 		}
 		c = proved
 	}

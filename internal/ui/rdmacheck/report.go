@@ -142,7 +142,7 @@ func Run(ctx context.Context, env Env, opt Options) (r *Report, err error) {
 		far = c
 		a, err := far.call(ctx, &request{Op: opHello})
 		if err != nil {
-			return nil, err
+			return nil, fmt.Errorf("%w: %s", err, sameKey)
 		}
 		r.PeerVersion, r.PeerHost, farRails = a.Version, a.Host, a.Rails
 		if len(farRails) == 0 {
