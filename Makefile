@@ -241,7 +241,7 @@ soak-store: #: A store for SOAK_STORE (1h) while its process is killed and disk 
 
 SOAK_FLEET ?= 20m
 .PHONY: soak-fleet
-soak-fleet: #: Sidecars, routers and fake engines come, go and are killed under load for SOAK_FLEET (20m): no errors, and how soon do routers notice?
+soak-fleet: #: Sidecars, routers and fake engines come, go and are killed, then GPUs and links fail, for SOAK_FLEET (20m) each: no errors, and how soon do routers notice?
 	KVSPRAY_FLEET_SOAK=$(SOAK_FLEET) go test -timeout 24h -count=1 -v ./test/fleet | grep -v '^=== '
 
 SOAK_SGLANG ?= 60
@@ -518,6 +518,10 @@ bench-latency: build env #: Latency of one 4 KiB block between two sidecars, fro
 .PHONY: bench-place
 bench-place: build env #: The router's policies with three real engines, rails of 0.1 to 10 Gbit/s: predictions, times to the first token (root, an hour)
 	$(VENV)/bin/python test/rig/bench_place.py $(BENCH_ARGS)
+
+.PHONY: bench-loads
+bench-loads: build env #: Does the router choose rightly between loading from a store and computing? 12 cells with real engines, rails of 0.02 to 1 Gbit/s (root)
+	$(VENV)/bin/python test/rig/bench_loads.py $(BENCH_ARGS)
 
 .PHONY: bench-router
 bench-router: build env #: kvspray proxy beside vllm-router and sglang-router, 2,000 streams of engines that compute nothing (160 MB to fetch, once; 6 minutes)

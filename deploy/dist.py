@@ -433,6 +433,7 @@ def main() -> int:
     try:
         if args.what == "wheels":
             Dist(args.version, ROOT / "dist").wheels((host(),))
+            print("made in dist/; install them: python -m pip install dist/*.whl (docs/install.md)")
         elif args.what == "image":
             Dist(args.version, ROOT / "dist").image(host())
         else:

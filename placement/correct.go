@@ -59,7 +59,7 @@ func Evaluate(s *State, a *Ask, c Choice) Choice {
 func again(s *State, a *Ask, h, e, moved int) Choice {
 	moved = min(moved, a.Tokens-min(a.Hits[e], a.Tokens))
 	path := s.Network.Path(h, e)
-	c := fetchTokens(s, a, e, moved, s.ready(h)+path.Time(float64(moved)*a.TokenBytes))
+	c := fetchTokens(s, a, h, e, moved, s.ready(h)+path.Time(float64(moved)*a.TokenBytes))
 	c.from(s, h)
 	return c
 }

@@ -72,8 +72,17 @@ type State struct {
 	Stores  []Store
 	Network Network // nil: nothing can be moved
 	// Overlap is the part of the shorter of prefill and transfer that runs beside the longer one:
-	// 1 with layer-wise transfers, 0 if one begins after the other.
+	// 1 with layer-wise transfers, 0 if one begins after the other. With a store it is always 0: an
+	// engine computes once all that it loads has come.
 	Overlap float64
+}
+
+// overlap is that of a prefill and a transfer from a holder.
+func (s *State) overlap(holder int) float64 {
+	if holder < len(s.Engines) {
+		return s.Overlap
+	}
+	return 0
 }
 
 // ready is the time until a holder can send.
@@ -241,13 +250,13 @@ func fetch(s *State, a *Ask, h, e int, path Path) (best Choice, ok bool) {
 	each := a.TokenBytes / path.Rate                         // seconds per token on the link
 	fetchable := held - own
 	block := float64(max(1, a.Block))
-	best = fetchTokens(s, a, e, fetchable, begin+each*float64(fetchable))
+	best = fetchTokens(s, a, h, e, fetchable, begin+each*float64(fetchable))
 	try := func(x float64) {
 		// A part of a block is no choice. Both neighbors are.
 		low := block * math.Floor(x/block)
 		for _, n := range [2]float64{low, low + block} {
 			if n >= 1 && n < float64(fetchable) {
-				c := fetchTokens(s, a, e, int(n), begin+each*n)
+				c := fetchTokens(s, a, h, e, int(n), begin+each*n)
 				if c.Price < best.Price {
 					best = c
 				}
@@ -265,7 +274,8 @@ func fetch(s *State, a *Ask, h, e int, path Path) (best Choice, ok bool) {
 			// transfer as the shorter and as the longer part.
 			slope := each * g.PrefillRate
 			stalls := running * float64(g.Running)
-			for _, prefill := range [2]float64{slope*(1-s.Overlap) - 1, slope - (1 - s.Overlap)} {
+			alone := 1 - s.overlap(h)
+			for _, prefill := range [2]float64{slope*alone - 1, slope - alone} {
 				try(missing - ((prefill-stalls)/(others*g.Arrivals)-g.PrefillFixed)*g.PrefillRate)
 			}
 		}
@@ -283,14 +293,14 @@ func (c *Choice) from(s *State, h int) {
 	}
 }
 
-// fetchTokens prices a fetch of moved tokens that ends at a time.
-func fetchTokens(s *State, a *Ask, e, moved int, ends float64) Choice {
+// fetchTokens prices a fetch of moved tokens of holder h that ends at a time.
+func fetchTokens(s *State, a *Ask, h, e, moved int, ends float64) Choice {
 	g := &s.Engines[e]
 	reused := min(a.Hits[e], a.Tokens) + moved
 	c := Choice{Engine: e, Store: -1, Reused: reused, Moved: moved, Computed: a.Tokens - reused,
 		Wait: g.Wait, Prefill: g.prefill(float64(a.Tokens - reused)),
 		Transfer: max(0, ends-g.Wait), Decode: g.step()}
-	c.Hidden = s.Overlap * min(c.Prefill, c.Transfer)
+	c.Hidden = s.overlap(h) * min(c.Prefill, c.Transfer)
 	c.finish(g)
 	return c
 }

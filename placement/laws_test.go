@@ -215,7 +215,7 @@ func TestFetchTakesTheBestNumberOfTokens(t *testing.T) {
 			if n%max(1, w.a.Block) != 0 && n != missing {
 				continue
 			}
-			c := fetchTokens(&w.s, &w.a, 0, n, ready+float64(n)*w.a.TokenBytes/p.Rate)
+			c := fetchTokens(&w.s, &w.a, h, 0, n, ready+float64(n)*w.a.TokenBytes/p.Rate)
 			if !atMost(best.Price, c.Price) {
 				t.Fatalf("%d tokens cost %v, the chosen %d cost %v", n, c.Price, best.Moved, best.Price)
 			}

@@ -136,6 +136,29 @@ func TestExpectedAnswer(t *testing.T) {
 	near(t, "loaded", s.next(&Ask{Next: 500, TokenBytes: 1000, Kinds: AllKinds}, 0, 1), 0.005, 1e-9)
 }
 
+// An engine computes once all that it loads from a store has come, also if transfers between
+// engines run beside the prefill. So a load takes all tokens, or none.
+func TestLoadsHideBehindNoPrefill(t *testing.T) {
+	for _, c := range []struct {
+		rate   float64 // tokens per second
+		loaded int
+		ttft   float64
+	}{{1000, 0, 1}, {4000, 2000, 0.5 + 0.5}, {20_000, 2000, 0.1 + 0.5}} {
+		m := NewMatrix(2)
+		m.Set(1, 0, Path{Rate: 1000 * c.rate})
+		s := State{Overlap: 0.9, Network: m, Stores: []Store{{}},
+			Engines: []Engine{{Role: Both, PrefillRate: 4000}}}
+		a := Ask{Tokens: 4000, TokenBytes: 1000, Hits: []int{0, 2000}, Kinds: Run | Load}
+		best, ok := Decide(&s, &a)
+		if !ok || c.rate != 4000 && best.Loaded != c.loaded { // at this rate all numbers are equal
+			t.Errorf("%v tokens/s: %+v, want %d loaded", c.rate, best, c.loaded)
+		}
+		near(t, "TTFT", best.TTFT(), c.ttft, 1e-9)
+		load, _ := fetch(&s, &a, 1, 0, m.Path(1, 0))
+		near(t, "hidden", load.Hidden, 0, 1e-9)
+	}
+}
+
 // The prices of a small cluster, computed by hand.
 func TestChoices(t *testing.T) {
 	m := NewMatrix(3)

@@ -386,7 +386,7 @@ func (p *Proxy) unaccepted(ctx context.Context, addr string, begun time.Time) {
 		b.health.unaccepted(begun, b.last())
 		lost = lost || b.health.lost(b.last())
 	})
-	if g, ok := ctx.Value(guardKey{}).(*guard); ok && lost && g.other() {
+	if g, ok := ctx.Value(guardKey{}).(*guard); ok && lost && !g.reached.Load() && g.other() {
 		g.replace(errUnaccepted)
 	}
 }
@@ -422,14 +422,20 @@ func (p *Proxy) askSidecar(ctx context.Context, b *backend) {
 	if ctx.Err() != nil {
 		return // the router ends
 	}
-	failed := slices.ContainsFunc(node.Health.FailedURLs, func(u string) bool {
-		return u == b.url.String() || sameEndpoint(asking, hostPortOf(u), b.address, false)
-	})
+	among := func(urls []string, unknown bool) bool { // unknown: if a name cannot be resolved here
+		return slices.ContainsFunc(urls, func(u string) bool {
+			return u == b.url.String() || sameEndpoint(asking, hostPortOf(u), b.address, unknown)
+		})
+	}
+	failed, fault := among(node.Health.FailedURLs, false), faultOf(&node.Health)
+	if known := node.Health.AffectedURLs; len(known) > 0 && !among(known, true) {
+		fault = "" // another engine's
+	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	now := time.Now()
 	if err == nil || b.identity.stale(now) {
-		b.health.fault = faultOf(&node.Health)
+		b.health.fault = fault
 	}
 	up := b.conditionLocked(now) < silent
 	var changed bool

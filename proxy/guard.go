@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"maps"
+	"net/http/httptrace"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -18,6 +19,9 @@ type guard struct {
 	b      *backend
 	other  func() bool // something better than a silent engine is there
 	late   *time.Timer
+	// The request has a connection. It need not be the one that was dialed for it: net/http takes one
+	// that becomes idle first. From then on the engine may receive the request.
+	reached atomic.Bool
 	// Either the client gets bytes, and no other engine can take the request over, or the guard ends
 	// the request for another engine: the first of both decides.
 	decided atomic.Bool
@@ -28,7 +32,9 @@ type guardKey struct{}
 
 func newGuard(ctx context.Context, b *backend, bound time.Duration, other func() bool) *guard {
 	g := &guard{b: b, other: other}
-	g.ctx, g.cancel = context.WithCancelCause(context.WithValue(ctx, guardKey{}, g))
+	ctx = httptrace.WithClientTrace(context.WithValue(ctx, guardKey{}, g),
+		&httptrace.ClientTrace{GotConn: func(httptrace.GotConnInfo) { g.reached.Store(true) }})
+	g.ctx, g.cancel = context.WithCancelCause(ctx)
 	g.late = time.AfterFunc(bound, func() { g.replace(errLate) })
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -85,6 +91,9 @@ func (g *guard) stop() {
 // cause is the reason of an error of the request, before stop.
 func (g *guard) cause(err error) error {
 	c := context.Cause(g.ctx)
+	if errors.Is(c, errUnaccepted) && g.reached.Load() {
+		return errSilent // a connection came while the guard ended the request
+	}
 	if errors.Is(c, errLate) || errors.Is(c, errSilent) || errors.Is(c, errUnaccepted) {
 		return c
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net/http"
 	"net/http/httptest"
+	"strings"
 	"testing"
 	"time"
 
@@ -91,4 +92,55 @@ func TestGuardDecidesOnce(t *testing.T) {
 			t.Errorf("the answer begins after %v", context.Cause(g.ctx))
 		}
 	})
+}
+
+// A request may have reached its engine over a connection that another request left, while the one
+// that was dialed for it is not accepted. The request goes on, and if it ends, its grant is used.
+func TestRequestOverAnotherConnection(t *testing.T) {
+	reached, release := make(chan struct{}), make(chan struct{})
+	e := newEngine(t, func(w http.ResponseWriter, _ *http.Request, _ seen) {
+		close(reached)
+		<-release
+		w.WriteHeader(http.StatusNoContent)
+	})
+	p, err := New(Config{Decode: decoders(e.URL)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.client.CloseIdleConnections()
+	b := p.decode.list()[0]
+	guarded := func() *guard {
+		g := newGuard(t.Context(), b, time.Hour, func() bool { return true })
+		t.Cleanup(g.stop)
+		return g
+	}
+	g, done := guarded(), make(chan error)
+	go func() {
+		req, err := b.url.Request(g.ctx, http.MethodPost, "/v1/completions", strings.NewReader("{}"))
+		if err == nil {
+			var resp *http.Response
+			if resp, err = p.client.Do(req); err == nil {
+				err = resp.Body.Close()
+			}
+		}
+		done <- err
+	}()
+	<-reached
+	p.unaccepted(g.ctx, b.address, time.Now())
+	if c := b.condition(); c != silent || g.ctx.Err() != nil {
+		t.Errorf("the engine is %s, and its request is ended: %v", c, context.Cause(g.ctx))
+	}
+	close(release)
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	g = guarded()
+	p.unaccepted(g.ctx, b.address, time.Now())
+	if err := g.cause(context.Canceled); !notReached(err) {
+		t.Errorf("without a connection: %v", err)
+	}
+	g.reached.Store(true) // a connection came in this moment
+	if err := g.cause(context.Canceled); notReached(err) || signOfError(err) != signLate {
+		t.Errorf("with a connection: %v", err)
+	}
 }

@@ -578,11 +578,13 @@ func TestFaultOutlivesAQuestionWithoutAnswer(t *testing.T) {
 // that works. That one does.
 func TestListedEngineBesideAFailedOne(t *testing.T) {
 	d0, d1 := newEngine(t, answerDecode), newEngine(t, answerDecode)
+	var affected atomic.Pointer[[]string]
+	affected.Store(&[]string{})
 	// A name that this host cannot resolve, with the port of the engine that works.
 	elsewhere := "http://other.invalid" + d1.URL[strings.LastIndex(d1.URL, ":"):]
 	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		fmt.Fprintf(w, `{"endpoint":"10.1.2.3:7650","health":{"state":"failed","failed":["vllm/a"],`+
-			`"failed_urls":[%q,%q]}}`, d0.URL, elsewhere)
+			`"failed_urls":[%q,%q],"affected_urls":%s}}`, d0.URL, elsewhere, marshal(*affected.Load()))
 	}))
 	defer sidecar.Close()
 	px, url := start(t, Config{Decode: []Engine{{URL: d0.URL, Sidecar: sidecar.URL},
@@ -598,6 +600,16 @@ func TestListedEngineBesideAFailedOne(t *testing.T) {
 	}
 	if n := len(d0.requests()); n != 0 {
 		t.Errorf("%d requests to the engine with the failed device", n)
+	}
+	// A sidecar that names the engines with faults names all of them.
+	for _, x := range []struct {
+		urls []string
+		want condition
+	}{{[]string{d0.URL}, fit}, {[]string{d0.URL, elsewhere}, slow}, {[]string{d0.URL, d1.URL}, slow}} {
+		affected.Store(&x.urls)
+		until(t, fmt.Sprintf("affected: %q", x.urls), func() bool {
+			return px.decode.all[1].condition() == x.want
+		})
 	}
 }
 

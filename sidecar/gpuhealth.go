@@ -284,6 +284,7 @@ func (n *Node) failWorker(w *engines.Worker, why string) (known bool) {
 func (n *Node) health() nodeapi.Health {
 	v := n.devices.view()
 	v.FailedURLs = n.served.failed(n.workers(), v.Failed)
+	v.AffectedURLs = n.served.affected(n.workers(), v.Affected)
 	for name, f := range n.rails.links.faults() {
 		v.Faults = append(v.Faults, faultView("interface "+name, f))
 	}
@@ -318,24 +319,33 @@ func (h *gpuHealth) view() (v nodeapi.Health) {
 		if w.Internal {
 			continue
 		}
+		own := health.Fit
+		for _, pci := range gpusOf(w) {
+			if g := h.gpus[pci]; g != nil {
+				own = max(own, min(g.Fault().Level, health.Degraded))
+			}
+		}
 		if h.failedLocked(w) == "" {
 			working = true
 		} else {
-			level = health.Failed
-			if id := cmp.Or(w.Place.Engine, w.Name); !slices.Contains(v.Failed, id) {
-				v.Failed = append(v.Failed, id)
-			}
+			own = health.Failed
+			v.Failed = append(v.Failed, idOf(w))
 		}
-		for _, pci := range gpusOf(w) {
-			if g := h.gpus[pci]; g != nil {
-				level = max(level, min(g.Fault().Level, health.Degraded))
-			}
+		if own > health.Fit {
+			v.Affected = append(v.Affected, idOf(w))
 		}
+		level = max(level, own)
 	}
-	slices.Sort(v.Failed)
+	for _, ids := range []*[]string{&v.Failed, &v.Affected} {
+		slices.Sort(*ids)
+		*ids = slices.Compact(*ids)
+	}
 	v.State, v.Leaving = level.String(), len(v.Failed) > 0 && !working
 	return v
 }
+
+// idOf names an engine; its ranks have one name.
+func idOf(w *engines.Worker) string { return cmp.Or(w.Place.Engine, w.Name) }
 
 // samples are the faults for metrics.
 func (h *gpuHealth) samples() metrics.FaultSamples {

@@ -312,6 +312,9 @@ func TestThrottledGPU(t *testing.T) {
 			!strings.Contains(v.Health.Faults[0].Text, "hardware thermal slowdown") {
 			t.Errorf("%s: %+v", policy, v)
 		}
+		if slices.Equal(v.Health.Affected, []string{"test/a"}) != (policy == config.Leave) {
+			t.Errorf("%s: affected %q", policy, v.Health.Affected)
+		}
 		x := begin(t, n, e, e, 1, tokens)
 		e.ok(x.dst)
 		e.ok(x.src)

@@ -146,6 +146,25 @@ func (s *served) failed(workers []*engines.Worker, failed []string) (urls []stri
 	return urls
 }
 
+// affected lists the URLs of some engines, at most cluster.MaxAPIs; none: not all have one here.
+func (s *served) affected(workers []*engines.Worker, ids []string) (urls []string) {
+	for _, w := range workers {
+		if w.Internal || !slices.Contains(ids, idOf(w)) {
+			continue
+		}
+		a, _ := s.api(w)
+		switch {
+		case slices.Contains(urls, a.URL):
+		case a.URL == "", len(urls) == cluster.MaxAPIs:
+			return nil
+		default:
+			urls = append(urls, a.URL)
+		}
+	}
+	slices.Sort(urls)
+	return urls
+}
+
 // api describes the engine of a worker, without ranks.
 func (s *served) api(w *engines.Worker) (cluster.API, error) {
 	a := cluster.API{URL: s.cfg.API, Role: s.cfg.Role, Engine: w.Place.Engine,

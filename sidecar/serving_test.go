@@ -131,6 +131,21 @@ func TestServedEnginesOfFailedDevices(t *testing.T) {
 		if urls := strings.Join(s.failed(workers, health.Failed), " "); urls != c.failed {
 			t.Errorf("%+v: failed URLs %s, want %s", health, urls, c.failed)
 		}
+		if urls := strings.Join(s.affected(workers, health.Failed), " "); urls != c.failed {
+			t.Errorf("%+v: affected URLs %s, want %s", health, urls, c.failed)
+		}
+	}
+	// Routers must not take the engines of the other URLs for those without a fault.
+	workers[1].Engine.API = ""
+	if urls := s.affected(workers, []string{"vllm/a", "vllm/b"}); urls != nil {
+		t.Errorf("affected URLs %q, and one engine has none", urls)
+	}
+	for i := range cluster.MaxAPIs + 1 {
+		workers = append(workers, &engines.Worker{Name: "c", Place: engines.Place{Engine: "vllm/c"},
+			Engine: engines.About{API: fmt.Sprintf("http://127.0.0.1:%d", i+1), Role: "both"}})
+	}
+	if urls := s.affected(workers, []string{"vllm/c"}); urls != nil {
+		t.Errorf("%d affected URLs", len(urls))
 	}
 }
 

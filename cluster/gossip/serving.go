@@ -51,6 +51,7 @@ type serving struct {
 	routers map[string]string // addresses of nodes without a boot, by memberlist's name
 	wanted  map[string]wanted // by memberlist's name
 	have    map[string]have   // likewise
+	early   map[string]early  // likewise
 }
 
 type wanted struct {
@@ -65,9 +66,15 @@ type have struct {
 	lost     time.Time // when it was lost; zero: it is a member
 }
 
+// early is the load of a revision that has not come yet: datagrams overtake streams.
+type early struct {
+	revision uint64
+	leases   []uint32 // at most cluster.MaxAPIs
+}
+
 func newServing(observe bool) serving {
 	return serving{observe: observe, post: newPost(), routers: map[string]string{},
-		wanted: map[string]wanted{}, have: map[string]have{}}
+		wanted: map[string]wanted{}, have: map[string]have{}, early: map[string]early{}}
 }
 
 // wantLocked notes the newest revision of a member's Serving.
@@ -115,6 +122,7 @@ func (s *serving) dropLostLocked() bool {
 func (s *serving) forgetLocked(name string) {
 	delete(s.wanted, name)
 	delete(s.have, name)
+	delete(s.early, name)
 	delete(s.routers, name)
 	s.asked = slices.DeleteFunc(s.asked, func(x string) bool { return x == name })
 }
@@ -157,24 +165,42 @@ func (d *self) tookLocked(m *peerv1.Serving) bool {
 			return false
 		}
 		s.have[name] = have{revision: m.Revision, member: x, serving: servingOf(m)}
+		if load := s.early[name]; load.revision <= m.Revision {
+			delete(s.early, name)
+			s.loadedLocked(name, load)
+		}
 		return true
 	}
 	return false
 }
 
 // loadLocked takes the load of a member's engines. It wakes no waiting reader: routers poll it.
-func (s *serving) loadLocked(m *peerv1.Load) {
-	for name, h := range s.have {
-		if string(h.member.Boot[:]) != string(m.Boot) || h.revision != m.Revision ||
-			len(h.serving.APIs) != len(m.Leases) {
+func (d *self) loadLocked(m *peerv1.Load) {
+	s := &d.serving
+	for name, x := range d.members {
+		if _, known := s.wanted[name]; !known || string(x.Boot[:]) != string(m.Boot) ||
+			m.Revision > maxRevision || len(m.Leases) > cluster.MaxAPIs {
 			continue
 		}
-		h.serving.APIs = slices.Clone(h.serving.APIs) // readers have the old one
-		for i, n := range m.Leases {
-			h.serving.APIs[i].Leases = int(n)
+		if load := (early{m.Revision, m.Leases}); load.revision > s.have[name].revision {
+			s.early[name] = load
+		} else {
+			s.loadedLocked(name, load)
 		}
-		s.have[name] = h
 	}
+}
+
+// loadedLocked adds a load to the Serving that it belongs to.
+func (s *serving) loadedLocked(name string, load early) {
+	h := s.have[name]
+	if load.revision != h.revision || len(load.leases) != len(h.serving.APIs) {
+		return
+	}
+	h.serving.APIs = slices.Clone(h.serving.APIs) // readers have the old one
+	for i, n := range load.leases {
+		h.serving.APIs[i].Leases = int(n)
+	}
+	s.have[name] = h
 }
 
 // dueLoadLocked is the load to send now; nil: none. It is called every loadEvery.
@@ -300,7 +326,7 @@ func (d *self) NotifyMsg(b []byte) {
 			d.notifyLocked()
 		}
 	case *peerv1.GossipMessage_Load:
-		d.serving.loadLocked(body.Load)
+		d.loadLocked(body.Load)
 	}
 }
 

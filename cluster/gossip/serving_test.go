@@ -128,6 +128,53 @@ func TestLoad(t *testing.T) {
 	}
 }
 
+// A load that overtakes its Serving counts once that has come. One of an older revision, or of
+// another number of engines, does not.
+func TestLoadBeforeItsServing(t *testing.T) {
+	boot := transfer.Boot{1}
+	d := &self{members: map[string]cluster.Member{"n": {Node: "n", Boot: boot}},
+		changed: make(chan struct{}), serving: newServing(true)}
+	g := &Gossip{self: d}
+	d.serving.wantLocked("n", 1)
+	serve := func(revision uint64) {
+		d.tookLocked(&peerv1.Serving{Boot: boot[:], Revision: revision,
+			Apis: []*peerv1.Api{{Url: "http://a:1", Role: "both"}, {Url: "http://a:2", Role: "both"}}})
+	}
+	load := func(revision uint64, leases ...uint32) {
+		d.loadLocked(&peerv1.Load{Boot: boot[:], Revision: revision, Leases: leases})
+	}
+	sees := func(what string, want ...int) {
+		t.Helper()
+		got := g.Served()[0].APIs
+		if got[0].Leases != want[0] || got[1].Leases != want[1] {
+			t.Errorf("%s: %+v, want %v", what, got, want)
+		}
+	}
+	load(1, 3, 4)
+	serve(1)
+	sees("before the first Serving", 3, 4)
+	load(3, 5, 6)
+	load(1, 7, 8)
+	serve(2)
+	sees("before a later one", -1, -1)
+	serve(3)
+	sees("at that one", 5, 6)
+	load(2, 9, 9)
+	load(maxRevision+1, 9, 9)
+	load(4, 1)
+	load(5, make([]uint32, cluster.MaxAPIs+1)...)
+	serve(4)
+	sees("another number of engines", -1, -1)
+	if len(d.serving.early) != 0 {
+		t.Errorf("%v is kept", d.serving.early)
+	}
+	load(9, 1, 1)
+	d.serving.loseLocked("n", time.Now())
+	if len(d.serving.early) != 0 {
+		t.Errorf("%v is kept of a member that is lost", d.serving.early)
+	}
+}
+
 // A router that misses a message asks again, because the revision of the metadata shows it.
 func TestServingIsAskedAgain(t *testing.T) {
 	a := begun(t, nil)

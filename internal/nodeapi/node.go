@@ -38,6 +38,11 @@ type Health struct {
 	Failed []string `json:"failed,omitempty"`
 	// FailedURLs are those API servers of which all engines are in Failed, as far as they are known.
 	FailedURLs []string `json:"failed_urls,omitempty"`
+	// Affected are the ids of engines that use a device with a fault, those in Failed included.
+	Affected []string `json:"affected,omitempty"`
+	// AffectedURLs are their API servers. If there are some, the other engines of the node are fit;
+	// none: not all are known.
+	AffectedURLs []string `json:"affected_urls,omitempty"`
 	// Leaving: all engines of the node are in Failed, and there is one. Node.Leaving includes it.
 	Leaving bool `json:"leaving,omitempty"`
 }

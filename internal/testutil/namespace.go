@@ -10,6 +10,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -33,8 +34,14 @@ func InNamespace(tb testing.TB) bool {
 		}
 		return true
 	}
+	left := time.Duration(0) // no limit
+	if t, ok := tb.(*testing.T); ok {
+		if at, ok := t.Deadline(); ok {
+			left = time.Until(at)
+		}
+	}
 	cmd, err := inNamespace(tb.Name(), "-test.run="+only(tb.Name()), "-test.v",
-		"-test.timeout=10m", fmt.Sprintf("-test.short=%t", testing.Short()))
+		"-test.timeout="+left.String(), fmt.Sprintf("-test.short=%t", testing.Short()))
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -50,6 +57,8 @@ func InNamespace(tb testing.TB) bool {
 		tb.Errorf("the child ran no test of the name %s:\n%s", tb.Name(), output)
 	case strings.Contains(output, "--- SKIP: "+tb.Name()+" "): // through Skip, which has counted it
 		tb.Skip(output)
+	case testing.Verbose():
+		tb.Log(output)
 	}
 	return false
 }

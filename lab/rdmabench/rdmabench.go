@@ -22,8 +22,8 @@ on which 'kvspray-bench rdma --serve HOST' runs. If both hosts have the package 
 also has each rate of ib_write_bw. A write that comes after a revocation has ended is a fault of the
 NIC, which the report names.`,
 		Example: `  kvspray-bench rdma --report rdma.json
-  kvspray-bench rdma --serve 10.0.0.6        # there
-  kvspray-bench rdma 10.0.0.6 --rounds 1000   # here`,
+  kvspray-bench rdma --cluster-key k --serve 10.0.0.6        # there
+  kvspray-bench rdma --cluster-key k 10.0.0.6 --rounds 1000   # here`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			p.Peer = ""
@@ -44,6 +44,8 @@ NIC, which the report names.`,
 	f.StringVar(&p.ServeAt, "serve", "",
 		"serve tests of others at HOST[:PORT], until the command is ended")
 	f.StringVar(&p.Report, "report", "", "a new file for the report as JSON")
+	f.StringVar(&p.Config.Peer.ClusterKeyFile, "cluster-key", "", "file of the cluster key, of which "+
+		"both ends off this host have a copy")
 	f.BoolVar(&p.JSON, "json", false, "print JSON instead of the page")
 	return c
 }

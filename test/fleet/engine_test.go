@@ -22,6 +22,7 @@ import (
 type engineConfig struct {
 	Socket, Listen, ID, Role string
 	Loads                    time.Duration // until it answers
+	GPU                      int           // that has its cache, from 1; 0: the host's memory
 }
 
 // stats are what a fake engine has seen, with its own times. All are of one host.
@@ -84,7 +85,13 @@ func runEngine(c *engineConfig) error {
 	w, err := connectortest.NewWorker(connectortest.Config{Socket: c.Socket, Layout: shape.Layout(),
 		Regions: []*mem.Region{region},
 		Engine: msg.Engine{Name: "fake", Version: "1", ID: c.ID, Api: "http://" + l.Addr().String(),
-			Role: c.Role}})
+			Role: c.Role},
+		Tamper: func(m *msg.Register, fds []int) []int {
+			if c.GPU > 0 {
+				onGPU(c.GPU, &m.Regions[0])
+			}
+			return fds
+		}})
 	if err != nil {
 		return err
 	}

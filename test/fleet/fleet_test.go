@@ -23,6 +23,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/ui/cli"
 )
@@ -34,6 +36,12 @@ const (
 )
 
 func TestMain(m *testing.M) {
+	if slices.Contains(os.Environ(), ownSysfs) {
+		if err := unix.Mount("sysfs", "/sys", "sysfs", unix.MS_RDONLY, ""); err != nil {
+			fmt.Fprintln(os.Stderr, "sysfs:", err)
+			os.Exit(1)
+		}
+	}
 	if os.Getenv(asKvspray) != "" {
 		os.Exit(cli.Main(os.Args[1:], os.Stdout, os.Stderr))
 	}
@@ -67,20 +75,23 @@ type process struct {
 	name string
 	log  string
 	argv []string
-	env  string
+	env  []string
 	cmd  *exec.Cmd
 }
 
 func (p *process) start() {
 	p.t.Helper()
 	p.cmd = exec.Command(os.Args[0], p.argv...)
-	p.cmd.Env = append(os.Environ(), p.env)
+	p.cmd.Env = append(os.Environ(), p.env...)
 	log, err := os.OpenFile(p.log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {
 		p.t.Fatal(err)
 	}
 	defer func() { _ = log.Close() }() // the child has its own
 	p.cmd.Stderr = log
+	if slices.Contains(p.env, ownSysfs) {
+		p.cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS}
+	}
 	if err := p.cmd.Start(); err != nil {
 		p.t.Fatal(err)
 	}
@@ -98,7 +109,8 @@ func (p *process) end(s syscall.Signal) {
 
 // newProcess is a child that has not started.
 func newProcess(t *testing.T, dir, name, env string, argv ...string) *process {
-	p := &process{t: t, name: name, log: filepath.Join(dir, name+".log"), argv: argv, env: env}
+	p := &process{t: t, name: name, log: filepath.Join(dir, name+".log"), argv: argv,
+		env: []string{env}}
 	t.Cleanup(func() {
 		p.end(syscall.SIGKILL)
 		if log, err := os.ReadFile(p.log); err == nil && t.Failed() {
@@ -113,6 +125,7 @@ type node struct {
 	sidecar *process
 	socket  string
 	http    string
+	gpus    string // directory of their state; empty: it has none
 	engines []*engine
 }
 
@@ -133,7 +146,7 @@ func (e *engine) begin() {
 	if err != nil {
 		e.t.Fatal(err)
 	}
-	e.env = asEngine + "=" + string(b)
+	e.env = []string{asEngine + "=" + string(b)}
 	e.start()
 }
 
@@ -464,47 +477,74 @@ func soakFor(t *testing.T) time.Duration {
 	return d
 }
 
-// Engines, sidecars and routers start, end and are killed under load. No client sees an error,
-// unless its answer had begun, and all routers send to the same engines.
-func TestFleet(t *testing.T) {
-	f := newFleet(t)
-	soak := soakFor(t)
-	within := func(what string, took, limit time.Duration) {
-		t.Logf("%s: %v", what, took.Round(time.Millisecond))
-		if soak > 0 && took > limit {
-			t.Errorf("%s: %v, and %v is the bound", what, took, limit)
-		}
-	}
+// begin starts the sidecars, some engines and the routers.
+func (f *fleet) begin(engines int) {
+	f.t.Helper()
 	for _, n := range f.nodes {
 		n.sidecar.start()
 	}
-	for _, e := range f.engines()[:nodes*perNode-1] {
+	for _, e := range f.engines()[:engines] {
 		e.begin()
 	}
 	for _, r := range f.routers {
 		r.begin()
 	}
 	f.agree("the first engines")
+}
+
+// serve begins the load. The returned function ends it.
+func (f *fleet) serve() (end func()) {
+	ctx, stop := context.WithCancel(f.t.Context())
+	var wg sync.WaitGroup
+	wg.Go(func() { f.load(ctx) })
+	return func() {
+		stop()
+		wg.Wait()
+		f.t.Logf("%d requests served, %d begun answers broke", f.served.Load(), f.broken.Load())
+	}
+}
+
+// turn takes turns until each was taken and the time of a soak is over.
+func (f *fleet) turn(soak time.Duration, each int, take func(n int)) {
+	end := time.Now().Add(soak)
+	for n := 0; (n < each || time.Now().Before(end)) && !f.t.Failed(); n++ {
+		take(n)
+	}
+}
+
+// progress waits until clients have got answers.
+func (f *fleet) progress(what string) {
+	f.t.Helper()
+	from := f.served.Load()
+	until(f.t, what+": requests are served", func() bool { return f.served.Load() >= from+50 })
+}
+
+// within logs how long routers took to notice something, and bounds it in a soak.
+func (f *fleet) within(what string, took, limit time.Duration) {
+	f.t.Helper()
+	f.t.Logf("%s: %v", what, took.Round(time.Millisecond))
+	if soakFor(f.t) > 0 && took > limit {
+		f.t.Errorf("%s: %v, and %v is the bound", what, took, limit)
+	}
+}
+
+// Engines, sidecars and routers start, end and are killed under load. No client sees an error,
+// unless its answer had begun, and all routers send to the same engines.
+func TestFleet(t *testing.T) {
+	f := newFleet(t)
+	soak := soakFor(t)
+	f.begin(nodes*perNode - 1)
 	if soak > 0 {
 		f.idle(idleFor)
 	}
-	ctx, stop := context.WithCancel(t.Context())
-	var wg sync.WaitGroup
-	wg.Go(func() { f.load(ctx) })
-	defer wg.Wait()
-	defer stop()
-	progress := func(what string) {
-		t.Helper()
-		from := f.served.Load()
-		until(t, what+": requests are served", func() bool { return f.served.Load() >= from+50 })
-	}
+	defer f.serve()()
 	back := func(e *engine, what string) {
 		t.Helper()
 		e.begin()
 		f.agree(what)
 		until(t, what+": it gets requests", func() bool { return e.stats().Requests > 0 })
 		s := e.stats()
-		within(what+", from its first good health check to its first request", s.First.Sub(s.Healthy),
+		f.within(what+", from its first good health check to its first request", s.First.Sub(s.Healthy),
 			2*time.Second)
 	}
 	turns := []func(n *node, e *engine, r *router){
@@ -516,8 +556,8 @@ func TestFleet(t *testing.T) {
 			e.up = false
 			e.end(syscall.SIGKILL)
 			f.agree("a killed engine is left out")
-			within("a killed engine is left out", time.Since(begun), time.Second)
-			progress("a killed engine")
+			f.within("a killed engine is left out", time.Since(begun), time.Second)
+			f.progress("a killed engine")
 			back(e, "the killed engine is back")
 		},
 		func(n *node, _ *engine, _ *router) { // scale down, and up again
@@ -529,14 +569,14 @@ func TestFleet(t *testing.T) {
 				e.up = false
 			}
 			f.agree("a node that drains gets nothing")
-			within("a node that drains gets nothing", time.Since(asked), time.Second)
+			f.within("a node that drains gets nothing", time.Since(asked), time.Second)
 			for _, e := range n.engines {
 				if s := e.stats(); s.Last.After(asked) {
-					within("the last request after a drain has begun", s.Last.Sub(asked), time.Second)
+					f.within("the last request after a drain has begun", s.Last.Sub(asked), time.Second)
 				}
 				e.end(syscall.SIGTERM)
 			}
-			progress("a drained node")
+			f.progress("a drained node")
 			if err := n.leave(http.MethodDelete); err != nil {
 				t.Fatal(err)
 			}
@@ -552,8 +592,8 @@ func TestFleet(t *testing.T) {
 				e.end(syscall.SIGKILL)
 			}
 			f.agree("a lost node is left out")
-			within("a lost node is left out", time.Since(lost), 10*time.Second)
-			progress("a lost node")
+			f.within("a lost node is left out", time.Since(lost), 10*time.Second)
+			f.progress("a lost node")
 			n.sidecar.start()
 			for _, e := range n.engines {
 				back(e, "the lost node is back")
@@ -562,17 +602,17 @@ func TestFleet(t *testing.T) {
 		func(n *node, _ *engine, _ *router) { // a sidecar restarts, its engines live
 			killed := time.Now()
 			n.sidecar.end(syscall.SIGKILL)
-			progress("a killed sidecar")
+			f.progress("a killed sidecar")
 			if soak > 0 {
 				until(t, "gossip notices a killed sidecar", func() bool { return !f.prefills(n) })
-				within("gossip notices a killed sidecar", time.Since(killed), 10*time.Second)
+				f.within("gossip notices a killed sidecar", time.Since(killed), 10*time.Second)
 			}
 			f.resume(n)
 			f.agree("the sidecar is back")
 		},
 		func(n *node, _ *engine, _ *router) { // the same in order
 			n.sidecar.end(syscall.SIGTERM)
-			progress("a sidecar that ended")
+			f.progress("a sidecar that ended")
 			f.resume(n)
 			f.agree("the sidecar that ended is back")
 		},
@@ -584,28 +624,24 @@ func TestFleet(t *testing.T) {
 				f.set(n, e, role)
 				e.role = role
 				f.agree(role)
-				within("a role is "+role, time.Since(set), time.Second)
-				progress(role)
+				f.within("a role is "+role, time.Since(set), time.Second)
+				f.progress(role)
 			}
 		},
 		func(_ *node, _ *engine, r *router) { // a router is killed
 			r.url.Store(nil)
 			r.end(syscall.SIGKILL)
-			progress("a killed router")
+			f.progress("a killed router")
 			r.begin()
 			f.agree("the router is back")
 		},
 	}
-	end := time.Now().Add(soak)
-	for n := 0; (n < len(turns) || time.Now().Before(end)) && !t.Failed(); n++ {
+	f.turn(soak, len(turns), func(n int) {
 		at := f.nodes[(nodes-1+n)%nodes]
 		if n >= len(turns) {
 			at = f.nodes[rand.N(nodes)]
 		}
 		turns[n%len(turns)](at, at.engines[len(at.engines)-1-n/len(turns)%perNode],
 			f.routers[n%routers])
-	}
-	stop()
-	wg.Wait()
-	t.Logf("%d requests served, %d begun answers broke", f.served.Load(), f.broken.Load())
+	})
 }

@@ -200,7 +200,9 @@ class Load:
 
 
 class Engine(Server):
-    def __init__(self, name: str, logs: pathlib.Path, sidecar: Sidecar, pace: float) -> None:
+    def __init__(
+        self, name: str, logs: pathlib.Path, sidecar: Sidecar, pace: float, store: bool = False
+    ) -> None:
         super().__init__(name, logs)
         self.sidecar = sidecar
         self.events, self.replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
@@ -211,6 +213,7 @@ class Engine(Server):
             ("kvspray_paced", "PacedConnector") if pace else ("kvspray_vllm", "KVSprayConnector")
         )
         kv = kvspray_config(sidecar.socket, "kv_both", connector=connector)
+        kv["kv_connector_extra_config"]["store"] = store
         self.start(HOST, MODEL, kv, *ENGINE_ARGS, "--kv-events-config", json.dumps(events),
                    env={"VLLM_SERVER_DEV_MODE": "1", "KVSPRAY_PACE": str(pace)})  # fmt: skip
 

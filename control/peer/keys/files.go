@@ -172,6 +172,22 @@ func read(path string, secret bool, remedy string) ([]byte, error) {
 	return b, nil
 }
 
+// Load loads what authenticates a node to its peers: certificates if one of their files is named,
+// else the cluster key; nil: no path is set.
+func Load(cluster, cert, key, ca, node string, now time.Time) (*Credentials, error) {
+	if cert != "" || key != "" || ca != "" {
+		return FromFiles(cert, key, ca, now)
+	}
+	if cluster == "" {
+		return nil, nil
+	}
+	c, err := LoadCluster(cluster)
+	if err != nil {
+		return nil, err
+	}
+	return FromCluster(c, node)
+}
+
 // Check loads files as a start would: cluster is the path of a cluster key, the others are those of
 // FromFiles. Empty paths are skipped. expires is when the certificate ends;
 // zero: it does not, or there is none.

@@ -23,7 +23,7 @@ import (
 )
 
 // errUnhealthy is the result of doctor and check, which have printed the details.
-var errUnhealthy = errors.New("a required check failed")
+var errUnhealthy = errors.New("a check failed")
 
 // Main runs the command line and returns the exit code.
 func Main(args []string, stdout, stderr io.Writer) int {

@@ -89,7 +89,7 @@ func doctorCommand() *cobra.Command {
 		Long: `Checks what works on this host. Each line is one of:
   ok    works
   warn  does not work, or works worse, with the reason and the remedy; the sidecar runs without it
-  fail  the sidecar does not run, with the reason and the remedy
+  fail  the sidecar does not run, or --python names no interpreter, with the reason and the remedy
   skip  this host has or needs nothing of the kind, or it could not be determined
 The last line counts them. Exits with 1 if a check fails.
 
@@ -98,15 +98,16 @@ peer, over which transport, with
 the reasons for the rest. Exits with 1 if a peer has no lane.
 
 With --rdma it tests RDMA on each rail instead, with real queue pairs and memory of its own: in
-loopback, or to a peer on which 'kvspray doctor --rdma --serve HOST' runs. A sidecar can run at the
-same time; the tests take bandwidth from it for seconds. The page, and the JSON of --report, name
+loopback, or to a peer on which 'kvspray doctor --rdma --serve HOST' runs with the same cluster key
+or with certificates (--config, or --set peer.cluster_key_file=FILE). A sidecar can run at the same
+time; the tests take bandwidth from it for seconds. The page, and the JSON of --report, name
 each fault with its remedy. They have no addresses and no names of hosts, so they can be sent to
 others.
 Exits with 1 if a test fails.`,
 		Example: `  kvspray doctor
   kvspray doctor --rdma --report rdma.json
-  kvspray doctor --rdma --serve 10.0.0.6     # there
-  kvspray doctor --rdma 10.0.0.6              # here`,
+  kvspray doctor --rdma --config c.yaml --serve 10.0.0.6     # there
+  kvspray doctor --rdma --config c.yaml 10.0.0.6              # here`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) > 0 && !rdma {

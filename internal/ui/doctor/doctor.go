@@ -24,7 +24,7 @@ type State string
 const (
 	OK   State = "ok"
 	Warn State = "warn" // something does not work, or works worse; the sidecar runs without it
-	Fail State = "fail" // the sidecar does not run
+	Fail State = "fail" // the sidecar does not run, or the user named what is not there
 	Skip State = "skip" // this host has or needs nothing of the kind, or it could not be determined
 )
 
@@ -109,7 +109,7 @@ func Run(ctx context.Context, h *Host) []Result {
 	return out
 }
 
-// Healthy reports whether every required check passed.
+// Healthy reports whether no check failed.
 func Healthy(results []Result) bool {
 	for _, r := range results {
 		if r.State == Fail {
@@ -127,7 +127,7 @@ func Summary(results []Result) string {
 	}
 	verdict := "kvspray runs on this host"
 	if n[Fail] > 0 {
-		verdict = "kvspray does not run on this host: see the lines with fail"
+		verdict = "kvspray does not run like this: see the lines with fail"
 	}
 	return fmt.Sprintf("%d ok, %d warn, %d fail, %d skip: %s", n[OK], n[Warn], n[Fail],
 		n[Skip], verdict)

@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -21,6 +23,7 @@ import (
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/sys/topo"
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
@@ -45,7 +48,7 @@ func root(t *testing.T, files map[string]string) *Host {
 func TestRunHere(t *testing.T) {
 	c := config.Default()
 	c.Engine.Socket = filepath.Join(t.TempDir(), "s.sock")
-	results := Run(context.Background(), &Host{Config: c, Python: "/does/not/exist"})
+	results := Run(context.Background(), &Host{Config: c})
 	if !Healthy(results) {
 		t.Errorf("not healthy: %+v", results)
 	}
@@ -143,7 +146,7 @@ func TestHealthy(t *testing.T) {
 	}
 	all = append(all, Result{State: Fail, Required: true})
 	if got := Summary(all); Healthy(all) || !strings.Contains(got, "1 fail, 2 skip: kvspray does "+
-		"not run on this host") {
+		"not run like this") {
 		t.Errorf("%q", got)
 	}
 }
@@ -408,17 +411,17 @@ func TestEngines(t *testing.T) {
 		`echo '{"vllm": "1.0", "kvspray": "0.1"}'`: OK,
 		`echo '{"vllm": "1.0"}'`:                   Warn,
 		`echo '{}'`:                                Skip,
-		`echo broken`:                              Warn,
-		`echo oops >&2; exit 3`:                    Warn,
+		`echo broken`:                              Fail,
+		`echo oops >&2; exit 3`:                    Fail,
 	} {
 		r := engines(context.Background(), &Host{Python: script(body)})
 		if len(r) != 1 || r[0].State != want {
 			t.Errorf("%s: %+v", body, r)
 		}
 	}
-	for _, other := range []string{"/bin/ls", "/bin/cat", "/bin/sh", "/bin/true"} {
+	for _, other := range []string{"/bin/ls", "/bin/cat", "/bin/sh", "/bin/true", "/does/not/exist"} {
 		r := engines(context.Background(), &Host{Python: other})
-		if len(r) != 1 || r[0].State != Warn || !strings.Contains(fmt.Sprint(r), "--python") ||
+		if len(r) != 1 || r[0].State != Fail || !strings.Contains(fmt.Sprint(r), "--python") ||
 			strings.Contains(fmt.Sprint(r), "json.dumps") {
 			t.Errorf("%s: %+v", other, r)
 		}
@@ -434,6 +437,46 @@ func TestRunningSidecar(t *testing.T) {
 	defer srv.Close()
 	c := config.Default()
 	c.HTTP.Listen = strings.TrimPrefix(srv.URL, "http://")
+	c.Engine.Socket = filepath.Join(t.TempDir(), "s.sock")
+	socket := func() *net.UnixListener {
+		t.Helper()
+		l, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: c.Engine.Socket, Net: "unixpacket"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return l
+	}
+	another := func(why string) {
+		t.Helper()
+		if r := running(context.Background(), &Host{Config: c}); r.State != Warn ||
+			!strings.Contains(r.Detail, "n0 answers at "+c.HTTP.Listen) ||
+			!strings.Contains(r.Detail, why) || !strings.Contains(r.Remedy, "allowed_uids") {
+			t.Errorf("%+v", r)
+		}
+	}
+	another("no such file") // the sidecar has another configuration
+	l := socket()
+	if err := os.Chmod(c.Engine.Socket, 0); err != nil {
+		t.Fatal(err)
+	}
+	var err error
+	testutil.AsNobody(t, func() { err = answers(context.Background(), c.Engine.Socket) })
+	if !errors.Is(err, os.ErrPermission) {
+		t.Errorf("another user's socket: %v", err)
+	}
+	l.SetUnlinkOnClose(false)
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(c.Engine.Socket, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	another("connection refused") // a sidecar of this user has been killed
+	if err := os.Remove(c.Engine.Socket); err != nil {
+		t.Fatal(err)
+	}
+	l = socket()
+	defer func() { _ = l.Close() }()
 	if r := running(context.Background(), &Host{Config: c}); r.State != OK ||
 		!strings.Contains(r.Detail, "vllm/a/tp0") {
 		t.Errorf("%+v", r)

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -89,7 +90,8 @@ func engines(ctx context.Context, h *Host) []Result {
 	if err != nil {
 		why := strings.TrimSpace(fmt.Sprintf("%v %s", err, lastLine(stderr.String())))
 		if h.Python != "" { // the user named it
-			return []Result{warn("name the engine's interpreter with --python", "%s: %s", python, why)}
+			return []Result{fail("name the python of the engine's environment, for instance --python "+
+				"/venv/bin/python, or leave --python out", "%s is no interpreter: %s", python, why)}
 		}
 		return []Result{skip("", "%s: %s; name the engine's interpreter with --python", python, why)}
 	}
@@ -117,6 +119,15 @@ func lastLine(s string) string {
 	return s[strings.LastIndexByte(s, '\n')+1:]
 }
 
+// answers reports whether a sidecar takes engines of this user at a socket.
+func answers(ctx context.Context, socket string) error {
+	c, err := (&net.Dialer{}).DialContext(ctx, "unixpacket", socket)
+	if err != nil {
+		return err
+	}
+	return c.Close() // a session without a message
+}
+
 // running asks a sidecar on this host for its connected engines.
 func running(ctx context.Context, h *Host) Result {
 	addr := h.Config.HTTP.Listen
@@ -141,6 +152,12 @@ func running(ctx context.Context, h *Host) Result {
 	if len(node.Problems) > 0 {
 		return warn("see its log", "%s at %s: %s", node.Node, node.Endpoint,
 			strings.Join(node.Problems, "; "))
+	}
+	if err := answers(ctx, h.Config.Engine.Socket); err != nil {
+		return warn("pass the --config or --socket of that sidecar; if it is another user's, have that "+
+			"user add this one to engine.allowed_uids, or start one with 'kvspray serve' on other ports "+
+			"(--listen, --http)", "%s answers at %s, and engines with this configuration do not reach "+
+			"it: %v", node.Node, addr, err)
 	}
 	if len(node.Workers) == 0 {
 		return good("%s at %s, no engine connected", node.Node, node.Endpoint)

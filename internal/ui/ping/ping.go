@@ -72,7 +72,9 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 			r.Endpoint = peers[i].Claimed
 		}
 	}
-	credentials, err := load(o.Config)
+	p := &o.Config.Peer
+	credentials, err := keys.Load(p.ClusterKeyFile, p.TLS.Cert, p.TLS.Key, p.TLS.CA, "kvspray-ping",
+		time.Now())
 	if err != nil {
 		return nil, fmt.Errorf("ping: %w", err)
 	}
@@ -127,21 +129,6 @@ func (r *Report) probe(start *time.Time, first **peerv1.ProbeReply) func(context
 		r.RTT = append(r.RTT, time.Since(sent).Seconds())
 		return nil
 	}
-}
-
-// load reads the keys that the local sidecar would use.
-func load(c *config.Config) (*keys.Credentials, error) {
-	switch {
-	case c.Peer.TLS.Set():
-		return keys.FromFiles(c.Peer.TLS.Cert, c.Peer.TLS.Key, c.Peer.TLS.CA, time.Now())
-	case c.Peer.ClusterKeyFile != "":
-		cluster, err := keys.LoadCluster(c.Peer.ClusterKeyFile)
-		if err != nil {
-			return nil, err
-		}
-		return keys.FromCluster(cluster, "kvspray-ping")
-	}
-	return nil, nil
 }
 
 // localPeers are the peers that the sidecar of this host has met, or why there are none.

@@ -56,7 +56,7 @@ func testDevices(t *testing.T, near, far Env, opt Options) *Report {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error)
-	go func() { done <- Serve(ctx, ln, far) }()
+	go func() { done <- Serve(ctx, ln, far, nil) }()
 	opt.Peer = ln.Addr().String()
 	r, err := Run(t.Context(), near, opt)
 	cancel()
@@ -228,7 +228,7 @@ func TestTwoHosts(t *testing.T) {
 				}
 			}
 		}()
-		if err := Serve(ctx, ln, env); err != nil {
+		if err := Serve(ctx, ln, env, nil); err != nil {
 			t.Fatal(err)
 		}
 		return

@@ -45,7 +45,7 @@ func test(t *testing.T, f *fake.Fabric, near, far Env, opt Options) *Report {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error)
-	go func() { done <- Serve(ctx, ln, far) }()
+	go func() { done <- Serve(ctx, ln, far, opt.Key) }()
 	opt.Peer = ln.Addr().String()
 	r, err := Run(t.Context(), near, opt)
 	cancel()

@@ -9,7 +9,9 @@ import (
 	"net"
 	"os"
 	"strings"
+	"time"
 
+	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/ui/bugreport"
 	"github.com/kvspray/kvspray/internal/ui/usage"
@@ -44,15 +46,15 @@ func (p *Program) Run(ctx context.Context) error {
 	if p.Span <= 0 || p.Span > maxWait/2 {
 		return usage.Errorf("--span %s: want more than 0 and at most %s", p.Span, maxWait/2)
 	}
+	if err := p.secure(); err != nil {
+		return err
+	}
 	env, err := Here(ctx, p.Config)
 	if err != nil {
 		return err
 	}
 	if p.ServeAt != "" {
 		return p.serve(ctx, env)
-	}
-	if p.Peer != "" {
-		p.Peer = withPort(p.Peer)
 	}
 	if p.Report != "" { // before minutes of tests
 		f, err := os.OpenFile(p.Report, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
@@ -66,6 +68,31 @@ func (p *Program) Run(ctx context.Context) error {
 		return errors.Join(err, f.Close())
 	}
 	return p.test(ctx, env, nil)
+}
+
+// secure loads the key, without which the other end must be on this host: a request of a stranger
+// could use the rails and locked memory.
+func (p *Program) secure() (err error) {
+	if p.ServeAt == "" && p.Peer == "" {
+		return nil
+	}
+	c := &p.Config.Peer
+	p.Key, err = keys.Load(c.ClusterKeyFile, c.TLS.Cert, c.TLS.Key, c.TLS.CA, "kvspray-doctor",
+		time.Now())
+	if err != nil {
+		return usage.Errorf("the key of both ends: %w", err)
+	}
+	for _, at := range []*string{&p.ServeAt, &p.Peer} {
+		if *at == "" {
+			continue
+		}
+		if *at = withPort(*at); p.Key == nil && !config.IsLoopback(*at) {
+			return usage.Errorf("%s is not loopback, and peer.cluster_key_file and peer.tls are not set: "+
+				"make a key with 'kvspray keygen cluster', copy it to both hosts, and name it at both ends",
+				*at)
+		}
+	}
+	return nil
 }
 
 func (p *Program) test(ctx context.Context, env Env, file io.Writer) error {
@@ -93,17 +120,25 @@ func (p *Program) test(ctx context.Context, env Env, file io.Writer) error {
 }
 
 func (p *Program) serve(ctx context.Context, env Env) error {
+	if len(env.Rails) == 0 {
+		return errors.New("--serve: this host has no RDMA port to test: 'kvspray doctor --rdma' without " +
+			"--serve names the reason and the remedy")
+	}
 	var lc net.ListenConfig
-	ln, err := lc.Listen(ctx, "tcp", withPort(p.ServeAt))
+	ln, err := lc.Listen(ctx, "tcp", p.ServeAt)
 	if err != nil {
 		return fmt.Errorf("--serve: %w", err)
 	}
-	if _, err := fmt.Fprintf(p.Stderr, "serving tests of %d rails; on the other host: kvspray doctor "+
-		"--rdma %s\nEvery host that reaches this port can run them, until this command is ended.\n",
-		len(env.Rails), ln.Addr()); err != nil {
+	who := "Whoever has the key"
+	if p.Key == nil {
+		who = "Every process of this host"
+	}
+	if _, err := fmt.Fprintf(p.Stderr, "serving tests of %d rails; at the other end: kvspray doctor "+
+		"--rdma %s\n%s can run them, until this command is ended.\n", len(env.Rails), ln.Addr(),
+		who); err != nil {
 		return errors.Join(err, ln.Close())
 	}
-	return Serve(ctx, ln, env)
+	return Serve(ctx, ln, env, p.Key)
 }
 
 // withPort adds the default port to a host without one.

@@ -3,12 +3,15 @@ package rdmacheck
 import (
 	"bufio"
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"time"
+
+	"github.com/kvspray/kvspray/control/peer/keys"
 )
 
 // Bounds of the connection between two ends. It carries a line of JSON for each request and each
@@ -34,12 +37,19 @@ type remoteError struct {
 func (e *remoteError) Error() string { return e.text }
 func (e *remoteError) Unwrap() error { return e.is }
 
+// sameKey is the remedy for ends that do not prove themselves to each other.
+const sameKey = "name the same peer.cluster_key_file, or certificates of one authority, at both ends"
+
 // errPeerGone: the connection to the peer's end has ended.
 var errPeerGone = errors.New("the connection to the peer has ended")
 
-// Serve is the other end of tests, for one peer after the other, until ctx ends. A peer can do
-// nothing but these tests: they use memory of their own, and queue pairs of the rails.
-func Serve(ctx context.Context, ln net.Listener, env Env) error {
+// Serve is the other end of tests, for one peer after the other, until ctx ends. A peer proves that
+// it has the key, unless there is none. It can do nothing but these tests: they use memory of their
+// own, and queue pairs of the rails.
+func Serve(ctx context.Context, ln net.Listener, env Env, key *keys.Credentials) error {
+	if key != nil {
+		ln = tls.NewListener(ln, key.Server())
+	}
 	defer context.AfterFunc(ctx, func() { _ = ln.Close() })()
 	for {
 		c, err := ln.Accept()
@@ -94,12 +104,23 @@ type remote struct {
 	lines *bufio.Scanner
 }
 
-func dial(ctx context.Context, address string) (*remote, error) {
+func dial(ctx context.Context, address string, key *keys.Credentials) (*remote, error) {
 	d := net.Dialer{Timeout: connect}
 	c, err := d.DialContext(ctx, "tcp", address)
 	if err != nil {
 		return nil, fmt.Errorf("rdmacheck: %w: run 'kvspray doctor --rdma --serve %s' there", err,
 			address)
+	}
+	if key != nil {
+		host, _, _ := net.SplitHostPort(address) // it was dialed
+		proved := tls.Client(c, key.Client(host))
+		ctx, cancel := context.WithTimeout(ctx, first)
+		defer cancel()
+		if err := proved.HandshakeContext(ctx); err != nil {
+			return nil, errors.Join(fmt.Errorf("rdmacheck: proof of the key at %s: %w: %s", address, err,
+				sameKey), c.Close())
+		}
+		c = proved
 	}
 	r := &remote{c: c, lines: bufio.NewScanner(c)}
 	r.lines.Buffer(nil, maxLine)

@@ -25,6 +25,7 @@ import (
 	"time"
 	"unicode"
 
+	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/gpu/device"
 	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/internal/ui/doctor"
@@ -63,6 +64,8 @@ type Options struct {
 	Rounds int           // of revocation under traffic
 	Span   time.Duration // of one measurement of the rate
 	Rails  []string      // some of the rails; empty: all
+	// Key proves both ends to each other; nil: neither end does.
+	Key *keys.Credentials
 
 	host string   // the peer, or this host
 	only []string // for tests: beside the tests without which nothing works
@@ -131,7 +134,7 @@ func Run(ctx context.Context, env Env, opt Options) (r *Report, err error) {
 		far = l
 	} else {
 		opt.host, whose = opt.Peer, "the peer's "
-		c, err := dial(ctx, opt.Peer)
+		c, err := dial(ctx, opt.Peer, opt.Key)
 		if err != nil {
 			return nil, err
 		}
@@ -139,7 +142,7 @@ func Run(ctx context.Context, env Env, opt Options) (r *Report, err error) {
 		far = c
 		a, err := far.call(ctx, &request{Op: opHello})
 		if err != nil {
-			return nil, err
+			return nil, fmt.Errorf("%w: %s", err, sameKey)
 		}
 		r.PeerVersion, r.PeerHost, farRails = a.Version, a.Host, a.Rails
 		if len(farRails) == 0 {
