@@ -168,7 +168,7 @@ def test_where_a_state_lies() -> None:
 
 def test_the_identity_has_what_sizes_do_not_show() -> None:
     of = states.identity_of_states
-    assert of(hybrid(gdn())) == "GDN_ATTN bfloat16 float32 none"
+    assert of(hybrid(gdn())) == of(hybrid(gdn(tp=2))) == "GDN_ATTN bfloat16 float32 none"
     assert of(KVCacheConfig(BLOCKS, [], hybrid(gdn()).kv_cache_groups[:1])) == ""
     names = {
         of(hybrid(s))

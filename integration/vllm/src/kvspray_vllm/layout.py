@@ -240,12 +240,7 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
         "backoff": str(backoff_of(windows, bool(states))),
         "speculative": draft_in_cache(config.speculative_config),
         **({"images": images} if (images := images_of(config)) else {}),
-        # The planner has a way between other ranks, but no engines ran with them.
-        **(
-            {"states": f"{states}; tp {config.parallel_config.tensor_parallel_size}"}
-            if states
-            else {}
-        ),
+        **({"states": states} if states else {}),
     }
 
 
