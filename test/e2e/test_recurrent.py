@@ -15,6 +15,7 @@ import pytest
 from conftest import MODELS, Cluster, need
 from engines import Out
 from prompts import fresh
+from test_speculation import NGRAM, accepted
 from test_tokens import Moved
 
 CONFIG: dict[str, Any] = {
@@ -33,6 +34,7 @@ class Family:
     model: str  # of kvspray.trial.tiny_model
     token: int  # bytes of a token in all layers of attention
     state: int  # bytes of the states of all other layers
+    token_of_history: int = 0  # of these, in their convolutions
     dtype: str = "float32"
     # The other kernel that computes a prompt's last token on decode may round otherwise: two tokens
     # may change places whose logarithms of probabilities are no further apart at a plain engine.
@@ -41,7 +43,9 @@ class Family:
 
 
 # Of a head of attention K and V, and of a state the history of its convolution and its matrix.
-GDN = Family("qwen3_next", 2 * 2 * 32 * 2, 3 * (3 * 512 * 2 + 4 * 64 * 64 * 4), "bfloat16", 0.15)
+GDN = Family(
+    "qwen3_next", 2 * 2 * 32 * 2, 3 * (3 * 512 * 2 + 4 * 64 * 64 * 4), 3 * 512 * 2, "bfloat16", 0.15
+)
 # vLLM's rotary kernel for CPUs takes each head of this model's queries and keys for a token: in a
 # step of n tokens it rotates the first n heads, and no others. So its prefill and its decode
 # differ, and so do ranks. The implementation in Python rotates all.
@@ -55,10 +59,12 @@ class Case:
     family: Family
     cached: bool = False  # vLLM's prefix cache, with a state at each block's end (align)
     tp: tuple[int, int] = (1, 1)  # of prefill and decode
+    drafts: bool = False  # P and D speculate, by n-grams
 
     def __str__(self) -> str:
         tp = " TP {} to {}".format(*self.tp) if self.ranked else ""
-        return self.family.model + (" cached" if self.cached else "") + tp
+        name = self.family.model + (" cached" if self.cached else "") + tp
+        return name + (" ngram" if self.drafts else "")
 
     @property
     def ranked(self) -> bool:
@@ -76,7 +82,7 @@ CASES = (Case(GDN, True),)
 MORE = (
     Case(GDN), Case(LFM2), Case(LFM2, True), Case(MAMBA2),
     Case(GDN, True, (2, 1)), Case(GDN, False, (1, 2)), Case(LFM2, False, (1, 2)),
-    Case(MAMBA2, False, (2, 1)),
+    Case(MAMBA2, False, (2, 1)), Case(GDN, drafts=True),
 )  # fmt: skip
 
 
@@ -88,12 +94,14 @@ def spawn(c: Cluster, case: Case) -> None:
     c.model = MODELS / f"tiny-{case.family.model}"
     need(str(c.model), c.model.is_dir(), "run test/rig/env.py")
     for name, tp in zip("PDR", (*case.tp, 1), strict=True):
+        drafts = {"speculative_config": dict(NGRAM)} if case.drafts and name != "R" else {}
         c.spawn(
             name,
             dtype=case.family.dtype,
             enable_prefix_caching=case.cached,
             **case.family.args,
             **ranks(tp),
+            **drafts,
         )
 
 
@@ -135,8 +143,9 @@ def compare(c: Cluster, prompt: list[int], got: Out, n_tokens: int = 12) -> None
 
 def moves(case: Case, n: int, skip: int = 0) -> int:
     """The bytes of a prompt that decode lacks: all tokens but the last, and the states of the last
-    of them."""
-    return (n - 1 - skip) * case.family.token + case.family.state
+    of them. vLLM's histories have room for draft tokens."""
+    of, drafted = case.family, NGRAM["num_speculative_tokens"] if case.drafts else 0
+    return (n - 1 - skip) * of.token + of.state + drafted * of.token_of_history
 
 
 @pytest.mark.parametrize("mode", ["first", "both"])
@@ -152,6 +161,8 @@ def test_tokens_are_those_of_one_engine(c: Cluster, mode: str) -> None:
         else:
             moved.all_loaded(1, case.tp[1])
             assert moved.computed == 1 and moved.bytes == moves(case, n), (n, vars(moved))
+    if case.drafts:
+        assert accepted(c, "D", "draft") > 0, "decode drafted nothing"
     c.settle()
 
 
@@ -279,8 +290,7 @@ def test_every_transferred_page_has_one_hash(c: Cluster) -> None:
     case: Case = c.case  # type: ignore[attr-defined]
     of_page = ("xfer", "hash", "dest", "rank", "group", "layer", "block")
     sides = [
-        {tuple(b[k] for k in of_page): b["sha256"] for b in s.lines(s.hashes)}
-        for s in (c.sp, c.sd)
+        {tuple(b[k] for k in of_page): b["sha256"] for b in s.lines(s.hashes)} for s in (c.sp, c.sd)
     ]
     both = sides[0].keys() & sides[1].keys()
     assert len(both) > 50, f"{case}: of {len(sides[0])} and {len(sides[1])}"

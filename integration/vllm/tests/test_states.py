@@ -182,11 +182,15 @@ def test_the_identity_has_what_sizes_do_not_show() -> None:
 
 def test_what_is_not_served_of_models_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
     plain: Any = SimpleNamespace(speculative_config=None)
-    drafts: Any = SimpleNamespace(speculative_config=SimpleNamespace(method="ngram"))
-    states.check_states(plain, hybrid(gdn()))
-    states.check_states(drafts, KVCacheConfig(BLOCKS, [], hybrid(gdn()).kv_cache_groups[:1]))
-    with pytest.raises(Unsupported, match="method is ngram.*without speculation"):
-        states.check_states(drafts, hybrid(gdn()))
+    ngram: Any = SimpleNamespace(speculative_config=SimpleNamespace(method="ngram"))
+    mtp: Any = SimpleNamespace(speculative_config=SimpleNamespace(method="mtp"))
+    for config in (plain, ngram):
+        states.check_states(config, hybrid(gdn()))
+    states.check_states(mtp, KVCacheConfig(BLOCKS, [], hybrid(gdn()).kv_cache_groups[:1]))
+    with pytest.raises(Unsupported, match="method is ngram.*turn enable_prefix_caching off"):
+        states.check_states(ngram, hybrid(gdn(mode="align")))
+    with pytest.raises(Unsupported, match="method is mtp.*use ngram.*without speculation"):
+        states.check_states(mtp, hybrid(gdn()))
     monkeypatch.setattr(states, "CAPABILITIES", SimpleNamespace(states=False))
     with pytest.raises(Unsupported, match="from vLLM 0.33 on"):
         states.check_states(plain, hybrid(gdn()))
@@ -194,7 +198,7 @@ def test_what_is_not_served_of_models_with_states(monkeypatch: pytest.MonkeyPatc
 
 def test_refusals_name_the_model() -> None:
     config: Any = SimpleNamespace(
-        speculative_config=SimpleNamespace(method="ngram"),
+        speculative_config=SimpleNamespace(method="mtp"),
         model_config=SimpleNamespace(model="Qwen/Qwen3-Next"),
     )
     with pytest.raises(Unsupported, match="speculation .model Qwen/Qwen3-Next"):
