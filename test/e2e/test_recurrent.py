@@ -16,7 +16,8 @@ from conftest import MODELS, Cluster, need
 from engines import Out
 from prompts import fresh
 from test_speculation import NGRAM, accepted
-from test_tokens import Moved
+from test_store import Node, pages
+from test_tokens import TRIES, Moved
 
 CONFIG: dict[str, Any] = {
     "transports": {"order": ["shm"]},
@@ -46,6 +47,7 @@ class Family:
 GDN = Family(
     "qwen3_next", 2 * 2 * 32 * 2, 3 * (3 * 512 * 2 + 4 * 64 * 64 * 4), 3 * 512 * 2, "bfloat16", 0.15
 )
+PAGE_OF_GDN = 288  # tokens of a block, which is as wide as a state
 # vLLM's rotary kernel for CPUs takes each head of this model's queries and keys for a token: in a
 # step of n tokens it rotates the first n heads, and no others. So its prefill and its decode
 # differ, and so do ranks. The implementation in Python rotates all.
@@ -120,13 +122,19 @@ def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> It
     dir.mkdir()
     out = Cluster(dir, PATIENT if case.ranked else CONFIG)
     out.case = case  # type: ignore[attr-defined]
-    try:
-        spawn(out, case)
-        yield out.up()
-        for s in (out.sp, out.sd):
-            assert s.panics() is None
-    finally:
-        out.close()
+    with pytest.MonkeyPatch.context() as m:
+        if case.ranked:
+            # The decode engine waits as long as it needs for a prompt itself, and the prefill
+            # engine's ranks may need more.
+            for name in ("STALL_MIN_S", "STALL_UNKNOWN_S"):
+                m.setattr(f"kvspray_vllm.patience.{name}", 60.0)
+        try:
+            spawn(out, case)
+            yield out.up()
+            for s in (out.sp, out.sd):
+                assert s.panics() is None
+        finally:
+            out.close()
 
 
 def compare(c: Cluster, prompt: list[int], got: Out, n_tokens: int = 12) -> None:
@@ -295,6 +303,55 @@ def test_every_transferred_page_has_one_hash(c: Cluster) -> None:
     both = sides[0].keys() & sides[1].keys()
     assert len(both) > 50, f"{case}: of {len(sides[0])} and {len(sides[1])}"
     assert {k: sides[0][k] for k in both} == {k: sides[1][k] for k in both}
+
+
+@pytest.fixture
+def node(zygote: None, workdir: pathlib.Path) -> Iterator[Node]:
+    dir = workdir / "store"
+    dir.mkdir()
+    out = Node(dir, {"memory": "48MiB"})
+    out.case = CASES[0]  # type: ignore[attr-defined]
+    out.model = MODELS / f"tiny-{GDN.model}"
+    try:
+        for name in "PDR":
+            out.spawn(name, dtype=GDN.dtype, enable_prefix_caching=True)
+        for e in out.engines.values():
+            e.wait_up()
+        out.connected()
+        yield out
+        out.settle()
+        assert out.sp.panics() is None
+    finally:
+        out.close()
+
+
+def test_states_of_the_store(node: Node) -> None:
+    """An engine loads a prompt up to the last block's end that has its states there, whether
+    another engine has computed it, or it has itself."""
+    c = node
+
+    def late() -> float:
+        return rig.total(c.d.metrics(), "vllm:kvspray_store_lookups_total", outcome="late")
+
+    def loads(prompt: list[int], hit: int) -> None:
+        for _ in range(TRIES):
+            c.forget(c.d)
+            before = late()
+            run = c.d.add(prompt, 12)
+            compare(c, prompt, run.result())
+            c.settle()
+            if late() == before:
+                break
+        assert c.d.computed(run.rid) == len(prompt) - hit, len(prompt)
+
+    for n in (100, PAGE_OF_GDN + 1, 2 * PAGE_OF_GDN + 1, 700, 1200):
+        prompt = fresh(n, ("store", n))
+        compare(c, prompt, c.p.run(prompt, 12))
+        c.settle()
+        hit = (n - 1) // PAGE_OF_GDN * PAGE_OF_GDN
+        loads(prompt, hit)
+        loads(prompt + fresh(50, n), hit)
+    assert pages(c.d, "get", "miss", "failed", "damaged") == 0
 
 
 @pytest.fixture

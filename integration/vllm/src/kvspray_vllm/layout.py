@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvspray import portable
 from kvspray_vllm.speculation import check_speculation, draft_in_cache
-from kvspray_vllm.states import identity_of_states
+from kvspray_vllm.states import identity_of_states, is_state
 from kvspray_vllm.strategies import TRANSPOSED
 from kvspray_vllm.strategies import Ranks as Ranks
 from kvspray_vllm.strategies import Unsupported as Unsupported
@@ -145,6 +145,11 @@ def windows_of(kv: KVCacheConfig) -> tuple[int, ...]:
     return tuple(
         spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0 for spec in specs
     )
+
+
+def state_groups_of(kv: KVCacheConfig) -> tuple[int, ...]:
+    """The cache groups of recurrent states."""
+    return tuple(i for i, g in enumerate(kv.kv_cache_groups) if is_state(spec_of(g)))
 
 
 def backoff_of(windows: Sequence[int], states: bool = False) -> int:
