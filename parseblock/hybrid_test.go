@@ -3,6 +3,7 @@ package parseblock
 import (
 	"bytes"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
@@ -168,7 +169,8 @@ func TestWideAllocations(t *testing.T) {
 	}
 }
 
-// stageOf is one stage of an engine that serves a hybrid, with a cache of each kind or none.
+// stageOf is one rank of a stage of an engine that serves a hybrid, with a cache of each kind or
+// none.
 type stageOf struct {
 	end             // a region is a kind
 	caches []*cache // by kind; nil: no layer of it here
@@ -178,17 +180,22 @@ type stageOf struct {
 }
 
 // stagesOf divides the layers of each kind over the stages: stage s has layers [cuts[s], cuts[s+1])
-// of a kind. If that is none, the kind's groups remain for their tables.
-func stagesOf(fs []*family, kinds []string, ds []*dims, cuts [][]int, tables [][]uint32,
-	skips []uint64) []*stageOf {
+// of a kind. If that is none, the kind's groups remain for their tables. The heads, and the
+// channels of states, are divided over the ranks of a stage.
+func stagesOf(fs []*family, kinds []string, ds []*dims, ranks uint64, cuts [][]int,
+	tables [][]uint32, skips []uint64) []*stageOf {
 	var out []*stageOf
-	for s := range len(cuts[0]) - 1 {
+	for worker := range uint64(len(cuts[0])-1) * ranks {
+		s, rank := int(worker/ranks), worker%ranks
 		st := &stageOf{end: end{l: &layout.Layout{DType: "bfloat16",
 			Identity: map[string]string{IdentityGroups: fmt.Sprint(len(fs))}}}}
 		for i, f := range fs {
 			d := *ds[i]
 			n := cuts[i][s+1] - cuts[i][s]
 			d.layers, d.first = max(n, 1), 100*i+cuts[i][s]
+			if slices.Contains(sizesOf(f), ranks) {
+				d.rank, d.size = rank, ranks
+			}
 			c := f.make(kinds[i], &d)
 			size := c.size
 			for _, g := range c.groups {
@@ -215,8 +222,8 @@ func stagesOf(fs []*family, kinds []string, ds []*dims, cuts [][]int, tables [][
 }
 
 // TestHybridsInStages: pipeline stages whose kinds of layers differ from the other end's stages, or
-// lack a kind. All of them have one fingerprint, and every receiver's memory ends as its own engine
-// would have written it.
+// lack a kind, with other ranks than the other end's. All of them have one fingerprint, and every
+// receiver's memory ends as its own engine would have written it.
 func TestHybridsInStages(t *testing.T) {
 	reg := Default()
 	cutsOf := func(t *rapid.T, label string, stages, layers int) []int {
@@ -237,6 +244,8 @@ func TestHybridsInStages(t *testing.T) {
 		var skips []uint64
 		stages := [2]int{rapid.IntRange(1, 3).Draw(t, "from.stages"), rapid.IntRange(1, 3).Draw(t,
 			"to.stages")}
+		ranks := [2]uint64{rapid.Uint64Range(1, 4).Draw(t, "from.tp"), rapid.Uint64Range(1, 4).Draw(t,
+			"to.tp")}
 		for i := range rapid.IntRange(2, 3).Draw(t, "kinds") {
 			f := &families[rapid.IntRange(0, len(families)-1).Draw(t, fmt.Sprint(i, "family"))]
 			common := genCommon(t, f)
@@ -259,7 +268,7 @@ func TestHybridsInStages(t *testing.T) {
 					col*5 + x*3 + 1)
 			}
 		}
-		ps := stagesOf(fs, kinds[0], ds[0], cuts[0], tables[0], skips)
+		ps := stagesOf(fs, kinds[0], ds[0], ranks[0], cuts[0], tables[0], skips)
 		var sources []*end
 		for _, s := range ps {
 			for i, c := range s.caches {
@@ -269,7 +278,7 @@ func TestHybridsInStages(t *testing.T) {
 			}
 			sources = append(sources, &s.end)
 		}
-		for _, d := range stagesOf(fs, kinds[1], ds[1], cuts[1], tables[1], skips) {
+		for _, d := range stagesOf(fs, kinds[1], ds[1], ranks[1], cuts[1], tables[1], skips) {
 			ours, err := reg.Describe(d.l)
 			if err != nil {
 				t.Fatal(err)

@@ -15,12 +15,16 @@ import pytest
 from conftest import MODELS, Cluster, need
 from engines import Out
 from prompts import fresh
-from test_tokens import Moved
+from test_speculation import NGRAM, accepted
+from test_store import Node, pages
+from test_tokens import TRIES, Moved
 
 CONFIG: dict[str, Any] = {
     "transports": {"order": ["shm"]},
     "transfer": {"match_timeout": "10s", "deadline": "30s"},
 }
+# Ranks wait for each other in a loop: a request takes seconds where cores are few.
+PATIENT = CONFIG | {"transfer": {"match_timeout": "60s", "deadline": "100s"}}
 STEP = 256  # tokens that an engine computes at once
 LENGTHS = (1, 2, 3, 33, 160, 161, 255, 300, 513, 700)
 FEW = (2, 33, 700)
@@ -31,6 +35,7 @@ class Family:
     model: str  # of kvspray.trial.tiny_model
     token: int  # bytes of a token in all layers of attention
     state: int  # bytes of the states of all other layers
+    token_of_history: int = 0  # of these, in their convolutions
     dtype: str = "float32"
     # The other kernel that computes a prompt's last token on decode may round otherwise: two tokens
     # may change places whose logarithms of probabilities are no further apart at a plain engine.
@@ -39,7 +44,10 @@ class Family:
 
 
 # Of a head of attention K and V, and of a state the history of its convolution and its matrix.
-GDN = Family("qwen3_next", 2 * 2 * 32 * 2, 3 * (3 * 512 * 2 + 4 * 64 * 64 * 4), "bfloat16", 0.15)
+GDN = Family(
+    "qwen3_next", 2 * 2 * 32 * 2, 3 * (3 * 512 * 2 + 4 * 64 * 64 * 4), 3 * 512 * 2, "bfloat16", 0.15
+)
+PAGE_OF_GDN = 288  # tokens of a block, which is as wide as a state
 # vLLM's rotary kernel for CPUs takes each head of this model's queries and keys for a token: in a
 # step of n tokens it rotates the first n heads, and no others. So its prefill and its decode
 # differ, and so do ranks. The implementation in Python rotates all.
@@ -52,26 +60,50 @@ MAMBA2 = Family("granite4", 2 * 2 * 2 * 32 * 4, 4 * (3 * 320 + 8 * 32 * 32) * 4)
 class Case:
     family: Family
     cached: bool = False  # vLLM's prefix cache, with a state at each block's end (align)
+    tp: tuple[int, int] = (1, 1)  # of prefill and decode
+    drafts: bool = False  # P and D speculate, by n-grams
 
     def __str__(self) -> str:
-        return self.family.model + (" cached" if self.cached else "")
+        tp = " TP {} to {}".format(*self.tp) if self.ranked else ""
+        name = self.family.model + (" cached" if self.cached else "") + tp
+        return name + (" ngram" if self.drafts else "")
+
+    @property
+    def ranked(self) -> bool:
+        return max(self.tp) > 1
+
+    @property
+    def tie(self) -> float:
+        """The sums of several ranks are rounded otherwise than those of one."""
+        return self.family.tie * (2 if self.ranked else 1)
 
 
 # The first one is in the gate.
 CASES = (Case(GDN, True),)
 # Nightly. vLLM's kernels of Mamba 2 for CPUs are slow.
-MORE = (Case(GDN), Case(LFM2), Case(LFM2, True), Case(MAMBA2))
+MORE = (
+    Case(GDN), Case(LFM2), Case(LFM2, True), Case(MAMBA2),
+    Case(GDN, True, (2, 1)), Case(GDN, False, (1, 2)), Case(LFM2, False, (1, 2)),
+    Case(MAMBA2, False, (2, 1)), Case(GDN, drafts=True),
+)  # fmt: skip
+
+
+def ranks(n: int) -> dict[str, Any]:
+    return {"tensor_parallel_size": n, "distributed_executor_backend": "mp"} if n > 1 else {}
 
 
 def spawn(c: Cluster, case: Case) -> None:
     c.model = MODELS / f"tiny-{case.family.model}"
     need(str(c.model), c.model.is_dir(), "run test/rig/env.py")
-    for name in "PDR":
+    for name, tp in zip("PDR", (*case.tp, 1), strict=True):
+        drafts = {"speculative_config": dict(NGRAM)} if case.drafts and name != "R" else {}
         c.spawn(
             name,
             dtype=case.family.dtype,
             enable_prefix_caching=case.cached,
             **case.family.args,
+            **ranks(tp),
+            **drafts,
         )
 
 
@@ -88,15 +120,21 @@ def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> It
     case: Case = request.param
     dir = workdir / str(case).replace(" ", "-")
     dir.mkdir()
-    out = Cluster(dir, CONFIG)
+    out = Cluster(dir, PATIENT if case.ranked else CONFIG)
     out.case = case  # type: ignore[attr-defined]
-    try:
-        spawn(out, case)
-        yield out.up()
-        for s in (out.sp, out.sd):
-            assert s.panics() is None
-    finally:
-        out.close()
+    with pytest.MonkeyPatch.context() as m:
+        if case.ranked:
+            # The decode engine waits as long as it needs for a prompt itself, and the prefill
+            # engine's ranks may need more.
+            for name in ("STALL_MIN_S", "STALL_UNKNOWN_S"):
+                m.setattr(f"kvspray_vllm.patience.{name}", 60.0)
+        try:
+            spawn(out, case)
+            yield out.up()
+            for s in (out.sp, out.sd):
+                assert s.panics() is None
+        finally:
+            out.close()
 
 
 def compare(c: Cluster, prompt: list[int], got: Out, n_tokens: int = 12) -> None:
@@ -108,19 +146,20 @@ def compare(c: Cluster, prompt: list[int], got: Out, n_tokens: int = 12) -> None
     at = next(i for i, (a, b) in enumerate(zip(got.tokens[0], want[0], strict=True)) if a != b)
     near = c.r.run(prompt + want[0][:at], 1, logprobs=20).logprobs
     apart = abs(near[got.tokens[0][at]] - near[want[0][at]])
-    assert apart <= case.family.tie, (len(prompt), at, apart)
+    assert apart <= case.tie, (len(prompt), at, apart)
 
 
 def moves(case: Case, n: int, skip: int = 0) -> int:
     """The bytes of a prompt that decode lacks: all tokens but the last, and the states of the last
-    of them."""
-    return (n - 1 - skip) * case.family.token + case.family.state
+    of them. vLLM's histories have room for draft tokens."""
+    of, drafted = case.family, NGRAM["num_speculative_tokens"] if case.drafts else 0
+    return (n - 1 - skip) * of.token + of.state + drafted * of.token_of_history
 
 
 @pytest.mark.parametrize("mode", ["first", "both"])
 def test_tokens_are_those_of_one_engine(c: Cluster, mode: str) -> None:
     case: Case = c.case  # type: ignore[attr-defined]
-    for n in FEW if case.family is MAMBA2 else LENGTHS:
+    for n in FEW if case.ranked or case.family is MAMBA2 else LENGTHS:
         prompt = fresh(n, (str(case), mode, n))
         with Moved(c) as moved:
             got = c.prefill_first(prompt) if mode == "first" else c.both(prompt)
@@ -128,8 +167,10 @@ def test_tokens_are_those_of_one_engine(c: Cluster, mode: str) -> None:
         if n < 3:
             assert moved.all == 0 and moved.bytes == 0, vars(moved)
         else:
-            moved.all_loaded(1)
+            moved.all_loaded(1, case.tp[1])
             assert moved.computed == 1 and moved.bytes == moves(case, n), (n, vars(moved))
+    if case.drafts:
+        assert accepted(c, "D", "draft") > 0, "decode drafted nothing"
     c.settle()
 
 
@@ -141,7 +182,7 @@ def test_many_at_once(c: Cluster) -> None:
         got = [d.result() for _, d in started]
     for p, out in zip(prompts, got, strict=True):
         compare(c, p, out)
-    moved.all_loaded(6)
+    moved.all_loaded(len(prompts), case.tp[1])
     c.settle()
 
 
@@ -154,13 +195,15 @@ def test_a_state_leaves_after_the_last_step(c: Cluster) -> None:
     def landed() -> float:
         return rig.total(c.sd.metrics(), "kvspray_rail_bytes_total", direction="in")
 
+    # As many as leave whole chunks to send: 64 KiB of a layer, of the heads of one rank.
+    steps = 4
     before, start = landed(), c.p.steps()
-    c.p.pause_at(start + 3)
+    c.p.pause_at(start + steps)
     with Moved(c) as moved:
         p, d = c.start_both(prompt)
-        rig.wait_for("three steps", lambda: c.p.steps() == start + 3, 30)
-        rig.wait_for("whole blocks landed", lambda: landed() > before, 30)
-        assert landed() - before <= 3 * STEP * case.family.token
+        rig.wait_for("the steps", lambda: c.p.steps() == start + steps, 60)
+        rig.wait_for("whole blocks landed", lambda: landed() > before, 60)
+        assert landed() - before <= steps * STEP * case.family.token
         p.abort()
         c.p.pause_at(None)
         got = d.result()
@@ -198,7 +241,7 @@ def test_a_prefix_that_decode_has_is_left_out(c: Cluster) -> None:
         with Moved(c) as moved:
             got = c.prefill_first(prompt)
         compare(c, prompt, got)
-        moved.all_loaded(1)
+        moved.all_loaded(1, case.tp[1])
         assert moved.hit <= hit and moved.bytes == moves(case, n, moved.hit), vars(moved)
         hits += moved.hit
     assert hits > 0, "decode had none of it"
@@ -223,7 +266,7 @@ def test_a_prefix_that_prefill_has(c: Cluster) -> None:
         with Moved(c) as moved:
             got = c.prefill_first(again)
         compare(c, again, got)
-        moved.all_loaded(1)
+        moved.all_loaded(1, case.tp[1])
         assert moved.bytes == moves(case, len(again), moved.hit), vars(moved)
     assert hits() > before
     c.settle()
@@ -247,22 +290,68 @@ def test_a_sidecar_is_killed(c: Cluster) -> None:
     with Moved(c) as moved:
         got = c.prefill_first(prompt)
     compare(c, prompt, got)
-    moved.all_loaded(1)
+    moved.all_loaded(1, case.tp[1])
     c.settle(timeout=60)
 
 
 def test_every_transferred_page_has_one_hash(c: Cluster) -> None:
     case: Case = c.case  # type: ignore[attr-defined]
+    of_page = ("xfer", "hash", "dest", "rank", "group", "layer", "block")
     sides = [
-        {
-            tuple(b[k] for k in ("xfer", "hash", "dest", "group", "layer", "block")): b["sha256"]
-            for b in s.lines(s.hashes)
-        }
-        for s in (c.sp, c.sd)
+        {tuple(b[k] for k in of_page): b["sha256"] for b in s.lines(s.hashes)} for s in (c.sp, c.sd)
     ]
     both = sides[0].keys() & sides[1].keys()
     assert len(both) > 50, f"{case}: of {len(sides[0])} and {len(sides[1])}"
     assert {k: sides[0][k] for k in both} == {k: sides[1][k] for k in both}
+
+
+@pytest.fixture
+def node(zygote: None, workdir: pathlib.Path) -> Iterator[Node]:
+    dir = workdir / "store"
+    dir.mkdir()
+    out = Node(dir, {"memory": "48MiB"})
+    out.case = CASES[0]  # type: ignore[attr-defined]
+    out.model = MODELS / f"tiny-{GDN.model}"
+    try:
+        for name in "PDR":
+            out.spawn(name, dtype=GDN.dtype, enable_prefix_caching=True)
+        for e in out.engines.values():
+            e.wait_up()
+        out.connected()
+        yield out
+        out.settle()
+        assert out.sp.panics() is None
+    finally:
+        out.close()
+
+
+def test_states_of_the_store(node: Node) -> None:
+    """An engine loads a prompt up to the last block's end that has its states there, whether
+    another engine has computed it, or it has itself."""
+    c = node
+
+    def late() -> float:
+        return rig.total(c.d.metrics(), "vllm:kvspray_store_lookups_total", outcome="late")
+
+    def loads(prompt: list[int], hit: int) -> None:
+        for _ in range(TRIES):
+            c.forget(c.d)
+            before = late()
+            run = c.d.add(prompt, 12)
+            compare(c, prompt, run.result())
+            c.settle()
+            if late() == before:
+                break
+        assert c.d.computed(run.rid) == len(prompt) - hit, len(prompt)
+
+    for n in (100, PAGE_OF_GDN + 1, 2 * PAGE_OF_GDN + 1, 700, 1200):
+        prompt = fresh(n, ("store", n))
+        compare(c, prompt, c.p.run(prompt, 12))
+        c.settle()
+        hit = (n - 1) // PAGE_OF_GDN * PAGE_OF_GDN
+        loads(prompt, hit)
+        loads(prompt + fresh(50, n), hit)
+    assert pages(c.d, "get", "miss", "failed", "damaged") == 0
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import engines
 import msgspec
 import pytest
 import zmq
-from conftest import MODEL, Cluster
+from conftest import Cluster
 from prompts import BLOCK, fresh
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
@@ -68,7 +68,8 @@ class Node(Cluster):
             if name == "P"
             else args
         )
-        self.engines[name] = engines.Engine(name, str(MODEL), self.dir / f"{name}.log", kv, **args)
+        log = self.dir / f"{name}.log"
+        self.engines[name] = engines.Engine(name, str(self.model), log, kv, **args)
         return self.engines[name]
 
     def settle(self, timeout: float = 60.0) -> None:

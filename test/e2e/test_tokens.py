@@ -66,11 +66,11 @@ class Moved:
         self.bytes = grew("vllm:kvspray_bytes_total", side="received")
         self.routed = grew("vllm:kvspray_bytes_total", side="received", transport=self.c.transport)
 
-    def all_loaded(self, requests: int) -> None:
-        """Every request had its transfer, and computed at most its last token."""
-        assert (self.ok, self.all, self.recomputed, self.alone) == (requests, requests, 0, 0), vars(
-            self
-        )
+    def all_loaded(self, requests: int, ranks: int = 1) -> None:
+        """Every request had a transfer for each of D's ranks, and computed at most its last
+        token."""
+        n = requests * ranks
+        assert (self.ok, self.all, self.recomputed, self.alone) == (n, n, 0, 0), vars(self)
         assert self.computed <= requests and self.routed == self.bytes > 0, vars(self)
 
 

@@ -588,16 +588,20 @@ def looked_up(h: HybridRank, g: int, i: int, tokens: int) -> None:
             assert ctypes.string_at(spec.start_addr, spec.num_elements * view.itemsize) == want
 
 
-GDN, KDA = Linear("gdn", 2, 64, 4, 64), Linear("kda", 4, 32, 4, 32)
+GDN, GDN4 = Linear("gdn", 2, 64, 4, 64), Linear("gdn", 4, 64, 8, 64)
+KDA = Linear("kda", 4, 32, 4, 32)
 MAMBA1 = Linear("mamba1", 0, 16, 64, 1)
 MAMBA2, ONE_GROUP = Linear("mamba2", 2, 48, 4, 16), Linear("mamba2", 1, 32, 4, 16)
 HYBRIDS = [
     (Hybrid(GDN), Hybrid(GDN, wider=16)),
     (Hybrid(GDN, "SD", 2, True), Hybrid(GDN, "DS", 1, pages="BLHNC")),
     (Hybrid(GDN, "DS", 1, pages="BLHNC"), Hybrid(GDN, "SD", 2, True)),
+    (Hybrid(GDN4, "SD", 4, True), Hybrid(GDN4, "DS", 2, True)),
     (Hybrid(MAMBA2, "DS", 2, True), Hybrid(MAMBA2, "SD", 1, True, wider=32)),
+    (Hybrid(MAMBA2, "SD"), Hybrid(MAMBA2, "DS", 2)),
     (Hybrid(ONE_GROUP, "SD"), Hybrid(ONE_GROUP, "DS", 4)),
     (Hybrid(ONE_GROUP, "SD", 2), Hybrid(ONE_GROUP, "SD", 1, True)),
+    (Hybrid(ONE_GROUP, "DS", 4), Hybrid(ONE_GROUP, "SD", 2)),
     (Hybrid(KDA, "SD", 2, True, wider=16), Hybrid(KDA, "DS", 1)),
     (Hybrid(KDA, "DS", 1), Hybrid(KDA, "SD", 2)),
     (Hybrid(MAMBA1, "SD", 2, True), Hybrid(MAMBA1, "DS", 1)),

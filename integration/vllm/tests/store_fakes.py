@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from fakes import LOG, FakeScheduler, FakeWorker, Request, fake_hash
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id as of_group
 
 from kvspray_vllm import shim
 from kvspray_vllm.meta import Landed
 from kvspray_vllm.saving import Saving
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings
+from kvspray_vllm.store import state_key
 from kvspray_vllm.worker import Results, WorkerSide
 
 PAGE = 4
@@ -37,7 +39,7 @@ class Pool:
 
     def __init__(self, n: int) -> None:
         self.num_gpu_blocks = n
-        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0, hash=None) for i in range(n)]
+        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0, block_hash=None) for i in range(n)]
         self.blocks[0].ref_cnt = 1
         self.free = deque(self.blocks[1:])
         self.cached: dict[bytes, Any] = {}
@@ -50,9 +52,9 @@ class Pool:
         for b in out:
             assert b.ref_cnt == 0
             b.ref_cnt = 1
-            if b.hash is not None and self.cached.get(b.hash) is b:
-                del self.cached[b.hash]
-            b.hash = None
+            if b.block_hash is not None and self.cached.get(b.block_hash) is b:
+                del self.cached[b.block_hash]
+            b.block_hash = None
         return out
 
     def touch(self, blocks: Any) -> None:
@@ -70,18 +72,18 @@ class Pool:
 
     def evict_blocks(self, ids: set[int]) -> None:
         for i in ids:
-            self.cached.pop(self.blocks[i].hash, None)
+            self.cached.pop(self.blocks[i].block_hash, None)
 
     def cache(self, block: Any, hash: bytes) -> None:
-        if block.hash is None and hash not in self.cached:
-            block.hash = hash
+        if block.block_hash is None and hash not in self.cached:
+            block.block_hash = hash
             self.cached[hash] = block
 
     def clear(self) -> bool:
         if len(self.free) < self.num_gpu_blocks - 1:
             return False
         for b in self.blocks:
-            b.hash = None
+            b.block_hash = None
         self.cached.clear()
         return True
 
@@ -237,13 +239,15 @@ class RankWorker(FakeWorker):
 
 class Vllm:
     """Chunked prefill, prefix hits, preemption, loads that are set aside, and `lag` steps under
-    way."""
+    way. states: groups of recurrent states, each with one at the end of some blocks: a step ends
+    there if it reaches one, or stays in its block (mamba_cache_mode align)."""
 
     def __init__(
-        self, blocks: int = 24, lag: int = 1, ranks: int = 1, budget: int = 10, events: Any = None
-    ) -> None:
+        self, blocks: int = 24, lag: int = 1, ranks: int = 1, budget: int = 10, events: Any = None,
+        states: int = 0,
+    ) -> None:  # fmt: skip
         self.pool = Pool(blocks)
-        self.lag, self.budget = lag, budget
+        self.lag, self.budget, self.states = lag, budget, states
         self.store = FakeStore(ranks)
         self.clock = 100.0
         client = FakeScheduler()
@@ -252,11 +256,12 @@ class Vllm:
         self.scheduler = SchedulerSide(
             Settings(store=True),
             client,
-            [PAGE],
+            [PAGE] * (1 + states),
             "engine",
             fake_hash,
             LOG,
             tp_size=ranks,
+            states=range(1, 1 + states),
             now=lambda: self.clock,
             store_lag=lag,
             events=events,
@@ -269,7 +274,7 @@ class Vllm:
         self.shims = [RankWorker(self.store, i, self.content[i]) for i in range(ranks)]
         self.workers, self.savings = [], []
         for i, s in enumerate(self.shims):
-            w = WorkerSide(s, LOG, resume_block=PAGE)
+            w = WorkerSide(s, LOG, resume_block=0 if states else PAGE)
             saving = Saving(i, lambda n, s=s: RankPages(s, n.weights), LOG)
             saving.set(namespace())
             w.set_saving(saving)
@@ -296,7 +301,8 @@ class Vllm:
             request_id=name, prompt_token_ids=tokens, all_tokens=every, all_token_ids=every,
             num_prompt_tokens=len(tokens), num_computed_tokens=0, num_tokens=len(tokens),
             block_hashes=[], kv_transfer_params=params, status=SimpleNamespace(name="WAITING"),
-            table=[], answer=answer, in_flight=0, samples=0, stale=0, **more,
+            table=[], states=self.no_states(), answer=answer, in_flight=0, samples=0, stale=0,
+            processed=0, **more,
         )  # fmt: skip
         self.hash(r)
         self.requests[name] = r
@@ -315,14 +321,24 @@ class Vllm:
         for queue in (self.waiting, self.running):
             if r in queue:
                 queue.remove(r)
-        delay, _ = self.scheduler.finished(r, (tuple(b.block_id for b in r.table),))
+        delay, _ = self.scheduler.finished(r, self.tables(r))
         if not delay and r.request_id not in self.aside:
             self.free(r)
             del self.requests[r.request_id]
 
+    def no_states(self) -> list[list[Any]]:
+        return [[] for _ in range(self.states)]
+
+    def tables(self, r: Any) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(0 if b is None else b.block_id for b in table) for table in (r.table, *r.states)
+        )
+
     def free(self, r: Any) -> None:
         self.pool.free_blocks(reversed(r.table))
-        r.table = []
+        for table in r.states:
+            self.pool.free_blocks(b for b in table if b is not None)
+        r.table, r.states, r.processed = [], self.no_states(), 0
 
     def preempt(self, r: Any) -> None:
         self.free(r)
@@ -336,11 +352,32 @@ class Vllm:
 
     def allocate(self, r: Any, tokens: int) -> bool:
         need = -(-tokens // PAGE) - len(r.table)
-        if need > self.pool.get_num_free_blocks():
+        states = [-(-tokens // PAGE) - len(table) for table in r.states]
+        if max(need, 0) + sum(n > 0 for n in states) > self.pool.get_num_free_blocks():
             return False
         if need > 0:
             r.table += self.pool.get_new_blocks(need)
+        for table, more in zip(r.states, states, strict=True):
+            # A step goes on from the state of the step before it, and leaves its own.
+            for i in range(min((r.processed - 1) // PAGE, len(table))):
+                if table[i] is not None:
+                    self.pool.free_blocks([table[i]])
+                    table[i] = None
+            if more > 0:
+                table += [None] * (more - 1) + self.pool.get_new_blocks(1)
         return True
+
+    def aligned(self, r: Any, n: int) -> int:
+        """How many of n tokens a step computes, so that a block's state is that of its end: see
+        _mamba_block_aligned_split."""
+        start, end = r.num_computed_tokens, r.num_computed_tokens + n
+        prefill = max(r.num_prompt_tokens, len(r.all_tokens) - 1)
+        if not self.states or start >= prefill:
+            return n
+        if start % PAGE:
+            return min(end, (start // PAGE + 1) * PAGE) - start
+        last = min(end, prefill) // PAGE * PAGE
+        return last - start if last > start else n
 
     def schedule(self) -> Any:
         counts: dict[str, int] = {}
@@ -352,6 +389,7 @@ class Vllm:
             n = min(left, len(r.all_tokens) + r.samples - r.num_computed_tokens)
             if n <= 0:
                 continue
+            n = self.aligned(r, n)
             while not self.allocate(r, r.num_computed_tokens + n):
                 last = self.running[-1]
                 self.preempt(last)
@@ -369,7 +407,7 @@ class Vllm:
                 continue
             if r.num_computed_tokens == 0 and not self.start(r):
                 continue
-            n = min(left, len(r.all_tokens) - r.num_computed_tokens)
+            n = self.aligned(r, min(left, len(r.all_tokens) - r.num_computed_tokens))
             if not self.allocate(r, r.num_computed_tokens + n):
                 if r.num_computed_tokens and r.table:
                     self.free(r)
@@ -387,8 +425,8 @@ class Vllm:
             scheduled_new_reqs=[],
         )
         self.preempted = set()
-        tables = {name: [b.block_id for b in r.table] for name, r in self.requests.items()}
-        meta = self.scheduler.build(out, lambda req: (tables[req],))  # type: ignore[arg-type]
+        tables = {name: self.tables(r) for name, r in self.requests.items()}
+        meta = self.scheduler.build(out, lambda req: tables[req])  # type: ignore[arg-type]
         work = []
         for name, n in counts.items():
             r = self.requests[name]
@@ -406,22 +444,30 @@ class Vllm:
             if h not in self.pool.cached:
                 break
             hits.append(self.pool.cached[h])
+        states: list[Any] = []
+        while self.states and hits:
+            of = r.block_hashes[len(hits) - 1]
+            states = [self.pool.cached.get(of_group(of, 1 + g)) for g in range(self.states)]
+            if None not in states:
+                break
+            hits.pop()
         more, aside = self.scheduler.matched(r, len(hits) * PAGE)
         if more is None:
             return False
         total = len(hits) * PAGE + more
-        taken = len(hits) + -(
-            -(more if aside else min(self.budget, len(r.all_tokens) - total)) // PAGE
-        )
-        if taken - len(hits) > self.pool.get_num_free_blocks() - sum(b.ref_cnt == 0 for b in hits):
+        taken = -(-(more if aside else min(self.budget, len(r.all_tokens) - total)) // PAGE)
+        used = hits + (states if hits else [])
+        if taken + self.states > self.pool.get_num_free_blocks() - sum(
+            b.ref_cnt == 0 for b in used
+        ):
             return False
-        self.pool.touch(hits)
+        self.pool.touch(used)
         r.table = list(hits)
+        r.states = [[None] * (len(hits) - 1) + [s] for s in states] if hits else self.no_states()
+        r.processed = len(hits) * PAGE
         assert self.allocate(r, total)
-        self.scheduler.allocated(
-            r, SimpleNamespace(get_block_ids=lambda: ([b.block_id for b in r.table],)), more
-        )  # type: ignore[arg-type]
-        r.num_computed_tokens = total
+        self.scheduler.allocated(r, SimpleNamespace(get_block_ids=lambda: self.tables(r)), more)
+        r.num_computed_tokens = r.processed = total
         if aside:
             self.aside[r.request_id] = r
             return False
@@ -430,6 +476,9 @@ class Vllm:
     def caches(self, r: Any, tokens: int) -> None:
         for i in range(min(tokens // PAGE, len(r.block_hashes))):
             self.pool.cache(r.table[i], r.block_hashes[i])
+            for g, table in enumerate(r.states):
+                if table[i] is not None:
+                    self.pool.cache(table[i], of_group(r.block_hashes[i], 1 + g))
 
     def execute(self) -> None:
         meta, work = self.queue.popleft()
@@ -455,8 +504,16 @@ class Vllm:
             )
         self.update(work, done, landed)
 
-    def compute(self, rank: int, tokens: list[int], start: int, n: int, table: list[int]) -> None:
-        """A block's content follows from the one before it and from the weights."""
+    def compute(self, rank: int, tokens: list[int], start: int, n: int, tables: Any) -> None:
+        """A block's content follows from the one before it and from the weights, a state from the
+        one before it."""
+        table, *states = tables
+        for g, of in enumerate(states):
+            before = self.content[rank].get(of[(start - 1) // PAGE]) if start else None
+            good = not start or before == (self.weights, tuple(tokens[:start]), 1 + g)
+            self.content[rank][of[(start + n - 1) // PAGE]] = (
+                (self.weights, tuple(tokens[: start + n]), 1 + g) if good else "garbage"
+            )
         for at in range(start, start + n):
             block, i = table[at // PAGE], at // PAGE
             if at % PAGE == PAGE - 1 and at < len(tokens):
@@ -472,11 +529,13 @@ class Vllm:
                 self.content[rank][block] = "part"
 
     def update(self, work: Any, done: Results, landed: Landed | None) -> None:
-        for name, _, _, _, samples, _ in work:
+        for name, start, n, _, samples, _ in work:
             r = self.requests.get(name)
             if r is None:
                 continue
             r.in_flight -= 1
+            if not r.stale:
+                r.processed = start + n
             r.samples -= samples
             if r.stale:
                 r.stale -= 1
@@ -550,11 +609,9 @@ class Vllm:
         n = 0
         for rank in self.store.pages:
             for (weights, h), content in rank.items():
-                assert (
-                    isinstance(content, tuple)
-                    and content[0] == weights
-                    and hash_of(content[1]) == h
-                ), (weights, content)
+                assert isinstance(content, tuple) and content[0] == weights, (weights, content)
+                name = hash_of(content[1])
+                assert h == (state_key(name, content[2]) if content[2:] else name), content
                 n += 1
         return n
 

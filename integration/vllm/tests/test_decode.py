@@ -319,7 +319,7 @@ def test_params_of_any_type_are_survived(e: Engine, given: Any) -> None:
 class Hybrid(Engine):
     """Two cache groups: one keeps everything, one looks 32 tokens back."""
 
-    def __init__(self, states: bool = False) -> None:
+    def __init__(self, states: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.scheduler = SchedulerSide(
             Settings(),
@@ -395,7 +395,7 @@ def test_with_a_window_both_sides_compute_the_last_token() -> None:
 
 
 def test_a_state_of_one_token_does_not_move() -> None:
-    e = Hybrid(states=True)
+    e = Hybrid(states=(1,))
     for kv in (dict(DECODE), prefill_first()):
         assert e.scheduler.matched(e.add("two", 2, kv), 0) == (0, False)
     assert e.scheduler.matched(e.add("three", 3, prefill_first()), 0) == (2, True)

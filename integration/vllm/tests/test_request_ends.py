@@ -21,7 +21,7 @@ def loading_source(v: Vllm) -> Any:
     store."""
     v.run("warm", PROMPT, answer=1)
     for b in v.pool.blocks:  # vLLM's own prefix cache has lost what the store has
-        b.hash = None
+        b.block_hash = None
     v.pool.cached.clear()
     v.store.silent = True  # it computes first
     arrives = v.scheduler.on_new_request
@@ -40,7 +40,7 @@ def loading_source(v: Vllm) -> Any:
     v.store.silent = False
     v.preempt(r)
     for b in v.pool.blocks:
-        b.hash = None
+        b.block_hash = None
     v.pool.cached.clear()
     for s in v.shims:
         s.work = lambda _: None  # loads end when the test ends them

@@ -3,6 +3,7 @@ scheduler's side keeps prefill and decode at the same token. No engine, no sidec
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,7 +169,7 @@ def test_where_a_state_lies() -> None:
 
 def test_the_identity_has_what_sizes_do_not_show() -> None:
     of = states.identity_of_states
-    assert of(hybrid(gdn())) == "GDN_ATTN bfloat16 float32 none"
+    assert of(hybrid(gdn())) == of(hybrid(gdn(tp=2))) == "GDN_ATTN bfloat16 float32 none"
     assert of(KVCacheConfig(BLOCKS, [], hybrid(gdn()).kv_cache_groups[:1])) == ""
     names = {
         of(hybrid(s))
@@ -182,11 +183,15 @@ def test_the_identity_has_what_sizes_do_not_show() -> None:
 
 def test_what_is_not_served_of_models_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
     plain: Any = SimpleNamespace(speculative_config=None)
-    drafts: Any = SimpleNamespace(speculative_config=SimpleNamespace(method="ngram"))
-    states.check_states(plain, hybrid(gdn()))
-    states.check_states(drafts, KVCacheConfig(BLOCKS, [], hybrid(gdn()).kv_cache_groups[:1]))
-    with pytest.raises(Unsupported, match="method is ngram.*without speculation"):
-        states.check_states(drafts, hybrid(gdn()))
+    ngram: Any = SimpleNamespace(speculative_config=SimpleNamespace(method="ngram"))
+    mtp: Any = SimpleNamespace(speculative_config=SimpleNamespace(method="mtp"))
+    for config in (plain, ngram):
+        states.check_states(config, hybrid(gdn()))
+    states.check_states(mtp, KVCacheConfig(BLOCKS, [], hybrid(gdn()).kv_cache_groups[:1]))
+    with pytest.raises(Unsupported, match="method is ngram.*turn enable_prefix_caching off"):
+        states.check_states(ngram, hybrid(gdn(mode="align")))
+    with pytest.raises(Unsupported, match="method is mtp.*use ngram.*without speculation"):
+        states.check_states(mtp, hybrid(gdn()))
     monkeypatch.setattr(states, "CAPABILITIES", SimpleNamespace(states=False))
     with pytest.raises(Unsupported, match="from vLLM 0.33 on"):
         states.check_states(plain, hybrid(gdn()))
@@ -194,7 +199,7 @@ def test_what_is_not_served_of_models_with_states(monkeypatch: pytest.MonkeyPatc
 
 def test_refusals_name_the_model() -> None:
     config: Any = SimpleNamespace(
-        speculative_config=SimpleNamespace(method="ngram"),
+        speculative_config=SimpleNamespace(method="mtp"),
         model_config=SimpleNamespace(model="Qwen/Qwen3-Next"),
     )
     with pytest.raises(Unsupported, match="speculation .model Qwen/Qwen3-Next"):
@@ -202,16 +207,38 @@ def test_refusals_name_the_model() -> None:
             states.check_states(config, hybrid(gdn()))
 
 
-def test_the_store_takes_no_model_with_states() -> None:
+def test_which_states_the_store_serves() -> None:
     """A hit without the state of its last token would be a wrong answer."""
     config: Any = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute"),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1), speculative_config=None,
         device_config=SimpleNamespace(device_type="cpu"),
+        cache_config=SimpleNamespace(
+            prefix_match_unit=None, prefix_caching_hash_algo="sha256_cbor"
+        ),
     )  # fmt: skip
-    for kv in (hybrid(gdn()), KVCacheConfig(BLOCKS, [], hybrid(gdn()).kv_cache_groups[1:])):
-        with pytest.raises(Unsupported, match="recurrent states .* set store to false"):
+    kept = hybrid(dataclasses.replace(gdn(mode="align"), block_size=32))
+    pages.check_store(config, kept)
+    for kv, want in (
+        (hybrid(gdn()), "mamba_cache_mode is none.*set enable_prefix_caching"),
+        (hybrid(gdn(mode="align")), r"have \[32, 4096\] tokens.*set store to false"),
+        (KVCacheConfig(BLOCKS, [], kept.kv_cache_groups[1:]), r"has 1 cache group\(s\)"),
+        (KVCacheConfig(BLOCKS, [], [*kept.kv_cache_groups, *kept.kv_cache_groups[:1]]), "has 3"),
+    ):
+        with pytest.raises(Unsupported, match=want):
             pages.check_store(config, kv)
+    config.cache_config.prefix_match_unit = 16
+    with pytest.raises(Unsupported, match="with prefix_match_unit 16"):
+        pages.check_store(config, kept)
+
+
+def test_a_page_of_the_store_has_the_memory_of_all_groups() -> None:
+    def group(**layer: int) -> dict[str, Any]:
+        return {"params": {}, "layers": [{"region": 0, "block_stride": 100, **layer}]}
+
+    groups = [group(base=0, page_bytes=90), group(base=0, page_bytes=96)]
+    groups += [group(base=4096, page_bytes=80)]
+    assert pages.pieces_of(groups) == [(0, 0, 100, 96), (0, 4096, 100, 80)]
 
 
 # ---- the scheduler's side
@@ -237,7 +264,7 @@ class Hybrid(Engine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = SchedulerSide(
-            Settings(), self.scheduler_shim, [BLOCK, 4096], "engine", fake_hash, LOG, states=True,
+            Settings(), self.scheduler_shim, [BLOCK, 4096], "engine", fake_hash, LOG, states=(1,),
             now=lambda: self.clock,
         )  # fmt: skip
 

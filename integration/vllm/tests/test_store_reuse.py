@@ -13,9 +13,10 @@ from store_fakes import Vllm
 RUNS = int(os.environ.get("KVSPRAY_STORE_RUNS", "6"))
 
 
-def attack(seed: int, lag: int, ranks: int) -> tuple[int, int]:
+def attack(seed: int, lag: int, ranks: int, states: int) -> tuple[int, int]:
     r = random.Random(seed)
-    v = Vllm(blocks=r.choice((14, 24, 60)), lag=lag, ranks=ranks, budget=r.choice((5, 10, 40)))
+    blocks, budget = r.choice((14, 24, 60)), r.choice((5, 10, 40))
+    v = Vllm(blocks=blocks * (1 + states), lag=lag, ranks=ranks, budget=budget, states=states)
     for s in v.shims:
         s.chance = r
     changes = r.choice((0, 0.02))
@@ -45,12 +46,13 @@ def attack(seed: int, lag: int, ranks: int) -> tuple[int, int]:
     return v.check(), len(v.received)
 
 
+@pytest.mark.parametrize("states", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("lag", [1, 2])
-def test_a_page_is_what_its_hash_names(lag: int, ranks: int) -> None:
+def test_a_page_is_what_its_hash_names(lag: int, ranks: int, states: int) -> None:
     pages = loads = 0
     for seed in range(RUNS):
-        n, m = attack(seed, lag, ranks)
+        n, m = attack(seed, lag, ranks, states)
         pages, loads = pages + n, loads + m
     assert pages > 10 * RUNS and loads > RUNS, (
         "the attack saves and loads too little to mean anything"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -260,7 +261,7 @@ def test_blocks_that_a_preempted_request_gets_are_saved_a_step_later(v: Vllm) ->
             num_scheduled_tokens={"a": 1}, preempted_req_ids=preempted, scheduled_new_reqs=[]
         )
         meta = StepMeta()
-        v.side.build(out, lambda _: table, meta)  # type: ignore[arg-type]
+        v.side.build(out, lambda _: (table,), meta)  # type: ignore[arg-type]
         assert sum(len(p.blocks) for p in meta.puts) == want
 
 
@@ -487,6 +488,89 @@ def test_a_router_bounds_what_is_loaded(v: Vllm) -> None:
     v.add("none", PROMPT, params={"kvspray": {"v": 1, "load": 0}})
     v.drain()
     assert len(v.store.asked) == asked, "the store is not asked at all"
+
+
+# ---- recurrent states
+
+
+def states_of(v: Vllm) -> dict[int, list[bytes]]:
+    """The names of the states in the store, by the number of tokens that they are of."""
+    out: dict[int, list[bytes]] = {}
+    for (_, name), content in v.store.pages[0].items():
+        if content[2:]:
+            out.setdefault(len(content[1]), []).append(name)
+    return out
+
+
+def with_states() -> Vllm:
+    """An engine with two groups of states, and an empty cache, that has saved the prompt."""
+    v = Vllm(blocks=120, states=2)
+    v.run("a", PROMPT)
+    assert v.pool.clear()
+    return v
+
+
+def test_states_that_vllm_keeps_are_saved() -> None:
+    v = with_states()
+    # At the ends of its steps that are those of blocks.
+    assert {n: len(names) for n, names in states_of(v).items()} == {
+        8: 2,
+        16: 2,
+        24: 2,
+        28: 2,
+        32: 2,
+    }
+    assert v.check() == 8 + 5 * 2
+    saved = puts(v)
+    v.run("b", PROMPT)
+    assert puts(v) == saved, "what is there is not put again"
+
+
+def test_a_state_whose_block_has_another_hash_is_not_saved() -> None:
+    v = Vllm(blocks=120, states=2)
+    cache = v.pool.cache
+    v.pool.cache = lambda block, hash: cache(block, hash) if len(hash) == 32 else None  # type: ignore[method-assign]
+    v.run("a", PROMPT)
+    assert v.check() == 8 and not states_of(v)
+
+
+@pytest.mark.parametrize(("gone", "blocks"), [((), 7), ((28,), 6), ((24, 28), 4)])
+def test_a_load_ends_where_all_states_are_there(gone: tuple[int, ...], blocks: int) -> None:
+    v = with_states()
+    for n in gone:
+        del v.store.pages[0]["w0", states_of(v)[n][1]]
+    v.add("b", PROMPT)
+    meta, work = v.schedule()
+    (expect,) = meta.expects
+    assert not work and (expect.skip, expect.tokens) == (0, blocks * PAGE)
+    assert len(expect.pages) == len(set(expect.blocks[0])) == blocks + 2
+    v.queue.append((meta, work))
+    v.drain()
+    assert v.received == ["b"] and v.check()
+
+
+def test_without_states_nothing_is_loaded() -> None:
+    v = with_states()
+    for names in states_of(v).values():
+        del v.store.pages[0]["w0", names[0]]
+    assert v.scheduler.matched(v.add("b", PROMPT), 0) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("external", "state", "want"),
+    [(28, 21, ""), (24, 21, "24 of 28 tokens"), (28, 0, r"blocks \(20, 0\)"), (28, 20, "20, 20")],
+)
+def test_a_load_without_a_place_for_each_state_is_refused(
+    external: int, state: int, want: str
+) -> None:
+    v = with_states()
+    r = v.add("b", PROMPT)
+    assert v.scheduler.matched(r, 0) == (28, True)
+    end = external // PAGE
+    tables = (range(1, 9), (0,) * (end - 1) + (20,), (0,) * (end - 1) + (state,))
+    expect = v.side.allocated(r, tables, external)
+    assert expect is not None and bool(expect.refused) == bool(want)
+    assert re.search(want, expect.refused)
 
 
 # ---- refusals at the start, and what identifies pages

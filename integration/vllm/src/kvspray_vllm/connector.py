@@ -123,8 +123,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         windows = layout.windows_of(kv_cache_config)
         # Where an engine may go on behind the last block of a load that came; elsewhere what came
         # is of no use without the rest.
-        has_states = bool(states.identity_of_states(kv_cache_config))
-        resumes = len(kv_cache_config.kv_cache_groups) == 1 and not (has_states or any(windows))
+        state_groups = layout.state_groups_of(kv_cache_config)
+        resumes = len(kv_cache_config.kv_cache_groups) == 1 and not (state_groups or any(windows))
         secret = self._settings.secret()
         if role == KVConnectorRole.SCHEDULER:
             if newer := versions.newer_than_known():
@@ -164,7 +164,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 logger,
                 parallel.tensor_parallel_size,
                 windows,
-                has_states,
+                state_groups,
                 role=str(self._kv_transfer_config.kv_role),
                 store_lag=vllm_config.max_concurrent_batches if self._settings.store else 0,
                 events=self._events,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvspray import portable
 from kvspray_vllm.speculation import check_speculation, draft_in_cache
-from kvspray_vllm.states import identity_of_states
+from kvspray_vllm.states import identity_of_states, is_state
 from kvspray_vllm.strategies import TRANSPOSED
 from kvspray_vllm.strategies import Ranks as Ranks
 from kvspray_vllm.strategies import Unsupported as Unsupported
@@ -147,6 +147,11 @@ def windows_of(kv: KVCacheConfig) -> tuple[int, ...]:
     )
 
 
+def state_groups_of(kv: KVCacheConfig) -> tuple[int, ...]:
+    """The cache groups of recurrent states."""
+    return tuple(i for i, g in enumerate(kv.kv_cache_groups) if is_state(spec_of(g)))
+
+
 def backoff_of(windows: Sequence[int], states: bool = False) -> int:
     """How many tokens at a prompt's end do not move. vLLM computes the last token of a prompt again
     where all of it was loaded, and has then given up the block that only this token's window still
@@ -240,12 +245,7 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
         "backoff": str(backoff_of(windows, bool(states))),
         "speculative": draft_in_cache(config.speculative_config),
         **({"images": images} if (images := images_of(config)) else {}),
-        # The planner has a way between other ranks, but no engines ran with them.
-        **(
-            {"states": f"{states}; tp {config.parallel_config.tensor_parallel_size}"}
-            if states
-            else {}
-        ),
+        **({"states": states} if states else {}),
     }
 
 

@@ -13,9 +13,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvspray_vllm.layout import Ranks, Unsupported, windows_of
+from kvspray_vllm.layout import Ranks, Unsupported, spec_of, state_groups_of, windows_of
 from kvspray_vllm.shim import Namespace
-from kvspray_vllm.states import identity_of_states
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,17 +51,14 @@ def check_store(config: VllmConfig, kv: KVCacheConfig) -> None:
             f"kvspray: store is on, and the engine's device is {device}; the store serves engines "
             "on CPUs and CUDA GPUs, set store to false"
         )
-    if identity_of_states(kv):
-        raise Unsupported(
-            "kvspray: store is on, and the model has recurrent states (MambaSpec): a page cannot "
-            "be used without the state of its last token, and the store does not save states; set "
-            "store to false"
-        )
-    if len(kv.kv_cache_groups) != 1 or any(windows_of(kv)):
+    states = state_groups_of(kv)
+    if states:
+        _check_states(config, kv)
+    if len(kv.kv_cache_groups) != 1 + len(states) or any(windows_of(kv)):
         raise Unsupported(
             f"kvspray: store is on, and the model has {len(kv.kv_cache_groups)} cache group(s) "
-            f"with windows of {windows_of(kv)} tokens; the store serves models with one group and "
-            "no window, set store to false"
+            f"with windows of {windows_of(kv)} tokens; the store serves models with one group of "
+            "attention and no window, set store to false"
         )
     if parallel.pipeline_parallel_size != 1:
         raise Unsupported(
@@ -76,6 +72,26 @@ def check_store(config: VllmConfig, kv: KVCacheConfig) -> None:
             "more than the hash of a page names, use another method, or set store to false"
         )
     hash_seed(str(config.cache_config.prefix_caching_hash_algo))
+
+
+def _check_states(config: VllmConfig, kv: KVCacheConfig) -> None:
+    """A page of tokens is of use only with the states after its last token, which vLLM keeps at the
+    ends of blocks, of all groups alike."""
+    cache = config.cache_config
+    modes = {spec_of(kv.kv_cache_groups[g]).mamba_cache_mode for g in state_groups_of(kv)}
+    sizes = {g.kv_cache_spec.block_size for g in kv.kv_cache_groups}
+    if modes != {"align"}:
+        raise Unsupported(
+            f"kvspray: store is on, and mamba_cache_mode is {', '.join(sorted(modes))}: vLLM keeps "
+            "no recurrent states at the ends of blocks; set enable_prefix_caching, or store to "
+            "false"
+        )
+    if len(sizes) != 1 or cache.prefix_match_unit is not None:
+        raise Unsupported(
+            f"kvspray: store is on, and the blocks of a model with recurrent states have "
+            f"{sorted(sizes)} tokens, with prefix_match_unit {cache.prefix_match_unit}; the store "
+            "serves blocks of one size without it, set store to false"
+        )
 
 
 def hash_seed(algorithm: str) -> str:
@@ -114,7 +130,7 @@ def namespace_of(
             "without a name would be found; give set_weights a name, or set weights in "
             "kv_connector_extra_config"
         )
-    (group,) = _one_table(groups)
+    (page_tokens,) = {g["tokens_per_block"] for g in groups}
     page = [
         [
             g["strategy"],
@@ -132,21 +148,18 @@ def namespace_of(
         weights=identity["weights"],
         dtype=identity["cache_dtype"] if identity["cache_dtype"] != "auto" else identity["dtype"],
         layout="vllm:" + hashlib.sha256(text.encode()).hexdigest(),
-        page_tokens=group["tokens_per_block"],
+        page_tokens=page_tokens,
         page_bytes=sum(length for _, _, _, length in pieces_of(groups)),
         algorithm="vllm-" + algorithm,
         seed=hash_seed(algorithm),
     )
 
 
-def _one_table(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [g for g in groups if not g.get("same_table")]
-
-
 def pieces_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, int, int]]:
     """(region, base, stride, length) of each part of a block, in the order of the layers. Layers
-    that share their memory have it once."""
-    out: list[tuple[int, int, int, int]] = []
+    that share their memory have it once. A block belongs to one cache group at a time, so a page
+    has the memory of all groups."""
+    out: dict[tuple[int, int, int], int] = {}
     for g in groups:
         if "row_stride" in g["params"]:
             raise Unsupported(
@@ -154,7 +167,6 @@ def pieces_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, int, 
                 "VLLM_KV_CACHE_LAYOUT to LBHNC, or store to false"
             )
         for layer in g["layers"]:
-            piece = (layer["region"], layer["base"], layer["block_stride"], layer["page_bytes"])
-            if piece not in out:
-                out.append(piece)
-    return out
+            place = (layer["region"], layer["base"], layer["block_stride"])
+            out[place] = max(out.get(place, 0), layer["page_bytes"])
+    return [(*place, length) for place, length in out.items()]

@@ -86,14 +86,14 @@ class SchedulerSide:
         log: logging.Logger,
         tp_size: int = 1,
         windows: Sequence[int] = (),
-        states: bool = False,
+        states: Sequence[int] = (),
         now: Callable[[], float] = time.monotonic,
         role: str = "kv_both",
         store_lag: int = 0,
         events: StoreEvents | None = None,
         fails: bool = False,
     ) -> None:
-        """states: the model has recurrent states.
+        """states: cache groups of recurrent states.
         store_lag: of StoreSide; 0: the engine does not use the node's store.
         events: those of the store, if the engine publishes any.
         fails: vLLM answers a request whose load fails with an error."""
@@ -110,8 +110,8 @@ class SchedulerSide:
         self._log = log
         self._tp_size = tp_size
         self._windows = [(g, w) for g, w in enumerate(windows) if w]
-        self._states = states
-        self._backoff = backoff_of(windows, states)
+        self._states = bool(states)
+        self._backoff = backoff_of(windows, self._states)
         self._now = now
         self._secret = secrets.token_bytes(16)
         self._adapters = Adapters()
@@ -144,7 +144,7 @@ class SchedulerSide:
             self._store = StoreSide(
                 client, self._block_sizes[0], tp_size, store_lag,
                 lambda outcome: self._stats.lookup(outcome), log, now, events, self._cache,
-                lambda outcome: self._stats.pin(outcome),
+                lambda outcome: self._stats.pin(outcome), states,
             )  # fmt: skip
 
     def set_pool(self, pool: BlockPool | None) -> None:
@@ -580,7 +580,7 @@ class SchedulerSide:
         dest = self._destinations.pop(request.request_id, None)
         if dest is None:
             expect = (
-                self._store.allocated(request, blocks.get_block_ids()[0], external)
+                self._store.allocated(request, blocks.get_block_ids(), external)
                 if self._store is not None
                 else None
             )
@@ -696,7 +696,7 @@ class SchedulerSide:
             self._step += 1
             meta.step = self._step
         if self._store is not None:
-            self._store.build(out, lambda req: tables(req)[0], meta)
+            self._store.build(out, tables, meta)
         meta.idle = not out.total_num_scheduled_tokens
         self._meta = StepMeta()
         return meta
@@ -816,7 +816,7 @@ class SchedulerSide:
         if self._adapter.pop(req, None):
             self._meta.gone.append(req)
         if self._store is not None:
-            self._store.finished(request, table[0] if table else (), req not in self._loading)
+            self._store.finished(request, table, req not in self._loading)
         source = self._sources.get(req)
         if req in self._loading:
             # vLLM keeps the blocks until the worker reports the end of the load; ask for that end

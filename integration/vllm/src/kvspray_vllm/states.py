@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from kvspray_vllm.speculation import CACHELESS_DRAFTS
 from kvspray_vllm.strategies import Kind, Ranks, Unsupported
 from kvspray_vllm.versions import CAPABILITIES
 
@@ -58,11 +59,23 @@ def check_states(config: VllmConfig, kv: KVCacheConfig) -> None:
             "kvspray: the model has recurrent states (MambaSpec), which are moved from vLLM 0.33 "
             "on; use that, or serve the model without kvspray"
         )
-    if config.speculative_config is not None:
+    spec = config.speculative_config
+    if spec is None:
+        return
+    has = f"kvspray: speculative_config.method is {spec.method}, and the model has recurrent states"
+    # A draft of MTP or EAGLE would compute the last position of a load from the token that the
+    # prefill generates.
+    if spec.method not in CACHELESS_DRAFTS:
         raise Unsupported(
-            f"kvspray: speculative_config.method is {config.speculative_config.method}, and the "
-            "model has recurrent states (MambaSpec): a state for each draft token is not "
-            "supported, serve the model without speculation"
+            f"{has} (MambaSpec): the prefill leaves out the last token of a prompt, and layers of "
+            f"a draft may need it; use {', '.join(CACHELESS_DRAFTS)}, or serve the model without "
+            "speculation"
+        )
+    # vLLM moves the blocks of draft tokens' states then, by kernels that need Triton.
+    if any(is_state(of) and of.mamba_cache_mode != "none" for of in _specs(kv)):
+        raise Unsupported(
+            f"{has} at the ends of blocks (mamba_cache_mode): no engine was tested with both; turn "
+            "enable_prefix_caching off, or serve the model without speculation"
         )
 
 

@@ -9,16 +9,23 @@ read. So the bytes that a sidecar reads are those that the block's hash names.
 
 A request asks when it arrives, and nothing waits for the answer: vLLM schedules the request when
 the answer is there, or after ASK_S without it. Everything runs on the engine core's thread.
+
+If a model has recurrent states, vLLM keeps them at the ends of some blocks, in blocks of other
+groups. Such a block is a page of its own, whose name follows from the hash and the group. A prompt
+is loaded up to a block whose states are all there: without them its tokens are of no use.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id as of_group
 
 from kvspray_vllm.meta import Expect, Landed, Put, Rank, StepMeta
 from kvspray_vllm.params import NO_HINTS, Hints
@@ -42,6 +49,7 @@ PIN_S = 30.0  # how long an answer counts; the sidecar keeps what it has found a
 MAX_PUT = 1024  # blocks of one PUT
 MAX_PUTS = 64  # that have not ended
 HELD_SHARE = 4  # all PUTs together hold at most this fraction of the pool's blocks
+NO_BLOCK = 0  # vLLM's entry of a table for a block that is not there
 MAX_KNOWN = 1 << 17  # hashes of blocks that need not be saved again
 
 ENDED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
@@ -55,11 +63,13 @@ class _Request:
     # Of each of its last steps since it got its blocks: how many tokens are computed with it.
     ends: deque[int]
     next: int = 0  # the block that is considered next for saving
+    next_state: int = 0  # the block whose states are considered next
     asks: bool = True  # it may be loaded, and was not
     question: Question | None = None
     asked: float = 0.0
     until: float = 0.0  # how long it waits for the answer; 0: it does not wait yet
-    found: Sequence[bool] | None = None
+    keys: tuple[bytes, ...] = ()  # that were asked for: of blocks, then of their states
+    found: Sequence[bool] | None = None  # of keys
     offer: tuple[int, int] = (0, 0)  # tokens that vLLM has, tokens behind them that the store has
     loads: tuple[bytes, ...] = ()
     load: KVCacheEvent | None = None  # to publish, once they are loaded
@@ -76,6 +86,11 @@ class _Held:
     ranks: dict[int, bool] = field(default_factory=dict)
 
 
+def state_key(hash: bytes, group: int) -> bytes:
+    """The name of a group's states after the tokens of a block with this hash."""
+    return hashlib.sha256(b"kvspray-state-v1" + group.to_bytes(4, "big") + hash).digest()
+
+
 class StoreSide:
     def __init__(
         self,
@@ -89,14 +104,18 @@ class StoreSide:
         events: StoreEvents | None = None,
         cache: PrefixCache | None = None,
         count_pin: Callable[[str], None] = lambda _: None,
+        states: Sequence[int] = (),
     ) -> None:
         """lag: steps that vLLM may have scheduled when it sees the result of the first of them.
         count: counts the outcome of a question. events: None if the engine publishes none. cache:
-        vLLM's. count_pin: counts the outcome of a pin."""
+        vLLM's. count_pin: counts the outcome of a pin. states: cache groups of recurrent states;
+        one other group has the tokens."""
         self._pins = Pins(self._pin, count_pin, log, now)
         self._cache = cache or PrefixCache()
         self._client = client
         self._size = page_tokens
+        self._states = tuple(states)
+        self._attention = next(g for g in range(len(self._states) + 1) if g not in self._states)
         self._of = ranks
         self._lag = lag
         self._count = count
@@ -209,18 +228,24 @@ class StoreSide:
         tokens = r.request.num_tokens - 1
         if r.hints.load is not None:
             tokens = min(tokens, r.hints.load)
-        n = min(tokens // self._size, len(r.request.block_hashes), MAX_ASKED)
+        most = MAX_ASKED // (1 + len(self._states))
+        n = min(tokens // self._size, len(r.request.block_hashes), most)
         if n == 0:
             r.asks = False
             return
+        hashes = tuple(bytes(h) for h in r.request.block_hashes[:n])
+        r.keys = hashes + self._state_keys(hashes)
         try:
-            r.question = self._pages.ask([bytes(h) for h in r.request.block_hashes[:n]], PIN_S)
+            r.question = self._pages.ask(list(r.keys), PIN_S)
             r.asked = self._now()
         except ShimError as err:
             r.asks = False
             self._log.warning(
                 "kvspray: request %s: the store cannot be asked: %s", r.request.request_id, err
             )
+
+    def _state_keys(self, hashes: Iterable[bytes]) -> tuple[bytes, ...]:
+        return tuple(state_key(h, g) for h in hashes for g in self._states)
 
     def _forget_question(self, r: _Request) -> None:
         if r.question is not None:
@@ -253,10 +278,19 @@ class StoreSide:
             return None if now < r.until else self._compute(r, "late")
         assert r.found is not None
         first = computed // self._size
-        end = next((i for i in range(first, len(r.found)) if not r.found[i]), len(r.found))
+        end = self._found_end(r.found, first)
         tokens = max(end - first, 0) * self._size
         r.offer = (computed, tokens)
         return tokens
+
+    def _found_end(self, found: Sequence[bool], first: int) -> int:
+        """The block behind the last one that can be loaded from block first on."""
+        states = len(self._states)
+        n = len(found) // (1 + states)
+        end = next((i for i in range(first, n) if not found[i]), n)
+        while end > first and not all(found[n + (end - 1) * states : n + end * states]):
+            end -= 1
+        return end
 
     def _answered(self, r: _Request) -> bool:
         if not self._ready():
@@ -268,16 +302,18 @@ class StoreSide:
         if r.found is None:
             return False
         gone = []
-        for h, there in zip(r.request.block_hashes, r.found, strict=False):
+        for key, there in zip(r.keys, r.found, strict=True):
             if there:
-                self._remember(h)
+                self._remember(key)
             else:
                 # If it was there, it was given up for others, and is saved again.
-                gone.append(bytes(h))
+                gone.append(key)
         self._forget(gone)
         return True
 
-    def allocated(self, request: Request, table: Sequence[int], external: int) -> Expect | None:
+    def allocated(
+        self, request: Request, tables: Sequence[Sequence[int]], external: int
+    ) -> Expect | None:
         """vLLM has blocks for a request, and takes ``external`` tokens from elsewhere. The load to
         begin, if there is one."""
         r = self._requests.get(request.request_id)
@@ -292,14 +328,22 @@ class StoreSide:
         self._count("found")
         # vLLM may take fewer tokens than it was offered. The rest of their last block is loaded,
         # and computed again.
+        table = tables[self._attention]
         first, end = computed // self._size, -(-(computed + external) // self._size)
+        states = tuple(tables[g][end - 1] for g in self._states if end <= len(tables[g]))
         refused = ""
         if external > offered or end > len(table):
             refused = (
                 f"the engine takes {external} tokens behind its own {computed} into {len(table)} "
                 f"blocks, and {offered} were offered"
             )
-        r.loads, r.load = tuple(bytes(h) for h in request.block_hashes[first:end]), None
+        elif self._states and (external < offered or len({NO_BLOCK, *states}) <= len(self._states)):
+            refused = (
+                f"the engine takes {external} of {offered} tokens behind its own {computed}, and "
+                f"blocks {states} for the states of {len(self._states)} groups"
+            )
+        hashes = tuple(bytes(h) for h in request.block_hashes[first:end])
+        r.loads, r.load = hashes + self._state_keys(hashes[-1:]), None
         if self._events is not None and not refused:
             r.load = self._events.describe(request, first, end, self._size)
         for h in r.loads:
@@ -311,7 +355,7 @@ class StoreSide:
             "",
             computed + external,
             computed,
-            (tuple(table[:end]),),
+            ((*table[:end], *states),),
             refused=refused,
             pages=r.loads,
         )
@@ -324,7 +368,10 @@ class StoreSide:
     # ---- saving
 
     def build(
-        self, out: SchedulerOutput, table: Callable[[str], Sequence[int]], meta: StepMeta
+        self,
+        out: SchedulerOutput,
+        tables: Callable[[str], Sequence[Sequence[int]]],
+        meta: StepMeta,
     ) -> None:
         for req in out.preempted_req_ids or ():
             r = self._requests.get(req)
@@ -341,18 +388,19 @@ class StoreSide:
             safe = min(r.ends[0], r.request.num_computed_tokens) if len(r.ends) == self._lag else 0
             r.ends.append(r.request.num_computed_tokens + scheduled)
             if safe >= (r.next + 1) * self._size:
-                self._save(r, safe, table(req))
+                self._save(r, safe, tables(req))
         self._pins.look()
         meta.puts, self._new = self._new, []
         meta.epochs = (
             {number: rank.epoch for number, rank in self._ranks.items()} if meta.puts else {}
         )
 
-    def _save(self, r: _Request, tokens: int, table: Sequence[int]) -> None:
+    def _save(self, r: _Request, tokens: int, tables: Sequence[Sequence[int]]) -> None:
         """The first tokens of a request are computed, in these blocks."""
         pool, hashes = self._pool, r.request.block_hashes
         if pool is None or not self._usable or not self._ready():
             return
+        table = tables[self._attention]
         end = min(tokens // self._size, len(hashes), len(table))
         while r.next < end:
             first = r.next
@@ -360,38 +408,64 @@ class StoreSide:
                 self._known.move_to_end(hashes[first])
                 r.next += 1
                 continue
-            room = pool.num_gpu_blocks // HELD_SHARE - self._held
-            if room <= 0 or len(self._puts) >= MAX_PUTS:
+            room = self._room(pool)
+            if room <= 0:
                 return  # the request's next step tries again
             while (
                 r.next < min(end, first + min(room, MAX_PUT)) and hashes[r.next] not in self._known
             ):
                 r.next += 1
-            self._put(pool, r, first, table)
+            event = (
+                self._events.describe(r.request, first, r.next, self._size)
+                if self._events is not None
+                else None
+            )
+            saved = tuple(bytes(h) for h in hashes[first : r.next])
+            parent = bytes(hashes[first - 1]) if first else b""
+            self._put(pool, r, saved, table[first : r.next], parent, event)
+        if self._states:
+            self._save_states(pool, r, end, tables)
 
-    def _put(self, pool: BlockPool, r: _Request, first: int, table: Sequence[int]) -> None:
-        all_of = r.request.block_hashes
-        hashes = tuple(bytes(h) for h in all_of[first : r.next])
-        ids = tuple(table[first : r.next])
+    def _save_states(
+        self, pool: BlockPool, r: _Request, end: int, tables: Sequence[Sequence[int]]
+    ) -> None:
+        """Those after each block that vLLM keeps, and still has for this request: another request's
+        block with the same hash may not be computed yet."""
+        while r.next_state < end:
+            hash = bytes(r.request.block_hashes[r.next_state])
+            kept = [
+                (state_key(hash, g), tables[g][r.next_state])
+                for g in self._states
+                if r.next_state < len(tables[g])
+                and pool.blocks[tables[g][r.next_state]].block_hash == of_group(hash, g)
+            ]
+            if len(kept) == len(self._states) and any(key not in self._known for key, _ in kept):
+                if self._room(pool) < len(kept):
+                    return
+                keys, blocks = zip(*kept, strict=True)
+                self._put(pool, r, keys, blocks, hash)
+            r.next_state += 1
+
+    def _room(self, pool: BlockPool) -> int:
+        """How many blocks a PUT may hold."""
+        most: int = pool.num_gpu_blocks // HELD_SHARE
+        return most - self._held if len(self._puts) < MAX_PUTS else 0
+
+    def _put(
+        self,
+        pool: BlockPool,
+        r: _Request,
+        hashes: tuple[bytes, ...],
+        ids: Sequence[int],
+        parent: bytes,
+        event: KVCacheEvent | None = None,
+    ) -> None:
         blocks = [pool.blocks[i] for i in ids]
         pool.touch(blocks)
         self._held += len(blocks)
         self._last_put += 1
-        event = (
-            self._events.describe(r.request, first, r.next, self._size)
-            if self._events is not None
-            else None
-        )
         self._puts[self._last_put] = _Held(blocks, hashes, event)
-        self._new.append(
-            Put(
-                self._last_put,
-                r.request.request_id,
-                hashes,
-                ids,
-                bytes(all_of[first - 1]) if first else b"",
-            )
-        )
+        self._new.append(Put(self._last_put, r.request.request_id, hashes, tuple(ids), parent))
         for h in hashes:
             self._remember(h)
 
@@ -429,7 +503,7 @@ class StoreSide:
 
     # ---- requests and PUTs end
 
-    def finished(self, request: Request, table: Sequence[int], whole: bool) -> None:
+    def finished(self, request: Request, tables: Sequence[Sequence[int]], whole: bool) -> None:
         """vLLM takes its blocks back after this call. whole: what the request has computed is
         there."""
         r = self._requests.pop(request.request_id, None)
@@ -438,9 +512,9 @@ class StoreSide:
         self._forget_question(r)
         # The step of the last token may still be under way; and before a step that has ended
         # nothing is certain about its blocks.
-        if whole and request.status.name in ENDED_WELL and r.ends:
+        if whole and tables and request.status.name in ENDED_WELL and r.ends:
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
-            self._save(r, computed, table)
+            self._save(r, computed, tables)
             self._keep(r, computed)
 
     def _keep(self, r: _Request, tokens: int) -> None:
@@ -449,6 +523,8 @@ class StoreSide:
         if not r.hints.pin_s or n == 0 or not self._usable or not self._ready():
             return
         hashes = tuple(bytes(h) for h in r.request.block_hashes[:n])
+        hashes += tuple(key for key in self._state_keys(hashes) if key in self._known)
+        hashes = hashes[:MAX_ASKED]
         of = set(hashes)
         puts = {id for id, held in self._puts.items() if not of.isdisjoint(held.hashes)}
         self._pins.add(r.request.request_id, hashes, r.hints.pin_s, puts)
@@ -468,7 +544,7 @@ class StoreSide:
             if r is not None:
                 self._forget_question(r)  # pages need not stay for it
                 if r.load is not None and self._events is not None:
-                    self._events.stored(r.loads, r.load)
+                    self._events.stored(r.loads[: len(r.loads) - len(self._states)], r.load)
                     r.load = None
         if landed is None:
             return
