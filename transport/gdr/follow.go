@@ -155,6 +155,7 @@ func (l *lane) releaseSlices() {
 		l.mu.Unlock()
 		l.dst.in[i].release()
 	}
+	l.trimStages(time.Time{}, true)
 }
 
 // flushed reports whether all posted requests have ended, with a flushed receive: a flush comes

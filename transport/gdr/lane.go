@@ -55,6 +55,7 @@ type lane struct {
 	activity activity
 	src      source
 	dst      destination
+	stages   map[stageName]*stage
 	// closed when the follower has polled completions again; made by the waiter
 	looked chan struct{}
 }
@@ -340,6 +341,7 @@ func (l *lane) end() {
 		s.state = idle
 		res = append(res, r)
 	}
+	l.blameLocked(err)
 	kept := l.kept
 	l.mu.Unlock()
 	if l.isDrained() {
@@ -360,6 +362,22 @@ func (l *lane) end() {
 	l.over = true
 	l.mu.Unlock()
 	l.b.host.LaneDown(l, err)
+}
+
+// blameLocked leaves the direct way of slices with which the lane died: it may be what the NIC could
+// not read or write. If it was not, a trial shows that soon.
+func (l *lane) blameLocked(err error) {
+	if errors.Is(err, net.ErrClosed) {
+		return // this end stopped it
+	}
+	for i := range maxInFlight {
+		if s := &l.src.out[i]; s.trip.way == direct && s.trip.turn != nil {
+			s.trip.fault(err)
+		}
+		if r := &l.dst.in[i]; r.state == armed && r.trip.way == direct && r.trip.turn != nil {
+			r.trip.fault(err)
+		}
+	}
 }
 
 // again posts a receive in place of a used one.

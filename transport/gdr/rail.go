@@ -58,6 +58,7 @@ type openDevice struct {
 	// guarded by mu
 	users  int // lanes, and callers in a command
 	kept   int // ended lanes whose queue pairs the device has not released
+	ways   map[wayKey]*ways
 	idle   sync.Cond
 	closed bool
 }
@@ -85,7 +86,7 @@ func (r *rail) open() (*openDevice, error) {
 	}
 	s := newDomains(d)
 	dev := &openDevice{Device: d, domains: s, keys: newKeys(s, r.b.cfg.Log), gone: make(chan struct{}),
-		dead: make(chan struct{})}
+		dead: make(chan struct{}), ways: map[wayKey]*ways{}}
 	dev.idle.L = &dev.mu
 	return dev, nil
 }
@@ -322,6 +323,7 @@ func (r *rail) state() RailState {
 func (r *rail) sweep(now time.Time) error {
 	for _, l := range r.b.allLanes() {
 		if l.rail == r {
+			l.trimStages(now, false)
 			l.reap()
 		}
 	}
