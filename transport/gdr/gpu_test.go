@@ -119,6 +119,7 @@ func TestGPUMemory(t *testing.T) {
 			src, dst := transporttest.NewMemory(t, small), transporttest.NewMemory(t, small)
 			src.Write(seedOld)
 			from, to := onGPU(t, f, src), onGPU(t, f, dst)
+			closeBefore(t, p)
 			c.change(f, from, to)
 			a, b := p.Dial()
 			for _, l := range []*lane{a.(*lane), b.(*lane)} {

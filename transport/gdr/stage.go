@@ -11,9 +11,13 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// maxSlabs is the number of slices of one lane, GPU and direction that are between host memory and
-// the GPU, or on the wire, at a time. More slices wait for a slab.
-const maxSlabs = 4
+const (
+	// maxSlabs is the number of slices of one lane, GPU and direction that are between host memory
+	// and the GPU, or on the wire, at a time. More slices wait for a slab.
+	maxSlabs = 4
+	// idleSlabs is the time after which a slab returns to the GPU, for other lanes and transports.
+	idleSlabs = time.Second
+)
 
 // stageName identifies a stage of a lane.
 type stageName struct {
@@ -142,7 +146,7 @@ func (l *lane) trimStages(now time.Time, all bool) {
 		for range len(s.free) {
 			select {
 			case x := <-s.free:
-				if all || now.Sub(x.last) > idleKeys || x.region.Size() > sliceBytes || !x.fits(0) {
+				if all || now.Sub(x.last) > idleSlabs || x.region.Size() > sliceBytes || !x.fits(0) {
 					x.drop()
 				} else {
 					s.free <- x
