@@ -94,21 +94,14 @@ func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice, peer transfer.Bo
 		}
 		dev.leave()
 	}()
-	lim := dev.Limits()
-	sends := min(maxSends, lim.MaxWork, lim.MaxCompletions-receives)
-	if sends < 2*maxInFlight || lim.MaxWork < receives {
-		return nil, fmt.Errorf("gdr: %s allows %d work requests and %d completions: %d and %d are "+
-			"needed at least: %w", dev.Name(), lim.MaxWork,
-			lim.MaxCompletions, 2*maxInFlight, 2*maxInFlight+receives, transport.ErrNotSupported)
-	}
 	if own, err = dev.domains.enter(peer); err != nil {
 		return nil, fmt.Errorf("gdr: new lane: %w", err)
 	}
-	cq, err := dev.NewCompletionQueue(sends + receives)
+	cq, err := dev.NewCompletionQueue(dev.sends + receives)
 	if err != nil {
 		return nil, fmt.Errorf("gdr: new lane: %w", err)
 	}
-	q, err := own.NewQueuePair(cq, sends, receives)
+	q, err := own.NewQueuePair(cq, dev.sends, receives)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("gdr: new lane: %w", err), cq.Close())
 	}
@@ -116,7 +109,7 @@ func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice, peer transfer.Bo
 		id:      transport.NextLaneID(),
 		drained: make(chan struct{}), settled: make(chan struct{}), kick: make(chan struct{}, 1)}
 	l.frames.wake = make(chan struct{}, 1)
-	l.src.init(l, sends)
+	l.src.init(l, dev.sends)
 	l.dst.init(l)
 	return l, nil
 }

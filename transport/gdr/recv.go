@@ -255,11 +255,17 @@ func (dst *destination) arm(g *transport.Grant, h *head, wait bool) error {
 		}
 		r.claimed = true
 	}
-	if err := dst.offer(g, h, r, wait); errors.Is(err, errRange) {
-		dst.refuse(h.id, transfer.ReasonRange)
+	if err := dst.offer(g, h, r, wait); err != nil {
+		switch {
+		case errors.Is(err, errRange):
+			dst.refuse(h.id, transfer.ReasonRange)
+		case errors.Is(err, errNoSlab):
+			dst.l.b.faults.Note(slog.LevelWarn, "slice refused", "lane", dst.l.id, "err", err)
+			dst.refuse(h.id, transfer.ReasonMemory)
+		default:
+			return err
+		}
 		return nil
-	} else if err != nil {
-		return err
 	}
 	// Under the claim and the guard: an attempt that takes over stops armed slices, and a fence
 	// checks for them after the guard is idle.

@@ -92,7 +92,7 @@ type source struct {
 
 func (src *source) init(l *lane, sends int) {
 	src.l, src.depth = l, uint64(sends-maxInFlight)
-	src.limit = min(maxWrite, uint64(max(l.dev.Limits().MaxMessage, 1)))
+	src.limit = min(maxWrite, uint64(l.dev.Limits().MaxMessage))
 }
 
 // Move implements transport.Lane.

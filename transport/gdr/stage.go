@@ -71,7 +71,16 @@ func (l *lane) takeSlab(name stageName, n uint64) (*slab, error) {
 			select {
 			case x = <-s.free:
 			case s.places <- struct{}{}:
-				return s.newSlab(n)
+				made, err := s.newSlab(n)
+				if err == nil || len(s.places) == 0 {
+					return made, err
+				}
+				// The device has room for fewer: wait for one of them.
+				select {
+				case x = <-s.free:
+				case <-l.settled:
+					return nil, err
+				}
 			case <-l.settled:
 				return nil, fmt.Errorf("gdr: lane %d: %w", l.id, net.ErrClosed)
 			}
@@ -161,7 +170,7 @@ func (l *lane) trimStages(now time.Time, all bool) {
 func (s *sending) fill(l *lane) (why transfer.Reason, err error) {
 	o := s.s.Origin
 	if s.slab, err = l.takeSlab(stageName{o.Memory.Device(), false}, s.bytes); err != nil {
-		return transfer.ReasonNone, err
+		return transfer.ReasonMemory, err
 	}
 	s.trip.start(time.Now())
 	if why, err = o.Gather(s.slab.bytes(s.bytes), s.s.Range, &s.blocks); err != nil {
@@ -177,9 +186,8 @@ func (s *sending) fill(l *lane) (why transfer.Reason, err error) {
 // stageOffer offers the peer a slab in place of memory that the NIC does not write: its bytes lie
 // there as in the slice, with gaps for chunks that have landed.
 func (dst *destination) stageOffer(g *transport.Grant, h *head, r *receiving) (err error) {
-	r.slab, err = dst.l.takeSlab(stageName{g.Memory.Device(), true}, h.bytes)
-	if err != nil {
-		return err
+	if r.slab, err = dst.l.takeSlab(stageName{g.Memory.Device(), true}, h.bytes); err != nil {
+		return fmt.Errorf("%w: %w", errNoSlab, err)
 	}
 	r.runs = r.runs[:0]
 	at := uint64(0)
@@ -202,6 +210,9 @@ func (dst *destination) stageOffer(g *transport.Grant, h *head, r *receiving) (e
 	}
 	return nil
 }
+
+// errNoSlab: the slice cannot be staged now. It is refused, and the lane stays.
+var errNoSlab = errors.New("gdr: no host memory for a slice")
 
 // errUnreachable: the NIC does not read or write this memory itself.
 var errUnreachable = errors.New("gdr: the NIC does not reach this memory")
