@@ -30,6 +30,30 @@ func TestDeviceConformanceStaged(t *testing.T) {
 	})
 }
 
+// Memory of a process that cannot be mapped is staged, at either end.
+func TestStagedProcessMemory(t *testing.T) {
+	for _, far := range []bool{false, true} {
+		_, factory := rig(t)
+		p := transporttest.NewPair(t, factory)
+		a, _ := p.Dial()
+		src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+		src.Write(seedOld)
+		if far {
+			dst.ThroughProc(t)
+		} else {
+			src.ThroughProc(t)
+		}
+		bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+		bind.Dest.Seed.Store(seedOld)
+		if r := p.A.MoveWait(a, bind.Origin, src.All(), 1); r.Outcome != transfer.Landed ||
+			!bind.Dest.Full() {
+			t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+		}
+		bind.End(t)
+		dst.GapsIntact(t)
+	}
+}
+
 // apart is a GPU that no NIC reaches. Its scatters can be stopped at their begin.
 type apart struct {
 	*transporttest.Device
