@@ -127,6 +127,7 @@ func (l *lane) reap() {
 		close(l.drained)
 		l.releaseSlices()
 	}
+	l.trimStages(time.Time{}, true)
 	l.dev.keep(-1)
 	l.b.mu.Lock()
 	delete(l.b.lanes, l)
@@ -155,7 +156,6 @@ func (l *lane) releaseSlices() {
 		l.mu.Unlock()
 		l.dst.in[i].release()
 	}
-	l.trimStages(time.Time{}, true)
 }
 
 // flushed reports whether all posted requests have ended, with a flushed receive: a flush comes

@@ -58,6 +58,8 @@ type lane struct {
 	stages   map[stageName]*stage
 	// closed when the follower has polled completions again; made by the waiter
 	looked chan struct{}
+
+	trimming sync.Mutex // held while slabs are looked through
 }
 
 // ring is a queue of slice ids.
@@ -350,11 +352,12 @@ func (l *lane) end() {
 		delete(l.b.lanes, l)
 		l.b.mu.Unlock()
 	}
+	l.b.host.LaneDown(l, err)
+	l.trimStages(time.Time{}, true) // after the reports: the device may block
 	l.dev.leave()
 	l.mu.Lock()
 	l.over = true
 	l.mu.Unlock()
-	l.b.host.LaneDown(l, err)
 }
 
 // blameLocked leaves the direct way of slices with which the lane died: it may be what the NIC could

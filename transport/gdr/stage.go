@@ -145,6 +145,8 @@ func (x *slab) drop() {
 
 // trimStages drops the slabs that are idle, or of no further use; all: every one.
 func (l *lane) trimStages(now time.Time, all bool) {
+	l.trimming.Lock()
+	defer l.trimming.Unlock()
 	l.mu.Lock()
 	stages := make([]*stage, 0, len(l.stages))
 	for _, s := range l.stages {

@@ -281,32 +281,38 @@ func TestStagedSlabOfStuckNIC(t *testing.T) {
 	s.bind.End(t)
 }
 
-// The sender is killed: its kernel closes sockets and destroys queue pairs in mid write. The
-// receiver's blocks have not a byte of it, and the transfer of the next process lands.
-func TestStagedSenderKilled(t *testing.T) {
-	s := newStagedPair(t, nil)
-	res := s.sent(t)
-	s.f.Remove("here")
-	_ = s.a.c.Close()
-	<-s.b.settled
-	if r := <-res; r.Outcome != transfer.InDoubt {
-		t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+// One of the two processes is killed: its kernel closes sockets and destroys queue pairs in mid
+// write. The receiver's blocks have not a byte of it, and the transfer of the next process lands.
+func TestStagedKilled(t *testing.T) {
+	for _, end := range []string{"here", "there"} {
+		s := newStagedPair(t, nil)
+		res := s.sent(t)
+		s.f.Remove(end)
+		_ = map[string]*lane{"here": s.a, "there": s.b}[end].c.Close()
+		<-s.a.settled
+		<-s.b.settled
+		if r := <-res; r.Outcome != transfer.InDoubt {
+			t.Errorf("%s: %s %s: %v", end, r.Outcome, r.Reason, r.Err)
+		}
+		if at, ok := s.dst.Filled(0xa5); !ok {
+			t.Errorf("%s: byte %d was written", end, at)
+		}
+		until(t, "both ends' slabs return", func() bool {
+			return s.read.out.Load() == 0 && s.write.out.Load() == 0
+		})
+		_, q, _, _ := oddPair(t, nil)
+		closeBefore(t, q)
+		a, _ := q.Dial()
+		again := transporttest.NewBind(t, q.A, q.B, s.src, s.dst, 1, 1)
+		again.Dest.Seed.Store(seedOld)
+		if r := q.A.MoveWait(a, again.Origin, s.src.All(), 1); r.Outcome != transfer.Landed {
+			t.Errorf("%s: the next process: %s %s: %v", end, r.Outcome, r.Reason, r.Err)
+		}
+		again.End(t)
+		s.bind.End(t)
+		_ = q.A.Backend.Close()
+		_ = q.B.Backend.Close()
 	}
-	if at, ok := s.dst.Filled(0xa5); !ok {
-		t.Errorf("byte %d was written", at)
-	}
-	until(t, "both ends' slabs return", func() bool {
-		return s.read.out.Load() == 0 && s.write.out.Load() == 0
-	})
-	_, q, _, _ := oddPair(t, nil)
-	a, _ := q.Dial()
-	again := transporttest.NewBind(t, q.A, q.B, s.src, s.dst, 1, 1)
-	again.Dest.Seed.Store(seedOld)
-	if r := q.A.MoveWait(a, again.Origin, s.src.All(), 1); r.Outcome != transfer.Landed {
-		t.Errorf("the next process: %s %s: %v", r.Outcome, r.Reason, r.Err)
-	}
-	again.End(t)
-	s.bind.End(t)
 }
 
 // Slices wait for a few slabs of a lane. They also move while the device lends nothing, and idle
@@ -373,6 +379,34 @@ func TestRegistrationEndsInMidTransfer(t *testing.T) {
 	}
 	bind.End(t)
 	dst.GapsIntact(t)
+}
+
+// Both ends measure both ways of a GPU that the NIC reaches.
+func TestBothWaysAreMeasured(t *testing.T) {
+	f, p, _, _ := oddPair(t, nil)
+	a, b := p.Dial()
+	whole := transporttest.Shape{Chunks: 16, BlockBytes: 64 << 10}
+	src, dst := transporttest.NewMemory(t, whole), transporttest.NewMemory(t, whole)
+	src.Write(seedOld)
+	from, to := onGPU(t, f, src), onGPU(t, f, dst)
+	closeBefore(t, p)
+	for gen := range transfer.Gen((trialFirst + 2*trialBytes) >> 20) {
+		bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen+1)
+		if r := p.A.MoveWait(a, bind.Origin, src.All(), 1); r.Outcome != transfer.Landed {
+			t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+		}
+		bind.End(t)
+	}
+	for _, x := range []struct {
+		l   *lane
+		g   *gpu
+		key wayKey
+	}{{a.(*lane), from, wayKey{from, false}}, {b.(*lane), to, wayKey{to, true}}} {
+		w := x.l.dev.ways[x.key]
+		if w == nil || w.cost[direct] == 0 || w.cost[staged] == 0 || x.g.Calls.Load() < 15 {
+			t.Errorf("%d copies, ways %+v", x.g.Calls.Load(), w)
+		}
+	}
 }
 
 // The path between NIC and GPU breaks under traffic: the lane dies, and the next one does not take
