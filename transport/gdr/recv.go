@@ -83,7 +83,7 @@ func (r *receiving) release() {
 	r.claimed = false
 	r.trip.drop()
 	if r.slab != nil {
-		r.slab.giveBack()
+		r.slab.release()
 		r.slab = nil
 	}
 	for i, k := range r.keys {

@@ -53,7 +53,7 @@ type sending struct {
 func (s *sending) release(b *Backend) {
 	s.trip.drop()
 	if s.slab != nil {
-		s.slab.giveBack()
+		s.slab.release()
 		s.slab = nil
 	}
 	s.endRead(b)

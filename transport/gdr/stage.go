@@ -59,7 +59,7 @@ func (l *lane) stage(name stageName) *stage {
 	return s
 }
 
-// takeSlab returns a slab of at least n bytes; giveBack ends its use. It waits for one while the
+// takeSlab returns a slab of at least n bytes; release ends its use. It waits for one while the
 // lane lives.
 func (l *lane) takeSlab(name stageName, n uint64) (*slab, error) {
 	s := l.stage(name)
@@ -127,9 +127,9 @@ func (x *slab) bytes(n uint64) []byte {
 	return p[:n]
 }
 
-// giveBack ends the use of a slab. The NIC reads and writes nothing of it any more, except what a
+// release ends the use of a slab. The NIC reads and writes nothing of it any more, except what a
 // hostile peer writes.
-func (x *slab) giveBack() {
+func (x *slab) release() {
 	x.last = time.Now()
 	x.s.free <- x
 }

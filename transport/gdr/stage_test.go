@@ -57,9 +57,9 @@ func TestStagedProcessMemory(t *testing.T) {
 // apart is a GPU that no NIC reaches. Its scatters can be stopped at their begin.
 type apart struct {
 	*transporttest.Device
-	gate      atomic.Pointer[gated]
-	out, most atomic.Int64 // lent buffers
-	poor      atomic.Bool  // it lends none
+	gate        atomic.Pointer[gated]
+	out, maxOut atomic.Int64 // lent buffers
+	poor        atomic.Bool  // it lends none
 }
 
 type gated struct{ came, pass chan struct{} }
@@ -78,7 +78,7 @@ func (a *apart) Lend() []byte {
 	}
 	p := a.Device.Lend()
 	if p != nil {
-		a.most.Store(max(a.most.Load(), a.out.Add(1)))
+		a.maxOut.Store(max(a.maxOut.Load(), a.out.Add(1)))
 	}
 	return p
 }
@@ -332,7 +332,7 @@ func TestStagedSlabs(t *testing.T) {
 			}
 		}
 		for _, d := range []*apart{s.read, s.write} {
-			if n := d.most.Load(); n > maxSlabs || (n == 0) != poor {
+			if n := d.maxOut.Load(); n > maxSlabs || (n == 0) != poor {
 				t.Errorf("%d slabs at a time", n)
 			}
 		}

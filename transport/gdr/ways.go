@@ -37,7 +37,7 @@ const (
 	// bandwidth and the GPU's copy engines.
 	stagedPrice = 1.25
 	costBytes   = 64 << 20 // the cost of the best way is a mean over the last 64 to 128 MiB
-	costLeast   = trialBytes / 2
+	costMin     = trialBytes / 2
 )
 
 // ways chooses between the two ways of one rail to one GPU, in one direction, by their measured
@@ -114,7 +114,7 @@ func (w *ways) measureLocked(t *turn, n uint64, start, end time.Time) {
 	if end.After(t.last) {
 		t.last = end
 	}
-	if t.bytes < costLeast || t.trial {
+	if t.bytes < costMin || t.trial {
 		return
 	}
 	w.cost[t.way] = float64(t.took) / float64(t.bytes)
@@ -125,7 +125,7 @@ func (w *ways) measureLocked(t *turn, n uint64, start, end time.Time) {
 
 // judgeLocked compares a trial with the best way.
 func (w *ways) judgeLocked(t *turn) {
-	if t.bytes < costLeast || w.cost[w.best] == 0 {
+	if t.bytes < costMin || w.cost[w.best] == 0 {
 		return
 	}
 	w.cost[t.way] = float64(t.took) / float64(t.bytes)
