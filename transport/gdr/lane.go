@@ -321,6 +321,7 @@ func (l *lane) stopped(ctx context.Context) bool {
 func (l *lane) end() {
 	l.mu.Lock()
 	err := l.err
+	l.blameLocked(err)
 	var res []transport.Result
 	for i := range l.src.out {
 		s := &l.src.out[i]
@@ -336,7 +337,6 @@ func (l *lane) end() {
 		s.state = idle
 		res = append(res, r)
 	}
-	l.blameLocked(err)
 	kept := l.kept
 	l.mu.Unlock()
 	if l.isDrained() {
@@ -360,17 +360,17 @@ func (l *lane) end() {
 	l.mu.Unlock()
 }
 
-// blameLocked leaves the direct way of slices with which the lane died: it may be what the NIC could
-// not read or write. If it was not, a trial shows that soon.
+// blameLocked leaves the direct way of the slices with which the lane died: it may be what the NIC
+// could not read or write. If it was not, a trial shows that soon.
 func (l *lane) blameLocked(err error) {
 	if errors.Is(err, net.ErrClosed) {
 		return // this end stopped it
 	}
 	for i := range maxInFlight {
-		if s := &l.src.out[i]; s.trip.way == direct && s.trip.turn != nil {
+		if s := &l.src.out[i]; s.state == flight && s.trip.way == direct {
 			s.trip.fault(err)
 		}
-		if r := &l.dst.in[i]; r.state == armed && r.trip.way == direct && r.trip.turn != nil {
+		if r := &l.dst.in[i]; r.state == armed && r.trip.way == direct {
 			r.trip.fault(err)
 		}
 	}

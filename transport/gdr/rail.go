@@ -90,8 +90,8 @@ func (r *rail) open() (*openDevice, error) {
 		return nil, errors.Join(err, d.Close())
 	}
 	s := newDomains(d)
-	dev := &openDevice{Device: d, sends: sends, domains: s, keys: newKeys(s, r.b.cfg.Log), gone: make(chan struct{}),
-		dead: make(chan struct{}), ways: map[wayKey]*ways{}}
+	dev := &openDevice{Device: d, sends: sends, domains: s, keys: newKeys(s, r.b.cfg.Log),
+		gone: make(chan struct{}), dead: make(chan struct{}), ways: map[wayKey]*ways{}}
 	dev.idle.L = &dev.mu
 	return dev, nil
 }
@@ -101,8 +101,8 @@ func (r *rail) open() (*openDevice, error) {
 func sendDepth(name string, l verbs.Limits) (int, error) {
 	sends := min(maxSends, l.MaxWork, l.MaxCompletions-receives)
 	if sends < 2*maxInFlight || l.MaxWork < receives || l.MaxMessage == 0 || l.MaxRegistration == 0 {
-		return 0, fmt.Errorf("gdr: %s reports %d work requests, %d completions, and %d and %d bytes of a "+
-			"message and a registration: at least %d, %d, 1 and 1 are needed: %w", name, l.MaxWork,
+		return 0, fmt.Errorf("gdr: %s reports %d work requests, %d completions, and %d and %d bytes "+
+			"of a message and a registration: at least %d, %d, 1 and 1 are needed: %w", name, l.MaxWork,
 			l.MaxCompletions, l.MaxMessage, l.MaxRegistration, 2*maxInFlight, 2*maxInFlight+receives,
 			transport.ErrNotSupported)
 	}

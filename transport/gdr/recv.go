@@ -311,7 +311,8 @@ func (dst *destination) offer(g *transport.Grant, h *head, r *receiving, wait bo
 	return dst.stageOffer(g, h, r)
 }
 
-func (dst *destination) directOffer(g *transport.Grant, h *head, r *receiving, wait bool) (err error) {
+func (dst *destination) directOffer(g *transport.Grant, h *head, r *receiving,
+	wait bool) (err error) {
 	r.runs = r.runs[:0]
 	for at := h.r; at.Count > 0; {
 		n, fresh := r.claim.Fresh(at)

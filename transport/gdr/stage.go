@@ -26,7 +26,7 @@ type stageName struct {
 }
 
 // stage has the slabs of one lane for one device and direction. A source's slab needs nothing of
-// the peer to become free, and a destination's only a source's, so no two lanes wait for each other.
+// the peer to become free, and a destination's only a source's: no two lanes wait for each other.
 type stage struct {
 	l      *lane
 	name   stageName

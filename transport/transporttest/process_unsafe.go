@@ -9,7 +9,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// ThroughProc gives a space the same bytes through /proc/self/mem, as an engine without memfds does.
+// ThroughProc gives a space the same bytes through /proc/self/mem, as of an engine without memfds.
 func (m *Memory) ThroughProc(tb testing.TB) {
 	tb.Helper()
 	fd, err := unix.Open("/proc/self/mem", unix.O_RDWR|unix.O_CLOEXEC, 0)
