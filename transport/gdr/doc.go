@@ -22,6 +22,13 @@
 // alone: at other queue pairs they are invalid. A key ends when its peer has not used it for a
 // while; the next use makes a new generation.
 //
+// Staged slices. Where a NIC does not reach memory, that end puts a slab between them: at the
+// source it is filled after GO, at the destination GO names it. The protocol is the same. The NIC
+// writes no memory of the grant then: after the verdict the lander copies the slab, under claim and
+// guard. So a fence waits for that copy alone, and a later attempt stops no lane. A slab stays with
+// its slice until the verdict, or until the lane is drained. Memory of a GPU that the NIC does
+// reach takes the faster of the two ways (ways).
+//
 // Invariants: receives for every possible verdict are posted in advance, and one more, so that
 // there is always one to flush. The id of a work request is its position in the order of posting.
 // Posted requests are counted, so the drained state is known without waiting. A slice whose writes
@@ -30,7 +37,7 @@
 //
 // Goroutines: per rail an acceptor and one for the device's events; one that checks for silent
 // lanes and idle keys; per lane one each that follows completions, reads the socket, writes the
-// socket, and lands; one per ASK that waits for a claim, at most maxInFlight per lane; one per
-// accepted connection until its lane is up, at most maxUnproved per rail without
-// a proof. Close joins all.
+// socket, and lands; one per slice that waits for a claim, a registration, a slab or a copy, at
+// most 2 maxInFlight per lane; one per accepted connection until its lane is up, at most
+// maxUnproved per rail without a proof. Close joins all.
 package gdr

@@ -127,6 +127,7 @@ func (l *lane) reap() {
 		close(l.drained)
 		l.releaseSlices()
 	}
+	l.trimStages(time.Time{}, true)
 	l.dev.keep(-1)
 	l.b.mu.Lock()
 	delete(l.b.lanes, l)

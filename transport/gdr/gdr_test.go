@@ -36,10 +36,12 @@ func rigWith(tb testing.TB, seed uint64) (*fake.Fabric, transporttest.Factory) {
 	return f, func(testing.TB) transport.Backend { return New(config(f)) }
 }
 
-// config is of a sidecar with one rail. Where several share a processor, a slice may take long.
-func config(f *fake.Fabric) Config {
-	open := func() (verbs.Device, error) { return f.Open("fake0") }
-	rails := []Rail{{Name: "fake0", Open: open, Listen: "127.0.0.1:0", NUMA: -1}}
+func config(f *fake.Fabric) Config { return configOf(f, "fake0") }
+
+// configOf is of a sidecar with one rail. Where several share a processor, a slice may take long.
+func configOf(f *fake.Fabric, device string) Config {
+	open := func() (verbs.Device, error) { return f.Open(device) }
+	rails := []Rail{{Name: device, Open: open, Listen: "127.0.0.1:0", NUMA: -1}}
 	return Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute,
 		Patience: time.Minute, Silence: time.Minute}
 }

@@ -126,7 +126,7 @@ func (k *keys) get(name keyName, wait bool) (*key, error) {
 	return e, nil
 }
 
-// logFailure logs a failed registration: it has cost a lane, and the next slice tries again.
+// logFailure logs a failed registration, which the next slice tries again.
 func (k *keys) logFailure(err error) {
 	now := time.Now()
 	k.mu.Lock()
@@ -135,9 +135,13 @@ func (k *keys) logFailure(err error) {
 		k.logged = now
 	}
 	k.mu.Unlock()
+	instead := "transfers use other rails and transports"
+	if errors.Is(err, errUnreachable) {
+		instead = "its bytes go through host memory"
+	}
 	if due {
-		k.log.Warn("memory cannot be registered; transfers use other rails and transports", "transport",
-			Name, "rail", k.d.Name(), "err", err)
+		k.log.Warn("memory cannot be registered; "+instead, "transport", Name, "rail", k.d.Name(), "err",
+			err)
 	}
 }
 
@@ -207,9 +211,11 @@ func (e *key) register() {
 			return e.domain.Register(p[at:at+n:at+n], remote)
 		})
 	} else if g, ok := r.Device().(GPU); ok {
-		err = e.registerGPU(g, remote)
+		if err = e.registerGPU(g, remote); err != nil {
+			err = fmt.Errorf("%w: %w", errUnreachable, err)
+		}
 	} else {
-		err = fmt.Errorf("the NIC cannot reach %s memory: %w", r.Kind(), transport.ErrNotSupported)
+		err = fmt.Errorf("%w: %s memory: %w", errUnreachable, r.Kind(), transport.ErrNotSupported)
 	}
 	if err != nil {
 		e.err = fmt.Errorf("gdr: region %s: %w", r.ID(), err)
@@ -304,6 +310,13 @@ func (e *key) put() {
 	defer e.k.mu.Unlock()
 	e.users--
 	e.last = time.Now()
+}
+
+// current: new users get this key.
+func (e *key) current() bool {
+	e.k.mu.Lock()
+	defer e.k.mu.Unlock()
+	return e.k.m[e.name] == e
 }
 
 // retireLocked prevents new users: they get a new generation.

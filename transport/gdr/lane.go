@@ -55,8 +55,11 @@ type lane struct {
 	activity activity
 	src      source
 	dst      destination
+	stages   map[stageName]*stage
 	// closed when the follower has polled completions again; made by the waiter
 	looked chan struct{}
+
+	trimming sync.Mutex // held while slabs are looked through
 }
 
 // ring is a queue of slice ids.
@@ -93,21 +96,14 @@ func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice, peer transfer.Bo
 		}
 		dev.leave()
 	}()
-	lim := dev.Limits()
-	sends := min(maxSends, lim.MaxWork, lim.MaxCompletions-receives)
-	if sends < 2*maxInFlight || lim.MaxWork < receives {
-		return nil, fmt.Errorf("gdr: %s allows %d work requests and %d completions: %d and %d are "+
-			"needed at least: %w", dev.Name(), lim.MaxWork,
-			lim.MaxCompletions, 2*maxInFlight, 2*maxInFlight+receives, transport.ErrNotSupported)
-	}
 	if own, err = dev.domains.enter(peer); err != nil {
 		return nil, fmt.Errorf("gdr: new lane: %w", err)
 	}
-	cq, err := dev.NewCompletionQueue(sends + receives)
+	cq, err := dev.NewCompletionQueue(dev.sends + receives)
 	if err != nil {
 		return nil, fmt.Errorf("gdr: new lane: %w", err)
 	}
-	q, err := own.NewQueuePair(cq, sends, receives)
+	q, err := own.NewQueuePair(cq, dev.sends, receives)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("gdr: new lane: %w", err), cq.Close())
 	}
@@ -115,7 +111,7 @@ func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice, peer transfer.Bo
 		id:      transport.NextLaneID(),
 		drained: make(chan struct{}), settled: make(chan struct{}), kick: make(chan struct{}, 1)}
 	l.frames.wake = make(chan struct{}, 1)
-	l.src.init(l, sends)
+	l.src.init(l, dev.sends)
 	l.dst.init(l)
 	return l, nil
 }
@@ -325,6 +321,7 @@ func (l *lane) stopped(ctx context.Context) bool {
 func (l *lane) end() {
 	l.mu.Lock()
 	err := l.err
+	l.blameLocked(err)
 	var res []transport.Result
 	for i := range l.src.out {
 		s := &l.src.out[i]
@@ -355,11 +352,28 @@ func (l *lane) end() {
 		delete(l.b.lanes, l)
 		l.b.mu.Unlock()
 	}
+	l.b.host.LaneDown(l, err)
+	l.trimStages(time.Time{}, true) // after the reports: the device may block
 	l.dev.leave()
 	l.mu.Lock()
 	l.over = true
 	l.mu.Unlock()
-	l.b.host.LaneDown(l, err)
+}
+
+// blameLocked leaves the direct way of the slices with which the lane died: it may be what the NIC
+// could not read or write. If it was not, a trial shows that soon.
+func (l *lane) blameLocked(err error) {
+	if errors.Is(err, net.ErrClosed) {
+		return // this end stopped it
+	}
+	for i := range maxInFlight {
+		if s := &l.src.out[i]; s.state == flight && s.trip.way == direct {
+			s.trip.fault(err)
+		}
+		if r := &l.dst.in[i]; r.state == armed && r.trip.way == direct {
+			r.trip.fault(err)
+		}
+	}
 }
 
 // again posts a receive in place of a used one.

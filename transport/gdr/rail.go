@@ -49,6 +49,7 @@ type rail struct {
 // openDevice is a device with the resources of its life.
 type openDevice struct {
 	verbs.Device
+	sends   int // work requests of a lane
 	domains *domains
 	keys    *keys
 	gone    chan struct{} // closed by lose: no new lanes
@@ -58,6 +59,7 @@ type openDevice struct {
 	// guarded by mu
 	users  int // lanes, and callers in a command
 	kept   int // ended lanes whose queue pairs the device has not released
+	ways   map[wayKey]*ways
 	idle   sync.Cond
 	closed bool
 }
@@ -83,11 +85,28 @@ func (r *rail) open() (*openDevice, error) {
 	if err != nil {
 		return nil, err
 	}
+	sends, err := sendDepth(d.Name(), d.Limits())
+	if err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
 	s := newDomains(d)
-	dev := &openDevice{Device: d, domains: s, keys: newKeys(s, r.b.cfg.Log), gone: make(chan struct{}),
-		dead: make(chan struct{})}
+	dev := &openDevice{Device: d, sends: sends, domains: s, keys: newKeys(s, r.b.cfg.Log),
+		gone: make(chan struct{}), dead: make(chan struct{}), ways: map[wayKey]*ways{}}
 	dev.idle.L = &dev.mu
 	return dev, nil
+}
+
+// sendDepth returns the number of work requests of a lane. The error: a limit of the device is too
+// low for a lane.
+func sendDepth(name string, l verbs.Limits) (int, error) {
+	sends := min(maxSends, l.MaxWork, l.MaxCompletions-receives)
+	if sends < 2*maxInFlight || l.MaxWork < receives || l.MaxMessage == 0 || l.MaxRegistration == 0 {
+		return 0, fmt.Errorf("gdr: %s reports %d work requests, %d completions, and %d and %d bytes "+
+			"of a message and a registration: at least %d, %d, 1 and 1 are needed: %w", name, l.MaxWork,
+			l.MaxCompletions, l.MaxMessage, l.MaxRegistration, 2*maxInFlight, 2*maxInFlight+receives,
+			transport.ErrNotSupported)
+	}
+	return sends, nil
 }
 
 // listen makes the listener for a device, unless one exists at its address. Called by openRail, and
@@ -322,6 +341,7 @@ func (r *rail) state() RailState {
 func (r *rail) sweep(now time.Time) error {
 	for _, l := range r.b.allLanes() {
 		if l.rail == r {
+			l.trimStages(now, false)
 			l.reap()
 		}
 	}

@@ -19,13 +19,15 @@ type receiving struct {
 	state   state
 	seq     uint16
 	at      time.Time        // time of the ASK
-	g       *transport.Grant // while armed
+	g       *transport.Grant // while the NIC may write its memory: armed, and not staged
 	r       transfer.Range   // of it
 	claim   transport.Claim
 	claimed bool
 	keys    []*key
 	runs    []run // spans that the peer may write
 	blocks  []mem.Block
+	slab    *slab // of a staged slice
+	trip    trip
 }
 
 // destination is the receiving half of a lane: the slices that the peer sends. Its fields are
@@ -49,9 +51,10 @@ func (dst *destination) init(l *lane) {
 }
 
 // Stop implements transport.Device. An unarmed slice is not written: arm finds the claim lost.
+// Neither is a staged one, except into its slab.
 func (r *receiving) Stop() bool {
 	r.l.mu.Lock()
-	harmless := r.state != armed
+	harmless := r.state != armed || r.slab != nil
 	r.l.mu.Unlock()
 	return harmless || r.l.halt()
 }
@@ -72,12 +75,17 @@ func (r *receiving) moving() time.Duration {
 	return r.l.activity.patience(&r.l.b.cfg) - time.Since(since)
 }
 
-// release gives up the chunks and the keys. Nothing is written for the slice any more. Called
+// release gives up what the slice held. Nothing is written for the slice any more. Called
 // without lane.mu: an attempt that takes over chunks holds the grant's claims while it fails the
 // lane.
 func (r *receiving) release() {
 	r.claim.Release()
 	r.claimed = false
+	r.trip.drop()
+	if r.slab != nil {
+		r.slab.release()
+		r.slab = nil
+	}
 	for i, k := range r.keys {
 		k.put()
 		r.keys[i] = nil
@@ -151,6 +159,7 @@ func (dst *destination) asked(h head) error {
 		dst.refuse(h.id, why)
 		return nil
 	}
+	r.trip = dst.l.dev.trip(g.Memory.Device(), true, h.bytes)
 	err := dst.arm(g, &h, false)
 	if !errors.Is(err, errLater) {
 		return err
@@ -250,7 +259,7 @@ func (dst *destination) arm(g *transport.Grant, h *head, wait bool) error {
 		switch {
 		case errors.Is(err, errRange):
 			dst.refuse(h.id, transfer.ReasonRange)
-		case errors.Is(err, transport.ErrNotSupported): // memory for another transport
+		case errors.Is(err, errNoSlab):
 			dst.l.b.faults.Note(slog.LevelWarn, "slice refused", "lane", dst.l.id, "err", err)
 			dst.refuse(h.id, transfer.ReasonMemory)
 		default:
@@ -267,9 +276,15 @@ func (dst *destination) arm(g *transport.Grant, h *head, wait bool) error {
 	dst.l.mu.Lock()
 	dead := dst.l.err != nil
 	if !dead {
-		r.state, r.g, r.r = armed, g, h.r
+		r.state, r.r = armed, h.r
+		if r.slab == nil {
+			r.g = g
+		}
 		dst.l.activity.progress = time.Now()
 		dst.l.activity.sliceAt = dst.l.activity.progress
+		if !wait || r.slab != nil { // else the time includes a registration
+			r.trip.start(dst.l.activity.progress)
+		}
 	}
 	dst.l.mu.Unlock()
 	r.claim.Leave()
@@ -282,7 +297,22 @@ func (dst *destination) arm(g *transport.Grant, h *head, wait bool) error {
 var errRange = errors.New("gdr: the grant does not resolve")
 
 // offer lists the memory that the peer may write: chunks that have not landed yet.
-func (dst *destination) offer(g *transport.Grant, h *head, r *receiving, wait bool) (err error) {
+func (dst *destination) offer(g *transport.Grant, h *head, r *receiving, wait bool) error {
+	if r.trip.way == direct {
+		err := dst.directOffer(g, h, r, wait)
+		if !errors.Is(err, errUnreachable) {
+			return err
+		}
+		r.trip.detour(err)
+	}
+	if !wait {
+		return errLater
+	}
+	return dst.stageOffer(g, h, r)
+}
+
+func (dst *destination) directOffer(g *transport.Grant, h *head, r *receiving,
+	wait bool) (err error) {
 	r.runs = r.runs[:0]
 	for at := h.r; at.Count > 0; {
 		n, fresh := r.claim.Fresh(at)
@@ -347,16 +377,31 @@ func (dst *destination) land() {
 			continue
 		}
 		if why == transfer.ReasonNone {
-			why = dst.in[id].show()
-		}
-		if why == transfer.ReasonNone {
-			why = dst.in[id].claim.Land(dst.l)
+			why = dst.in[id].place()
 		}
 		if why != transfer.ReasonNone {
 			dst.l.b.host.Refused(dst.l, why)
 		}
 		dst.finish(id, why)
 	}
+}
+
+// place lands a slice of which every byte has arrived.
+func (r *receiving) place() (why transfer.Reason) {
+	_, bytes := total(r.runs)
+	if r.slab != nil {
+		var err error
+		if why, err = r.claim.LandFrom(r.slab.bytes(bytes), r.l, &r.blocks); err != nil {
+			r.trip.fault(err)
+			r.l.b.faults.Note(slog.LevelWarn, "device memory not written", "lane", r.l.id, "err", err)
+		}
+	} else if why = r.show(); why == transfer.ReasonNone {
+		why = r.claim.Land(r.l)
+	}
+	if why == transfer.ReasonNone {
+		r.trip.ended(bytes)
+	}
+	return why
 }
 
 // show makes the NIC's writes visible to the GPUs that own the memory.

@@ -42,13 +42,25 @@ type sending struct {
 	last    uint64 // its last work request
 	reading bool   // the origin is held
 	keys    []*key
+	slab    *slab // of a staged slice
+	trip    trip
 	blocks  []mem.Block
 	why     transfer.Reason // if set, this end gave the slice up
 	err     error
 }
 
-// release gives up the keys that the slice held while the NIC read.
+// release gives up what the slice held while the NIC read.
 func (s *sending) release(b *Backend) {
+	s.trip.drop()
+	if s.slab != nil {
+		s.slab.release()
+		s.slab = nil
+	}
+	s.endRead(b)
+}
+
+// endRead ends the use of the origin's memory.
+func (s *sending) endRead(b *Backend) {
 	for i, k := range s.keys {
 		k.put()
 		s.keys[i] = nil
@@ -80,7 +92,7 @@ type source struct {
 
 func (src *source) init(l *lane, sends int) {
 	src.l, src.depth = l, uint64(sends-maxInFlight)
-	src.limit = min(maxWrite, uint64(max(l.dev.Limits().MaxMessage, 1)))
+	src.limit = min(maxWrite, uint64(l.dev.Limits().MaxMessage))
 }
 
 // Move implements transport.Lane.
@@ -151,6 +163,7 @@ func (src *source) proceed(h *head, cells []byte) error {
 		return fmt.Errorf("%w: GO for %d bytes of a slice of %d", errFrame, n, s.bytes)
 	}
 	s.to.begin(s.dst)
+	s.trip = src.l.dev.trip(s.s.Origin.Memory.Device(), false, s.bytes)
 	if err = src.launch(h.id, false); errors.Is(err, errLater) {
 		id := h.id
 		src.l.asks.Go(func() {
@@ -163,8 +176,8 @@ func (src *source) proceed(h *head, cells []byte) error {
 	return err
 }
 
-// launch resolves a slice's source and begins to write. errLater: it would have to wait for a
-// registration.
+// launch makes a slice's source readable for the NIC and begins to write. errLater: it would have
+// to wait for a registration or a copy.
 func (src *source) launch(id uint8, wait bool) error {
 	s := &src.out[id]
 	o := s.s.Origin
@@ -172,20 +185,22 @@ func (src *source) launch(id uint8, wait bool) error {
 		return src.giveUp(id, transfer.ReasonSourceGone, errLost)
 	}
 	s.reading = true
-	var err error
-	if s.blocks, err = o.Memory.Resolve(s.blocks[:0], s.s.Range); err != nil {
-		return src.giveUp(id, transfer.ReasonRange, err)
+	why, err := src.find(s, wait)
+	if errors.Is(err, errUnreachable) {
+		s.trip.detour(err)
+		why, err = transfer.ReasonNone, nil
 	}
-	if s.src, s.keys, err = src.l.runs(s.src[:0], s.keys, s.blocks, access{wait: wait}); errors.Is(err,
-		transport.ErrNotSupported) {
-		return src.giveUp(id, transfer.ReasonMemory, err) // memory for another transport
+	if err == nil && s.trip.way == staged {
+		if !wait {
+			return errLater
+		}
+		why, err = s.fill(src.l)
+		s.endRead(src.l.b)
+	}
+	if why != transfer.ReasonNone {
+		return src.giveUp(id, why, err)
 	} else if err != nil {
 		return err
-	}
-	if _, n := total(s.src); n != s.bytes {
-		return src.giveUp(id, transfer.ReasonRange,
-			fmt.Errorf("gdr: chunks %d+%d resolve to %d bytes of %d", s.s.Range.First, s.s.Range.Count,
-				n, s.bytes))
 	}
 	s.from.begin(s.src)
 	s.inline = src.l.q.MaxInline()
@@ -201,6 +216,27 @@ func (src *source) launch(id uint8, wait bool) error {
 	src.going.push(id)
 	src.pumpLocked()
 	return nil
+}
+
+// find lists the memory of a slice that the NIC reads itself.
+func (src *source) find(s *sending, wait bool) (why transfer.Reason, err error) {
+	if s.trip.way == staged {
+		return transfer.ReasonNone, nil
+	}
+	if s.blocks, err = s.s.Origin.Memory.Resolve(s.blocks[:0], s.s.Range); err != nil {
+		return transfer.ReasonRange, err
+	}
+	if s.src, s.keys, err = src.l.runs(s.src[:0], s.keys, s.blocks, access{wait: wait}); err != nil {
+		return transfer.ReasonNone, err
+	}
+	if _, n := total(s.src); n != s.bytes {
+		return transfer.ReasonRange, fmt.Errorf("gdr: chunks %d+%d resolve to %d bytes of %d",
+			s.s.Range.First, s.s.Range.Count, n, s.bytes)
+	}
+	if !wait { // else the time includes a registration
+		s.trip.start(time.Now())
+	}
+	return transfer.ReasonNone, nil
 }
 
 // access is the purpose of a lookup of keys.
@@ -355,6 +391,7 @@ func (src *source) judge() {
 			s.why, s.err = transfer.ReasonInvalidated,
 				errors.New("gdr: the source was invalidated while it was read")
 		}
+		s.trip.ended(s.bytes)
 		s.release(src.l.b)
 		src.l.mu.Lock()
 		src.verdictLocked(id)

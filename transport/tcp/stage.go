@@ -96,8 +96,7 @@ func (s *stager) hand(e entry) {
 	}
 }
 
-// fill gathers a slice, under the origin's guard. Whatever is wrong with the slice itself, the
-// sender finds out again.
+// fill gathers a slice, under the origin's guard.
 func (s *stager) fill(e *entry) {
 	n, err := e.Origin.Memory.Bytes(e.Range)
 	if err != nil || n == 0 || n > uint64(e.dev.LendBytes()) {
@@ -114,20 +113,14 @@ func (s *stager) fill(e *entry) {
 		return
 	}
 	e.buf = buf[:n]
-	if !e.Origin.Enter() {
+	switch e.why, e.err = e.Origin.Gather(e.buf, e.Range, &s.blocks); e.why {
+	case transfer.ReasonNone:
+	case transfer.ReasonSourceGone: // the sender finds it out again
+		e.why, e.err = transfer.ReasonNone, nil
 		s.releaseBuffer(e)
 		return
-	}
-	s.blocks, err = e.Origin.Memory.Resolve(s.blocks[:0], e.Range)
-	if err == nil && lengths(s.blocks) != n {
-		err = errUneven
-	}
-	if err == nil {
-		err = mem.Gather(e.buf, s.blocks)
-	}
-	e.Origin.Leave()
-	if err != nil {
-		e.why, e.err = transfer.ReasonMemory, fmt.Errorf("tcp: read source: %w", err)
+	default:
+		e.err = fmt.Errorf("tcp: %w", e.err)
 		s.releaseBuffer(e)
 		return
 	}
@@ -146,18 +139,10 @@ func (s *stager) releaseBuffer(e *entry) {
 	<-s.slots
 }
 
-func lengths(blocks []mem.Block) (n uint64) {
-	for i := range blocks {
-		n += blocks[i].Len
-	}
-	return n
-}
-
 // landing is a frame of device memory between its last byte and its place.
 type landing struct {
 	dev    mem.Device
 	buf    []byte
-	grant  *transport.Grant
 	claim  transport.Claim
 	h      wire.Header
 	blocks []mem.Block
@@ -204,7 +189,7 @@ func (d *lander) take(g *transport.Grant, n uint64) *landing {
 		d.free <- x
 		return nil
 	}
-	x.dev, x.buf, x.grant = dev, buf[:n], g
+	x.dev, x.buf = dev, buf[:n]
 	return x
 }
 
@@ -215,7 +200,7 @@ func (d *lander) drop(x *landing) {
 	}
 	x.claim.Release()
 	x.dev.Return(x.buf)
-	x.dev, x.buf, x.grant = nil, nil, nil
+	x.dev, x.buf = nil, nil
 	clear(x.blocks)
 	d.free <- x
 }
@@ -258,32 +243,10 @@ func (d *lander) run() {
 
 // place writes the chunks that have not landed from another attempt, and lands the frame.
 func (x *landing) place(l *lane) transfer.Reason {
-	buf := x.buf
-	for rest := x.h.Range; rest.Count > 0; {
-		count, fresh := x.claim.Fresh(rest)
-		r := transfer.Range{First: rest.First, Count: count}
-		n, err := x.grant.Memory.Bytes(r)
-		if err != nil || n > uint64(len(buf)) {
-			return transfer.ReasonRange
-		}
-		if fresh {
-			x.blocks, err = x.grant.Memory.Resolve(x.blocks[:0], r)
-			if err != nil || lengths(x.blocks) != n {
-				return transfer.ReasonRange
-			}
-			if why := x.claim.Enter(); why != transfer.ReasonNone {
-				return why
-			}
-			err = mem.Scatter(x.blocks, buf[:n])
-			x.claim.Leave()
-			if err != nil {
-				l.b.faults.Note(slog.LevelWarn, "device memory not written", "lane", l.id,
-					"slot", x.h.Slot, "err", err)
-				return transfer.ReasonMemory
-			}
-		}
-		buf = buf[n:]
-		rest.First, rest.Count = rest.First+count, rest.Count-count
+	why, err := x.claim.LandFrom(x.buf, l, &x.blocks)
+	if err != nil {
+		l.b.faults.Note(slog.LevelWarn, "device memory not written", "lane", l.id, "slot", x.h.Slot,
+			"err", err)
 	}
-	return x.claim.Land(l)
+	return why
 }

@@ -56,6 +56,13 @@ func (d *Device) Region(b []byte) (*mem.Region, error) {
 	return d.Import(mem.NewID(), fmt.Appendf(nil, "%d", addr), -1, uint64(len(b)))
 }
 
+// Put puts b at an address of the device.
+func (d *Device) Put(addr uint64, b []byte) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.memory[addr] = b
+}
+
 // Import makes a region from another region's handle: another process's view of it.
 func (d *Device) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error) {
 	var addr uint64

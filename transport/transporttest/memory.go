@@ -142,7 +142,7 @@ func (m *Memory) Replace(r *mem.Region) {
 }
 
 // Device implements transport.Memory.
-func (m *Memory) Device() mem.Device { return m.Region.Device() }
+func (m *Memory) Device() mem.Device { return mem.DeviceOf(m.blocks[0]) }
 
 // Chunks of the space.
 func (m *Memory) Chunks() uint32 { return uint32(len(m.length)) }

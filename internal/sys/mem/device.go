@@ -63,6 +63,19 @@ func NewDevice(id ID, m DeviceMemory) (*Region, error) {
 	return r, nil
 }
 
+// Lent makes a region of a buffer of d, or returns nil while none is free. The last Release returns
+// the buffer.
+func Lent(d Device) *Region {
+	p := d.Lend()
+	if p == nil {
+		return nil
+	}
+	r := &Region{id: NewID(), kind: KindLent, size: uint64(len(p)), bytes: p,
+		free: func() { d.Return(p) }}
+	r.refs.Store(1)
+	return r
+}
+
 // Device is what reaches the region's bytes; nil for host memory.
 func (r *Region) Device() Device { return r.device }
 

@@ -61,6 +61,7 @@ const (
 	// another process's memory through its own /proc/self/mem descriptor; syscalls only.
 	KindProcess
 	KindDevice // memory of a GPU, through its Device only
+	KindLent   // a buffer of a Device; mapped
 )
 
 func (k Kind) String() string {
@@ -71,6 +72,8 @@ func (k Kind) String() string {
 		return "process"
 	case KindDevice:
 		return "device"
+	case KindLent:
+		return "lent"
 	}
 	return fmt.Sprintf("kind(%d)", uint8(k))
 }
@@ -108,7 +111,7 @@ type Region struct {
 	// KindDevice only.
 	device Device
 	handle []byte
-	free   func()
+	free   func() // also KindLent
 }
 
 type options struct {
@@ -440,7 +443,7 @@ func (r *Region) Release() {
 	case n < 0:
 		panic("mem: region " + r.id.String() + " released too often")
 	}
-	if r.bytes != nil {
+	if r.bytes != nil && r.kind != KindLent {
 		if invariants.Enabled {
 			_ = unix.Mprotect(r.bytes, unix.PROT_NONE)
 		} else {

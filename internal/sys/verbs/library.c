@@ -365,7 +365,7 @@ int kvv_qp_create(struct kvv_domain *p, struct kvv_cq *cq, int sends, int receiv
 			.max_inline_data = 64}};
 	errno = 0;
 	q->qp = lib.create_qp(p->pd, &a);
-	if (!q->qp && errno == EINVAL) { /* a device may have no inline data */
+	if (!q->qp) { /* a device may have no inline data, and no limit of it can be queried */
 		a.cap.max_inline_data = 0;
 		errno = 0;
 		q->qp = lib.create_qp(p->pd, &a);

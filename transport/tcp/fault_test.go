@@ -10,11 +10,9 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -312,32 +310,16 @@ func unsent(t *testing.T, c *net.TCPConn) uint32 {
 	return info.Notsent_bytes
 }
 
-// processMemory gives a space the same bytes through /proc/self/mem.
-func processMemory(t *testing.T, m *transporttest.Memory) {
-	t.Helper()
-	b, _ := m.Region.Bytes()
-	fd, err := unix.Open("/proc/self/mem", unix.O_RDWR|unix.O_CLOEXEC, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	r, err := mem.OpenProcess(mem.NewID(), fd, uint64(uintptr(unsafe.Pointer(&b[0]))), uint64(len(b)))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(r.Release)
-	m.Replace(r)
-}
-
 func TestProcessMemory(t *testing.T) {
 	for i, cfg := range []Config{{}, {CRC32C: true}, {}} {
 		p, a := open(t, cfg)
 		src, dst := transporttest.NewMemory(t, someShape), transporttest.NewMemory(t, someShape)
 		src.Write(5)
 		if i != 1 {
-			processMemory(t, src)
+			src.ThroughProc(t)
 		}
 		if i != 2 {
-			processMemory(t, dst)
+			dst.ThroughProc(t)
 		}
 		b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
 		b.Dest.Seed.Store(5)
