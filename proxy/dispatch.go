@@ -531,6 +531,9 @@ func (j *job) copy(a *reply) {
 	if errors.Is(err, errStopped) {
 		err = nil
 	}
+	if err == nil && j.follow != nil {
+		_ = newSink(j.w).send(j.follow.rest()) // the client may be gone
+	}
 	j.trace.hop(true).end(nil)
 	switch {
 	case gone, j.in.Context().Err() != nil:

@@ -57,7 +57,24 @@ var unfollowedFields = []struct{ name, reason string }{
 	{"bad_words", unfollowedField}, {"repetition_detection", unfollowedField},
 	{"thinking_token_budget", unfollowedField}, {"return_weight_versions", unfollowedField},
 	{"suffix", unfollowedField}, {"watermarking", unfollowedField},
+	{"vllm_xargs", unfollowedField}, {"extra_args", unfollowedField},
 }
+
+// sampling are the fields of a chat that have the same meaning in a completion.
+var sampling = []string{"model", "temperature", "top_p", "top_k", "min_p", "seed",
+	"repetition_penalty", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
+	"min_tokens", "skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids",
+	"logit_bias", "user", "priority", "session_id", "cache_salt", "stream", "stream_options",
+	"stream_interval", "return_token_ids"}
+
+// prompting are the fields of a chat that a completion has in another form, or does not need,
+// because its prompt is there.
+var prompting = []string{"messages", "max_tokens", "max_completion_tokens", "logprobs",
+	"top_logprobs", "n", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+	"chat_template", "chat_template_kwargs", "documents", "truncate_prompt_tokens",
+	"truncation_side", "reasoning_effort", "include_reasoning", "response_format", "tool_choice",
+	"parallel_tool_calls", "return_tokens_as_token_ids", "logprob_token_ids", "return_prompt_text",
+	"request_id", "metadata", "store", "agent_hint", "agent_hints"}
 
 // unfollowed is why an answer to a request cannot be continued; empty: it can be.
 func (r *request) unfollowed() string {
@@ -69,16 +86,30 @@ func (r *request) unfollowed() string {
 			return f.reason
 		}
 	}
-	if r.kind == kindChat && !textOnly(r.fields["messages"]) {
-		return unfollowedImages
-	}
-	// These have another form in a chat's answer than what can be derived from a completion's.
-	if r.kind == kindChat && given(r.fields["logprobs"]) &&
-		(given(r.fields["return_tokens_as_token_ids"]) || given(r.fields["logprob_token_ids"])) {
-		return unfollowedField
+	if r.kind == kindChat {
+		if why := r.unfollowedChat(); why != "" {
+			return why
+		}
 	}
 	if s, ok := r.stops(); !ok || len(s.list) > maxStops {
 		return unfollowedField
+	}
+	return ""
+}
+
+func (r *request) unfollowedChat() string {
+	if !textOnly(r.fields["messages"]) {
+		return unfollowedImages
+	}
+	// These have another form in a chat's answer than what can be derived from a completion's.
+	if given(r.fields["logprobs"]) && (given(r.fields["return_tokens_as_token_ids"]) ||
+		given(r.fields["logprob_token_ids"])) {
+		return unfollowedField
+	}
+	for name, raw := range r.fields {
+		if given(raw) && !slices.Contains(sampling, name) && !slices.Contains(prompting, name) {
+			return unfollowedField // an engine may sample by it
+		}
 	}
 	return ""
 }
@@ -181,7 +212,8 @@ func (r *request) follow(b *budget) *followed {
 		return f
 	}
 	f.givesIDs = given(r.fields["return_token_ids"])
-	f.logs = given(r.fields["logprobs"]) || r.kind == kindCompletion && len(r.fields["logprobs"]) > 0
+	f.logs = given(r.fields["logprobs"]) || r.kind == kindCompletion &&
+		string(r.fields["logprobs"]) == "0"
 	f.stops, _ = r.stops()
 	f.top, _ = r.whole("top_logprobs")
 	var options struct {
@@ -204,7 +236,14 @@ func (f *followed) take(data []byte) ([]byte, error) {
 		return data, nil
 	}
 	f.last = time.Now()
-	f.out = f.out[:0]
+	if f.out = f.out[:0]; cap(f.out) > keptEvent {
+		f.out = nil
+	}
+	if f.head == nil && bytes.Contains(data, []byte("\r\n")) {
+		f.abandon(unfollowedNoIDs)
+		f.unchanged = true
+		return append(f.buf, data...), nil // events that end otherwise
+	}
 	if len(f.buf) > 0 {
 		f.buf = append(f.buf, data...)
 		data = f.buf
@@ -228,6 +267,9 @@ func (f *followed) take(data []byte) ([]byte, error) {
 	}
 	if len(data) > maxEvent {
 		f.abandon(unfollowedLong)
+		if f.next {
+			return f.out, errEngineFault // its events have another form
+		}
 		f.unchanged = true
 		f.out, f.buf = append(f.out, data...), nil
 	}
@@ -239,6 +281,15 @@ func (f *followed) take(data []byte) ([]byte, error) {
 func (f *followed) from(g *guard) {
 	f.guard = g
 	g.movable.Store(f.why == "")
+}
+
+// rest is what the client gets of the last event of a whole answer, which has no empty line.
+func (f *followed) rest() []byte {
+	if f.unchanged || len(f.buf) == 0 {
+		return nil
+	}
+	out, _ := f.take([]byte("\n\n")) // the answer is whole
+	return out
 }
 
 // account takes from the budget what the answer holds.

@@ -495,6 +495,8 @@ func TestFollowedAnswerIsUnchanged(t *testing.T) {
 				"\n\n" + `data: {"choices":[{"delta":{"reasoning":"b"},"token_ids":null}]}` + "\n\n"},
 		{"/v1/completions", `"prompt":"a"`, "data: no object\n\nevent: x\ndata: y\n\n",
 			"data: no object\n\nevent: x\ndata: y\n\n"},
+		{"/v1/completions", `"prompt":"a"`, "data: {}\r\n\r\ndata: {}\r\n\r\n",
+			"data: {}\r\n\r\ndata: {}\r\n\r\n"},
 		{"/v1/completions", `"prompt":"a","n":2`, // it is not followed
 			`data: {"choices":[{"text":"b","token_ids":[1]}]}` + "\n\n",
 			`data: {"choices":[{"text":"b","token_ids":[1]}]}` + "\n\n"},
@@ -508,6 +510,20 @@ func TestFollowedAnswerIsUnchanged(t *testing.T) {
 		if want := c.want + "data: [DONE]\n\n"; code != http.StatusOK || got != want {
 			t.Errorf("%d %s, want %s", code, got, want)
 		}
+	}
+}
+
+// The last event may end with the connection, without an empty line.
+func TestFollowedAnswerWithoutALastLine(t *testing.T) {
+	const sent = `data: {"choices":[{"text":"b","token_ids":null}]}` + "\n\ndata: [DONE]"
+	e := newEngine(t, func(w http.ResponseWriter, _ *http.Request, _ seen) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		_, _ = io.WriteString(w, sent) // the router may be gone
+	})
+	_, url := start(t, Config{Decode: decoders(e.URL), Continue: true})
+	code, got, _ := post(t, url, "/v1/completions", `{"stream":true,"prompt":"a"}`)
+	if code != http.StatusOK || got != sent+"\n\n" {
+		t.Errorf("%d %q", code, got)
 	}
 }
 
@@ -566,6 +582,9 @@ func TestAnswersThatAreNotContinued(t *testing.T) {
 		{chat, `"messages":[{"role":"user","content":[{"type":"image_url"}]}]`, unfollowedImages},
 		{completion, `"prompt":"a","echo":true`, unfollowedPrompt},
 		{completion, `"prompt":"a","bad_words":["b"]`, unfollowedField},
+		{completion, `"prompt":"a","vllm_xargs":{"a":1}`, unfollowedField},
+		{chat, message + `,"a_way_to_sample":0.5`, unfollowedField},
+		{chat, message + `,"logprobs":true,"return_tokens_as_token_ids":true`, unfollowedField},
 		{completion, `"prompt":"a","stop":7`, unfollowedField},
 		{chat, message + `,"user":"parser"`, unfollowedParser},
 		{completion, `"prompt":"a","user":"no ids"`, unfollowedNoIDs},

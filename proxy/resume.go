@@ -7,11 +7,11 @@ import (
 	"fmt"
 	"maps"
 	"net/http"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
-	"unicode/utf8"
 )
 
 // Bounds of one continuation.
@@ -164,6 +164,10 @@ func (j *job) textOf(ctx context.Context, b *backend, ids []uint32) (string, err
 	return *text.Prompt, nil
 }
 
+// partOfCharacter matches a text whose end is a part of a character, also before tokens without
+// text, which /detokenize writes like this.
+var partOfCharacter = regexp.MustCompile(`\x{FFFD}(<[^<>]{1,64}>|\[[^\[\]]{1,64}\])*$`)
+
 // cut drops the last tokens of an answer that are parts of a character, and finds the text that the
 // failed engine has held back. An engine whose prompt ends within a character would repeat the text
 // of the prompt.
@@ -180,10 +184,10 @@ func (f *followed) cut(textOf func([]uint32) (string, error)) (why string, err e
 		if text, err = textOf(ids); err != nil {
 			return "", err
 		}
-		if !strings.HasSuffix(text, string(utf8.RuneError)) {
+		if !partOfCharacter.MatchString(text) {
 			break
 		}
-		if dropped++; dropped > min(maxCut, len(f.answer)) || f.givesIDs || f.logs {
+		if dropped++; dropped > maxCut || len(f.answer) == 0 || f.givesIDs || f.logs {
 			return unfollowedSeam, nil // the client has these tokens, or the prompt ends like this
 		}
 		f.answer = f.answer[:len(f.answer)-1]
@@ -228,26 +232,18 @@ func listIDs(lists ...[]uint32) []byte {
 	return append(bytes.TrimSuffix(out, []byte{','}), ']')
 }
 
-// sampling are the fields of a chat that have the same meaning in a completion.
-var sampling = []string{"model", "temperature", "top_p", "top_k", "min_p", "seed",
-	"repetition_penalty", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-	"min_tokens", "skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids",
-	"logit_bias", "logprob_token_ids", "user", "priority", "session_id", "cache_salt", "vllm_xargs",
-	"stream", "stream_options", "stream_interval", "return_token_ids"}
+// completionTokens is the default of max_tokens in the API of completions.
+const completionTokens = 16
 
 // forRest is the body for an engine that continues an answer, a completion. length is the model's
 // largest number of tokens; 0: unknown.
 func (r *request) forRest(f *followed, length int) (body []byte, why string) {
 	fields := map[string]json.RawMessage{}
-	limit, limited := r.whole("max_tokens")
 	if r.kind == kindChat {
 		for _, name := range sampling {
 			if raw := r.fields[name]; raw != nil {
 				fields[name] = raw
 			}
-		}
-		if n, ok := r.whole("max_completion_tokens"); ok {
-			limit, limited = n, true
 		}
 		if f.logs {
 			fields["logprobs"] = marshal(f.top)
@@ -255,17 +251,8 @@ func (r *request) forRest(f *followed, length int) (body []byte, why string) {
 	} else {
 		maps.Copy(fields, r.fields)
 		delete(fields, "truncate_prompt_tokens") // its tokens are those that were left
-		if !limited {
-			limit, limited = completionTokens, true
-		}
 	}
-	if !limited {
-		if length == 0 {
-			return nil, unfollowedLength
-		}
-		limit = length - len(f.prompt)
-	}
-	left := limit - len(f.answer)
+	left := r.limit(length-len(f.prompt)) - len(f.answer)
 	if left <= 0 {
 		return nil, unfollowedLength
 	}
@@ -283,5 +270,16 @@ func (r *request) forRest(f *followed, length int) (body []byte, why string) {
 	return encode(fields), ""
 }
 
-// completionTokens is the default of max_tokens in the API of completions.
-const completionTokens = 16
+// limit is the largest number of tokens of an answer. room is that of the model after the prompt.
+func (r *request) limit(room int) int {
+	if n, ok := r.whole("max_completion_tokens"); ok && r.kind == kindChat {
+		return n
+	}
+	if n, ok := r.whole("max_tokens"); ok {
+		return n
+	}
+	if r.kind == kindCompletion {
+		return completionTokens
+	}
+	return room
+}

@@ -90,10 +90,10 @@ class Answer:
             assert self.finish is None, "an event after the end"
             text = choice["text"] if "text" in choice else choice["delta"].get("content")
             self.text += text or ""
-            self.ids += choice["token_ids"] or []
+            self.ids += choice.get("token_ids") or []
             self.finish = choice["finish_reason"]
             self.stop = choice.get("stop_reason")
-            logprobs = choice["logprobs"] or {}
+            logprobs = choice.get("logprobs") or {}
             self.top += logprobs.get("top_logprobs", [])
             self.offsets += logprobs.get("text_offset", [])
             self.tokens += logprobs.get("tokens", [])
