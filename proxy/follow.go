@@ -380,7 +380,7 @@ func (f *followed) note(c *chunk) {
 	switch {
 	case c.count() > 0:
 		f.noteIDs(c.ids.of(c.data))
-	case c.hasText():
+	case c.hasText() && !c.finish.set(): // at the end, engines send what they have held back
 		f.abandon(unfollowedNoIDs)
 	}
 	switch {

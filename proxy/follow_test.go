@@ -6,7 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -647,6 +649,49 @@ func TestRequestThatEndsEnginesIsRefused(t *testing.T) {
 	}
 }
 
+// The next engine's prompt ends with a whole character, also where tokens without text follow it.
+func TestPromptOfTheRestEndsWithAWholeCharacter(t *testing.T) {
+	text := map[uint32]string{1: "p", 2: "a", 3: "\ufffd", 4: "<eos>", 5: "[PAD]", 6: "€"}
+	textOf := func(ids []uint32) (s string, err error) {
+		for _, id := range ids {
+			s += text[id]
+		}
+		return s, nil
+	}
+	for _, c := range []struct {
+		answer []uint32
+		ids    bool // the client has them
+		left   int
+		why    string
+	}{
+		{[]uint32{2, 6}, false, 2, ""},
+		{[]uint32{2, 3, 3, 3}, false, 1, ""},
+		{[]uint32{3, 3, 3}, false, 0, ""},
+		{[]uint32{2, 3, 4, 5}, false, 1, ""},
+		{[]uint32{2, 4, 4}, false, 3, ""},
+		{[]uint32{2, 3, 2}, false, 3, ""}, // it is no character, and never will be
+		{[]uint32{2, 3}, true, 2, unfollowedSeam},
+		{slices.Repeat([]uint32{3}, maxCut+1), false, 1, unfollowedSeam},
+	} {
+		f := &followed{prompt: []uint32{1}, answer: c.answer, answerSize: len(c.answer), givesIDs: c.ids}
+		why, err := f.cut(textOf)
+		if err != nil || why != c.why || len(f.answer) != c.left || f.answerSize != c.left {
+			t.Errorf("%v: %d tokens are left, %q, %v; want %d, %q", c.answer, len(f.answer), why, err,
+				c.left, c.why)
+		}
+	}
+	// Stop strings need the text that was held back. It must be that of this answer.
+	f := &followed{prompt: []uint32{1}, answer: []uint32{2, 2, 6}, text: []byte("a"),
+		stops: stops{list: []string{"a€x"}}}
+	if why, err := f.cut(textOf); err != nil || why != "" || f.seam.text[f.seam.sent:] != "a€" {
+		t.Errorf("%q, %v: %+v", why, err, f.seam)
+	}
+	f.text = []byte("b")
+	if why, err := f.cut(textOf); err != nil || why != unfollowedSeam {
+		t.Errorf("%q, %v for the text of another answer", why, err)
+	}
+}
+
 // An engine freezes in mid stream. Another one goes on before the frozen one counts as down.
 func TestFrozenEngineLosesItsStream(t *testing.T) {
 	s := scriptOf("some text")
@@ -747,19 +792,50 @@ func FuzzSeam(f *testing.F) {
 	f.Add("é", "€b", "é€b", "b", 2, false)
 	f.Fuzz(func(t *testing.T, before, after, one, two string, part int, include bool) {
 		s := stops{list: []string{one, two}, include: include}
-		if !utf8.ValidString(before+after+one+two) || one == "" || two == "" {
+		for _, text := range []string{before, after, one, two} {
+			if !utf8.ValidString(text) {
+				return // JSON has none
+			}
+		}
+		if one == "" || two == "" {
 			return
 		}
 		if _, stop := matched(before, s.list); stop != "" {
 			return // the first engine has ended the answer
 		}
-		want, wantStop := whole(before+after, &s)
-		got, gotStop := overSeam(before, after, &s, max(1, part%8))
-		if got != want || gotStop != wantStop {
-			t.Errorf("%q|%q with %q: %q by %q, want %q by %q", before, after, s.list, got, gotStop, want,
-				wantStop)
-		}
+		checkSeam(t, before, after, s, max(1, part%8))
 	})
+}
+
+// Few letters, so that most texts have stop strings, over the seam or not.
+func TestSeamOfRandomTexts(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 2))
+	text := func(longest int) (s string) {
+		for range r.IntN(longest + 1) {
+			s += []string{"a", "b", "é"}[r.IntN(3)]
+		}
+		return s
+	}
+	for range 50_000 {
+		s := stops{include: r.IntN(2) == 0}
+		for range 1 + r.IntN(3) {
+			s.list = append(s.list, text(5)+"a")
+		}
+		before := text(8)
+		if _, stop := matched(before, s.list); stop == "" {
+			checkSeam(t, before, text(12), s, 1+r.IntN(4))
+		}
+	}
+}
+
+func checkSeam(t *testing.T, before, after string, s stops, part int) {
+	t.Helper()
+	want, wantStop := whole(before+after, &s)
+	got, gotStop := overSeam(before, after, &s, part)
+	if got != want || gotStop != wantStop {
+		t.Fatalf("%q|%q with %q, %v: %q by %q, want %q by %q", before, after, s.list, s.include, got,
+			gotStop, want, wantStop)
+	}
 }
 
 // whole is the answer of one engine.
@@ -787,9 +863,8 @@ func overSeam(before, after string, s *stops, part int) (all, stop string) {
 	x := newSeam(*s, before, sent)
 	all = before[:sent]
 	rest, own := after, ""
-	if at, found := matched(after, s.list); found != "" {
+	if _, found := matched(after, s.list); found != "" {
 		rest, own = whole(after, s)
-		_ = at
 	}
 	held := s.held()
 	if s.include {

@@ -230,5 +230,7 @@ def test_chat_and_stop_string_continue(router: Router, engines: list[Server]) ->
     assert got.usage["completion_tokens"] == want.usage["completion_tokens"] == len(got.ids)
     for a, b in zip(got.content, want.content, strict=True):
         assert (a["token"], a["bytes"]) == (b["token"], b["bytes"])
-        assert [x["token"] for x in a["top_logprobs"]] == [x["token"] for x in b["top_logprobs"]]
+        # Candidates with the same text are one after the seam.
+        mine, theirs = (list(dict.fromkeys(x["token"] for x in y["top_logprobs"])) for y in (a, b))
+        assert mine[: len(theirs)] == theirs
         assert abs(a["logprob"] - b["logprob"]) < TIE
