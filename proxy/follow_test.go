@@ -557,15 +557,30 @@ func broken(t *testing.T, px *Proxy, url, path, body string) (why string) {
 func TestAnswersThatAreNotContinued(t *testing.T) {
 	const chat, completion = "/v1/chat/completions", "/v1/completions"
 	e := newEngine(t, func(w http.ResponseWriter, _ *http.Request, s seen) {
+		again := false
+		if list, ok := s.body["prompt"].([]any); ok {
+			_, again = list[0].(float64)
+		}
+		switch {
+		case s.path == "/detokenize" && s.body["model"] == "seam":
+			w.WriteHeader(http.StatusNotFound)
+			return
+		case s.path == "/detokenize":
+			fmt.Fprint(w, `{"prompt":"another text"}`)
+			return
+		case again:
+			w.WriteHeader(http.StatusBadRequest)
+			return
+		}
 		w.Header().Set("Content-Type", "text/event-stream")
 		event := `{"id":"A","choices":[{"text":"b","token_ids":[1],"prompt_token_ids":[3]}]}`
 		switch {
+		case s.body["user"] == "plain":
+			event = `{"choices":[{"delta":{"content":"b"},"token_ids":[1]}],"prompt_token_ids":[3]}`
 		case s.body["user"] == "parser":
 			event = `{"choices":[{"delta":{"reasoning":"b"},"token_ids":[1]}],"prompt_token_ids":[3]}`
 		case s.body["user"] == "no ids":
 			event = `{"choices":[{"text":"b"}]}`
-		case s.path == "/detokenize":
-			event = `{"prompt":"another text"}`
 		}
 		_, _ = io.WriteString(w, "data: "+event+"\n\n") // the router may be gone
 		_ = http.NewResponseController(w).Flush()
@@ -590,6 +605,11 @@ func TestAnswersThatAreNotContinued(t *testing.T) {
 		{completion, `"prompt":"a","stop":7`, unfollowedField},
 		{chat, message + `,"user":"parser"`, unfollowedParser},
 		{completion, `"prompt":"a","user":"no ids"`, unfollowedNoIDs},
+		{completion, `"prompt":"a","model":"seam"`, unfollowedSeam},
+		{completion, `"prompt":"a","stop":"c"`, unfollowedSeam},
+		{completion, `"prompt":"a"`, unfollowedRefused},
+		{completion, `"prompt":"a","max_tokens":1`, unfollowedLength},
+		{chat, message + `,"user":"plain"`, unfollowedLength},
 	} {
 		if why := broken(t, px, url, c.path, c.body); why != c.why {
 			t.Errorf("%s: %q, want %q", c.body, why, c.why)

@@ -123,7 +123,7 @@ func (j *job) askRestOf(ctx context.Context, b *backend, skip map[*backend]bool)
 	}
 	a, err := j.askAnswer(ctx, b, maps.Clone(skip), body)
 	switch {
-	case err == nil && a.events:
+	case err == nil && a.end.marks != nil:
 		f.next, f.again = f.tokens, !f.tokens && f.head != nil
 		return a, ""
 	case err == nil:
