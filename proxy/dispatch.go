@@ -49,7 +49,7 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
 		return
 	}
 	j := &job{p: p, w: w, in: r, req: req, id: requestID(r.Header.Get(requestIDHeader)),
-		start: time.Now(), mode: p.mode, tried: map[*backend]bool{}}
+		start: time.Now(), mode: p.mode, tried: map[*backend]bool{}, asks: k}
 	if k == kindPassed {
 		j.mode = modePassed
 	} else {
@@ -59,6 +59,10 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
 		for _, result := range results {
 			p.met.hints.WithLabelValues(result).Inc()
 		}
+	}
+	if p.follows && (k == kindCompletion || k == kindChat) && req.streamed() {
+		j.follow = req.follow(&p.bodies)
+		defer j.follow.end()
 	}
 	w.Header().Set(requestIDHeader, j.id)
 	j.run(r.Context())
@@ -120,6 +124,9 @@ type job struct {
 	refusal  *reply          // the last one that is an error; nil: none
 	last     error           // of the last D without an answer
 	used     json.RawMessage // params of the D that answered
+
+	follow *followed // the answer; nil: the router does not follow it
+	asks   kind      // of the request that engines get
 
 	held []hold // at prefill engines
 	race *race  // of P's failure and D's answer; nil: nothing of P can fail any more
@@ -349,6 +356,7 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) (answered bool
 			j.pass(a)
 			a.close()
 			b.done()
+			j.resume(ctx, b)
 			return true
 		}
 		if err == nil {
@@ -506,9 +514,25 @@ func (j *job) pass(a *reply) {
 	j.w.Header().Set(requestIDHeader, j.id)
 	j.status = a.resp.StatusCode
 	j.w.WriteHeader(j.status)
-	gone, err := a.copyTo(j.w)
+	j.copy(a)
+}
+
+// copy copies D's answer to the client, all of it or from where another one has broken.
+func (j *job) copy(a *reply) {
+	b, through := a.b, func(data []byte) ([]byte, error) { return data, nil }
+	if j.follow != nil && a.guard != nil && a.end.marks != nil {
+		through = j.follow.take
+		j.follow.from(a.guard)
+	}
+	gone, err := a.copyTo(j.w, through)
 	if a.guard == nil {
 		return
+	}
+	if errors.Is(err, errStopped) {
+		err = nil
+	}
+	if err == nil && j.follow != nil {
+		_ = newSink(j.w).send(j.follow.rest()) // the client may be gone
 	}
 	j.trace.hop(true).end(nil)
 	switch {
@@ -549,7 +573,7 @@ func copyHeader(dst, src http.Header) {
 // send sends a request to an engine: there is no other way for one of a client.
 func (j *job) send(ctx context.Context, b *backend, body []byte, decode bool) (*http.Response,
 	error) {
-	method, path := http.MethodPost, j.req.kind.path()
+	method, path := http.MethodPost, j.asks.path()
 	if j.req.kind == kindPassed {
 		method, path = j.in.Method, j.in.URL.RequestURI()
 	}
@@ -571,7 +595,7 @@ func (j *job) send(ctx context.Context, b *backend, body []byte, decode bool) (*
 	copyHeader(h, j.in.Header)
 	h.Del("Content-Length")
 	h.Del("Expect")
-	if !decode {
+	if !decode || j.follow != nil {
 		h.Del("Accept-Encoding") // the router reads this answer
 	}
 	if j.req.kind != kindPassed {

@@ -25,6 +25,8 @@ type guard struct {
 	// Either the client gets bytes, and no other engine can take the request over, or the guard ends
 	// the request for another engine: the first of both decides.
 	decided atomic.Bool
+	// Another engine can continue the answer, of which the client has a part.
+	movable atomic.Bool
 }
 
 // guardKey is the key of the guard in the context of its request, for the dialer.
@@ -56,7 +58,7 @@ func (b *backend) checkGuards() {
 	b.mu.Unlock()
 	for _, g := range all {
 		switch {
-		case dead:
+		case dead, g.movable.Load() && g.other():
 			g.cancel(errSilent) // also if the client has bytes
 		case !g.decided.Load() && g.other():
 			g.replace(errSilent)

@@ -16,6 +16,11 @@ type metrics struct {
 	releases *prometheus.CounterVec
 	spans    *prometheus.CounterVec
 	hints    *prometheus.CounterVec
+
+	continued  prometheus.Counter
+	recomputed prometheus.Counter
+	unfollowed *prometheus.CounterVec
+	pauses     prometheus.Histogram
 }
 
 // Reasons for a local prefill: the values of the label.
@@ -67,6 +72,20 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 			"them (exported) or not (dropped).", "outcome"),
 		hints: counterVec("hints_total", "Hints of agents in requests (agent_hint), by what the router "+
 			"did.", "result"),
+		continued: prometheus.NewCounter(prometheus.CounterOpts(opts("continuations_total",
+			"Times that another engine has continued an answer whose engine had failed."))),
+		recomputed: prometheus.NewCounter(prometheus.CounterOpts(opts("continuation_tokens_total",
+			"Tokens of prompts and answers that engines got to continue an answer. They compute those "+
+				"that no cache has."))),
+		unfollowed: counterVec("continuations_refused_total", "Answers that have broken off because no "+
+			"other engine could continue them, by reason.", "reason"),
+		pauses: prometheus.NewHistogram(prometheus.HistogramOpts{Namespace: "kvspray",
+			Subsystem: "proxy", Name: "continuation_pause_seconds",
+			Help:    "Time between the last bytes of an engine that has failed and the first of the next.",
+			Buckets: prometheus.ExponentialBuckets(0.005, 2, 14)}),
+	}
+	for _, reason := range unfollowedReasons {
+		m.unfollowed.WithLabelValues(reason)
 	}
 	for _, outcome := range []string{releaseSent, releaseFailed, releaseDropped} {
 		m.releases.WithLabelValues(outcome)
@@ -75,7 +94,7 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 		m.spans.WithLabelValues(outcome)
 	}
 	reg.MustRegister(m.requests, m.alone, m.up, m.inFlight, m.first, m.retries, m.releases, m.spans,
-		m.hints)
+		m.hints, m.continued, m.recomputed, m.unfollowed, m.pauses)
 	return m
 }
 

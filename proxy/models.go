@@ -51,6 +51,35 @@ func (m *models) base(model string) bool {
 	return m.serve(model) == servesIt && !m.adapters[model]
 }
 
+// length is the largest number of tokens of prompt and answer of a model, or of the one that it
+// adapts; 0: unknown.
+func (m *models) length(model string) int {
+	for range 2 {
+		var card struct {
+			Length int    `json:"max_model_len"`
+			Parent string `json:"parent"`
+		}
+		if model == "" && len(m.cards) == 1 {
+			for model = range m.cards {
+			}
+		}
+		if json.Unmarshal(m.cards[model], &card) != nil {
+			return 0
+		}
+		if card.Length > 0 {
+			return card.Length
+		}
+		model = card.Parent
+	}
+	return 0
+}
+
+func (b *backend) modelLength(model string) int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.models.length(model)
+}
+
 // learnModels requests an engine's list of models when it is due.
 func (p *Proxy) learnModels(ctx context.Context, b *backend) {
 	b.mu.Lock()

@@ -119,6 +119,8 @@ type Config struct {
 	Calibration *placement.Calibration
 	// MaxPin bounds the time for which a client's hint keeps pages in the store; 0: none does.
 	MaxPin time.Duration
+	// Continue lets another engine continue a streamed answer whose engine fails.
+	Continue bool
 	// OTLP is the URL of a collector of spans; empty: off. They are sent while Watch or Serve runs.
 	OTLP string
 	// TraceShare of the requests without a traceparent of their own are traced; 0: all.
@@ -146,6 +148,7 @@ type Proxy struct {
 	spans   *spans.Recorder // nil: off
 	share   float64         // TraceShare
 	maxPin  time.Duration
+	follows bool // Config.Continue
 
 	tokens *tokenizer // nil: no policy
 	routed routed
@@ -167,8 +170,8 @@ func New(cfg Config) (*Proxy, error) {
 	p := &Proxy{mode: cfg.Mode, limit: cmp.Or(max(cfg.BodyBytes, 0), int64(defaults.MaxBody)),
 		log: cmp.Or(cfg.Log, slog.New(slog.DiscardHandler)),
 		reg: cmp.Or(cfg.Registry, prometheus.NewRegistry()), times: cfg.Times.orDefaults(),
-		maxPin: cfg.MaxPin,
-		slots:  make(chan struct{}, maxInFlight), changed: make(chan struct{}, 1)}
+		maxPin: cfg.MaxPin, follows: cfg.Continue,
+		slots: make(chan struct{}, maxInFlight), changed: make(chan struct{}, 1)}
 	p.unsent.Logger = p.log
 	p.bodies.give(cmp.Or(cfg.BodiesBytes, int64(defaults.MaxBodies)))
 	p.met = newMetrics(p.reg)

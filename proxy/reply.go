@@ -107,22 +107,45 @@ func (a *reply) header(dst http.Header) {
 	}
 }
 
-// copyTo copies the answer as it arrives. gone: the client has disconnected.
-func (a *reply) copyTo(w http.ResponseWriter) (gone bool, err error) {
-	flush := http.NewResponseController(w)
+// sink writes parts of an answer to a client.
+type sink struct {
+	w     http.ResponseWriter
+	flush *http.ResponseController
+	timed time.Time // when the deadline was set
+}
+
+func newSink(w http.ResponseWriter) *sink {
+	return &sink{w: w, flush: http.NewResponseController(w)}
+}
+
+func (s *sink) send(data []byte) error {
+	if len(data) == 0 {
+		return nil
+	}
+	if now := time.Now(); now.Sub(s.timed) > writeTimeout/4 {
+		_ = s.flush.SetWriteDeadline(now.Add(writeTimeout)) // a test's recorder has none
+		s.timed = now
+	}
+	if _, err := s.w.Write(data); err != nil {
+		return err
+	}
+	_ = s.flush.Flush() // an error shows at the next write
+	return nil
+}
+
+// copyTo copies the answer as it arrives, through a function. gone: the client has disconnected.
+func (a *reply) copyTo(w http.ResponseWriter, through func([]byte) ([]byte, error)) (gone bool,
+	err error) {
+	out := newSink(w)
 	data, rerr := a.buf, a.err
 	buf := a.buf[:cap(a.buf)]
-	var timed time.Time // when the deadline was set
 	for {
-		if len(data) > 0 {
-			if now := time.Now(); now.Sub(timed) > writeTimeout/4 {
-				_ = flush.SetWriteDeadline(now.Add(writeTimeout)) // a test's recorder has none
-				timed = now
-			}
-			if _, err := w.Write(data); err != nil {
-				return true, err
-			}
-			_ = flush.Flush() // an error shows at the next write
+		part, err := through(data)
+		if err := out.send(part); err != nil {
+			return true, err
+		}
+		if err != nil {
+			return false, err
 		}
 		if rerr != nil {
 			break

@@ -125,44 +125,57 @@ func withoutParams(fields map[string]json.RawMessage) bool {
 // engines do. It only finds where values end: if the body is not valid JSON, one of its parts is
 // not either, and engines refuse that part. twice: two fields have the same name.
 func splitObject(raw []byte) (fields map[string]json.RawMessage, twice, ok bool) {
-	at := skipSpace(raw, 0)
-	if at == len(raw) || raw[at] != '{' {
-		return nil, false, false
-	}
 	fields = map[string]json.RawMessage{}
-	at = skipSpace(raw, at+1)
-	if at < len(raw) && raw[at] == '}' {
-		return fields, false, skipSpace(raw, at+1) == len(raw)
-	}
-	for {
-		end := skipValue(raw, at)
-		if end < 0 || raw[at] != '"' {
-			return nil, false, false
-		}
-		name := string(raw[at+1 : end-1])
-		if strings.Contains(name, `\`) && json.Unmarshal(raw[at:end], &name) != nil {
-			return nil, false, false
-		}
-		if at = skipSpace(raw, end); at == len(raw) || raw[at] != ':' {
-			return nil, false, false
-		}
-		at = skipSpace(raw, at+1)
-		if end = skipValue(raw, at); end < 0 {
-			return nil, false, false
+	end := eachField(raw, skipSpace(raw, 0), func(quoted []byte, at, end int) bool {
+		name := string(quoted[1 : len(quoted)-1])
+		if strings.Contains(name, `\`) && json.Unmarshal(quoted, &name) != nil {
+			return false
 		}
 		_, again := fields[name]
 		twice = twice || again
 		fields[name] = raw[at:end:end]
+		return true
+	})
+	if end < 0 || skipSpace(raw, end) != len(raw) {
+		return nil, false, false
+	}
+	return fields, twice, true
+}
+
+// eachField calls f with the name, in its quotes, and the place of the value of each field of the
+// object that begins at a place. It returns the end of the object; -1: there is none, or f has
+// returned false.
+func eachField(raw []byte, at int, f func(name []byte, at, end int) bool) int {
+	if at == len(raw) || raw[at] != '{' {
+		return -1
+	}
+	at = skipSpace(raw, at+1)
+	if at < len(raw) && raw[at] == '}' {
+		return at + 1
+	}
+	for {
+		end := skipValue(raw, at)
+		if end < 0 || raw[at] != '"' {
+			return -1
+		}
+		name := raw[at:end]
+		if at = skipSpace(raw, end); at == len(raw) || raw[at] != ':' {
+			return -1
+		}
+		at = skipSpace(raw, at+1)
+		if end = skipValue(raw, at); end < 0 || !f(name, at, end) {
+			return -1
+		}
 		if at = skipSpace(raw, end); at == len(raw) {
-			return nil, false, false
+			return -1
 		}
 		switch raw[at] {
 		case ',':
 			at = skipSpace(raw, at+1)
 		case '}':
-			return fields, twice, skipSpace(raw, at+1) == len(raw)
+			return at + 1
 		default:
-			return nil, false, false
+			return -1
 		}
 	}
 }

@@ -294,31 +294,40 @@ func firstItem(raw []byte) byte {
 	return raw[skipSpace(raw, 1)]
 }
 
-// tokenIDs reads a list of token ids; nil: it is none, or too long. A list ends with a bracket.
+// tokenIDs reads a list of token ids; nil: it is none, or too long.
 func tokenIDs(raw []byte) []uint32 {
 	maxItems := bytes.Count(raw, []byte{','}) + 1
-	if firstItem(raw) == 0 || maxItems > maxTokens {
+	if maxItems > maxTokens {
 		return nil
 	}
-	tokens := make([]uint32, 0, maxItems)
+	tokens, _ := appendIDs(make([]uint32, 0, maxItems), raw)
+	return tokens
+}
+
+// appendIDs adds the ids of a list that is not empty; nil, false: it is no list of ids. A list ends
+// with a bracket.
+func appendIDs(tokens []uint32, raw []byte) ([]uint32, bool) {
+	if firstItem(raw) == 0 {
+		return nil, false
+	}
 	for at := 1; ; at++ {
 		at = skipSpace(raw, at)
 		id, from := uint64(0), at
 		for ; raw[at] >= '0' && raw[at] <= '9'; at++ {
 			if id = 10*id + uint64(raw[at]-'0'); id > math.MaxUint32 {
-				return nil
+				return nil, false
 			}
 		}
 		if at == from {
-			return nil
+			return nil, false
 		}
 		tokens = append(tokens, uint32(id))
 		switch at = skipSpace(raw, at); raw[at] {
 		case ',':
 		case ']':
-			return tokens
+			return tokens, true
 		default:
-			return nil
+			return nil, false
 		}
 	}
 }

@@ -72,7 +72,11 @@ func (r *routerFlags) add(cmd *cobra.Command) {
 		"separated by commas; repeatable, after those of the file")
 	for _, k := range config.RouterFields() {
 		if !k.Section && !strings.Contains(k.Key, "[]") {
-			f.Var(&keyFlag{k, &r.sets}, strings.NewReplacer("_", "-", ".", "-").Replace(k.Key), k.Doc)
+			name := strings.NewReplacer("_", "-", ".", "-").Replace(k.Key)
+			flag := f.VarPF(&keyFlag{k, &r.sets}, name, "", k.Doc)
+			if k.Default == "false" {
+				flag.NoOptDefVal = "true" // --continue is --continue=true
+			}
 		}
 	}
 	f.StringVar(&r.ready, "ready-file", "", "file for the bound address as JSON, written once "+
@@ -184,7 +188,7 @@ func routerConfig(c *config.Router) proxy.Config {
 			Silent: c.SilentAfter.D(), Prefill: c.PrefillTimeout.D(), FirstByte: c.FirstByteTimeout.D(),
 			Drain: c.DrainTimeout.D()},
 		Policy: c.Policy, TokenBytes: float64(c.TokenBytes), Replicate: c.ReplicateAfter, OTLP: c.OTLP,
-		MaxPin:     c.MaxPin.D(),
+		MaxPin: c.MaxPin.D(), Continue: c.Continue,
 		TraceShare: c.TraceShare, Version: version.String()}
 	if c.ReplicateAfter == 0 {
 		cfg.Replicate = -1
