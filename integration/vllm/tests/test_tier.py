@@ -4,6 +4,7 @@ leases."""
 from __future__ import annotations
 
 import fcntl
+import functools
 import itertools
 import os
 import random
@@ -14,14 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 from tiers import NOTICE, ROW, Engine, config, content, key
+from vllm.distributed import kv_transfer
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 import kvspray
+import kvspray_vllm
 from kvspray import CompletionStatus
 from kvspray._messages import PAGE_DAMAGED, PAGE_HIT, PAGE_MISS, PAGE_STORED
-from kvspray_vllm import offload, tier
+from kvspray_vllm import layout, offload, tier, weights
 from kvspray_vllm.tier_memory import NOTICE_BYTES, TierMemory
 
 HIT, MISS, PENDING, RETRY = (
@@ -444,6 +447,52 @@ def test_vllm_that_maps_other_memory(store: Store, monkeypatch: pytest.MonkeyPat
         spec.memory.hide()
 
 
+def plain(**kw: Any) -> Any:
+    """vLLM's configuration of an engine that is served."""
+    model = SimpleNamespace(is_encoder_decoder=False, multimodal_config=None)
+    config = {
+        "lora_config": None,
+        "speculative_config": None,
+        "model_config": model,
+        "attention_config": SimpleNamespace(hisparse_config=None),
+    }
+    return SimpleNamespace(**{**config, **kw})
+
+
+def test_engines_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier.check(plain())
+    tier.check(plain(speculative_config=SimpleNamespace(method="ngram")))
+    for kw, error in (
+        ({"lora_config": object()}, "enable_lora"),
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "speculative_config.method"),
+        ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, "is_encoder_decoder"),
+        ({"attention_config": SimpleNamespace(hisparse_config=object())}, "hisparse_config"),
+    ):
+        with pytest.raises(layout.Unsupported, match=f"KVSprayTier: .*{error}"):
+            tier.check(plain(**kw))
+    monkeypatch.setenv("KVSPRAY_LOAD", "1")
+    with pytest.raises(layout.Unsupported, match="KVSPRAY_LOAD"):
+        tier.check(plain())
+
+
+def test_names_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """set_weights reaches the tier of a worker, also before it has a cache."""
+    spec = tier.KVSprayTieringSpec(config(2))
+    connector = SimpleNamespace(connector_worker=SimpleNamespace(spec=spec))
+    monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: connector)
+    assert kvspray_vllm.set_weights(None, "x") == ""
+    try:
+        changed = functools.partial(spec.memory.replace, 0)
+        spec._generation = weights.Generation("before", changed)
+        assert not spec.memory.replaced
+        assert kvspray_vllm.set_weights(None, "x") == "before"
+        assert spec.memory.replaced
+    finally:
+        spec.memory.hide()
+        tier._release(spec._generation, spec.memory)
+
+
 # ---- the memory
 
 
@@ -499,7 +548,9 @@ def test_memory_of_another_engine(other: str) -> None:
             m.hide()
             with open(m.path, "wb") as f:
                 f.truncate(os.fstat(m.fd).st_size)
-        with pytest.raises(ValueError, match=f"{m.path} is not the sealed memory.*another engine"):
+        with pytest.raises(
+            ValueError, match=f"{m.path} is not this user's sealed memory.*another engine"
+        ):
             memory(ranks=3 if other == "file" else 300)
     finally:
         m.hide()

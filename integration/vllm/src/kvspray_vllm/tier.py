@@ -497,6 +497,8 @@ class KVSprayTier(SecondaryTierManager):
     def _take(self) -> None:
         """Takes the ends of leases."""
         for c in self._client.poll():
+            if c.lease not in self._leases:
+                continue
             job_id, keys = self._leases.pop(c.lease)
             job = self._jobs[job_id]
             job.open.discard(c.lease)

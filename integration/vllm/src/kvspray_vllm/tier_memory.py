@@ -51,12 +51,13 @@ class TierMemory:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError:
             seals = 0
-        if seals & _SEALS != _SEALS or os.fstat(fd).st_size != nbytes:
+        stat = os.fstat(fd)
+        if seals & _SEALS != _SEALS or stat.st_size != nbytes or stat.st_uid != os.geteuid():
             os.close(fd)
             raise ValueError(
-                f"kvspray: {self.path} is not the sealed memory of {nbytes} bytes that the tier "
-                "needs: another engine with this engine_id runs, or has left it; give the engine "
-                "another engine_id, or remove the file"
+                f"kvspray: {self.path} is not this user's sealed memory of {nbytes} bytes that the "
+                "tier needs: another engine with this engine_id runs, or has left it; give the "
+                "engine another engine_id, or remove the file"
             )
         return fd
 
