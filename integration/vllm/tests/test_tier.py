@@ -179,6 +179,22 @@ def test_blocks_are_stored_and_loaded(start: Any, store: Store) -> None:
     assert not e.tier._verdicts and store.asked == [others]
 
 
+def test_a_question_names_each_page_once(start: Any, store: Store) -> None:
+    """Also one that several prompts begin with."""
+    e = start()
+    a, b = e.request(), e.request()
+    shared, own = key(1), key(2)
+    e.look([shared], a)
+    e.look([shared, own], b)
+    e.step()
+    assert store.asked == [[shared, own]]
+    store.answers = [True, False]
+    assert e.look([own, shared], b) == [MISS, PENDING]
+    assert e.look([shared], a) == [PENDING]
+    e.step()
+    assert [x.keys for x in store.open.values()] == [[shared]], "and is loaded once"
+
+
 def test_pages_that_did_not_come_are_computed(start: Any, store: Store) -> None:
     """Each is a miss for the request that waited for it, and is not loaded again and again."""
     e = start()

@@ -331,11 +331,19 @@ class _Job:
     bytes: int = 0
 
 
+_Verdicts = dict[OffloadKey, bool | None]  # of a request; None: not yet
+
+
 @dataclass
 class _Question:
     asked: Exists
-    verdicts: list[tuple[dict[OffloadKey, bool | None], OffloadKey]]
+    pages: list[tuple[OffloadKey, list[_Verdicts]]]  # with the requests that wait
     until: float
+
+    def settle(self, found: Sequence[bool]) -> None:
+        for (key, waiting), there in zip(self.pages, found, strict=True):
+            for verdicts in waiting:
+                verdicts[key] = there
 
 
 @dataclass
@@ -379,8 +387,8 @@ class KVSprayTier(SecondaryTierManager):
         self._jobs: dict[int, _Job] = {}
         self._leases: dict[int, tuple[int, list[OffloadKey]]] = {}  # open: job, its pages
         self._results: list[JobResult] = []
-        self._verdicts: dict[str, dict[OffloadKey, bool | None]] = {}  # by request; None: not yet
-        self._new: list[tuple[dict[OffloadKey, bool | None], OffloadKey]] = []  # to be asked
+        self._verdicts: dict[str, _Verdicts] = {}  # by request
+        self._new: dict[OffloadKey, list[_Verdicts]] = {}  # to be asked
         self._questions: list[_Question] = []
         self._off = ""  # why the store is not used, as last logged
         self._used: bool | None = None  # in this step; None: not looked at yet
@@ -420,7 +428,7 @@ class KVSprayTier(SecondaryTierManager):
         if key not in verdicts:
             verdicts[key] = None if len(verdicts) < MAX_VERDICTS else False
             if verdicts[key] is None:
-                self._new.append((verdicts, key))
+                self._new.setdefault(key, []).append(verdicts)
         there = verdicts[key]
         if there is None:
             return LookupResult.RETRY
@@ -429,14 +437,13 @@ class KVSprayTier(SecondaryTierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Asks at once what all requests have looked up in this step."""
         self._used = None
-        new, self._new = self._new, []
+        new, self._new = list(self._new.items()), {}
         usable = bool(new) and self._usable()
         for i in range(0, len(new), MAX_KEYS):
             part = new[i : i + MAX_KEYS]
-            if not usable or len(self._questions) >= MAX_QUESTIONS:
-                _settle(part, False)
-                continue
-            asked = self._space.exists([key for _, key in part])
+            asked = Exists(None, len(part))
+            if usable and len(self._questions) < MAX_QUESTIONS:
+                asked = self._space.exists([key for key, _ in part])
             self._questions.append(_Question(asked, part, self._now() + ASK_S))
 
     def _take_answers(self) -> None:
@@ -444,13 +451,12 @@ class KVSprayTier(SecondaryTierManager):
         for q in self._questions:
             found = q.asked.result()
             if found is not None:
-                for i, (verdicts, key) in enumerate(q.verdicts):
-                    verdicts[key] = found[i]
+                q.settle([found[i] for i in range(len(q.pages))])
             elif self._now() < q.until:
                 open_.append(q)
             else:
                 q.asked.forget()
-                _settle(q.verdicts, False)
+                q.settle([False] * len(q.pages))
         self._questions = open_
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -549,11 +555,6 @@ class KVSprayTier(SecondaryTierManager):
             self._take()
         self._client.close()
         self._memory.close()
-
-
-def _settle(part: Iterable[tuple[dict[OffloadKey, bool | None], OffloadKey]], there: bool) -> None:
-    for verdicts, key in part:
-        verdicts[key] = there
 
 
 def _parts(job: TransferJob) -> Iterator[tuple[list[OffloadKey], list[int], bytes]]:
