@@ -301,11 +301,7 @@ from pkgother.a import q
 }
 
 // pyCycles are the imports that close a cycle today, each to be removed.
-var pyCycles = map[string][]arrow{
-	"integration/vllm/src/kvspray_vllm": {
-		{"weights", "connector"}, // the connector of this process, at run time
-	},
-}
+var pyCycles = map[string][]arrow{}
 
 // pyPackages are the directories of the Python packages.
 var pyPackages = []string{"pybind/python/kvspray", "integration/vllm/src/kvspray_vllm",

@@ -58,7 +58,10 @@ SMOKE_STATES = {"test_tokens_are_those_of_one_engine", "test_a_state_leaves_afte
 
 
 # What computes tensors in this process.
-LAST = {"test_offload_worker.py", "test_truth.py", "test_truth_layouts.py", "test_truth_quant.py"}
+LAST = {
+    "test_offload_worker.py", "test_tier_store.py", "test_truth.py", "test_truth_layouts.py",
+    "test_truth_quant.py",
+}  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -108,7 +108,7 @@ def test_blocks_come_back(pool: Any, per_chunk: int, groups: list[list[tuple[int
 
 def test_copies_of_some_layers_each(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many pieces a copy may have, all copies together have every piece once."""
-    kv, memory = caches([64] * 5, [[(t, 64) for t in range(5)]]), pool([64] * 5, 8)
+    kv, memory = caches([64] * 5, [[(t, 64) for t in range(5)]]), pool([64] * 5, 1)
     blocks, chunks = GPULoadStoreSpec([1, 2, 5], [3], [0]), CPULoadStoreSpec([0, 1, 6])
 
     def pieces(at_most: int) -> tuple[list[int], list[list[int]]]:

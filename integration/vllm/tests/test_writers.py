@@ -160,7 +160,7 @@ def test_the_cache_gets_another_name_after_the_sleep(
             raise RuntimeError("no memory")
 
     connector = SimpleNamespace(weights_replaced=lambda: calls.append("renamed") or "digest")
-    monkeypatch.setattr(load, "_connector", lambda: connector)
+    monkeypatch.setattr(load, "holder", lambda: connector)
     monkeypatch.setattr(CPUWorker, "sleep", sleep)
     worker: Any = object.__new__(CPUWorker)
     worker.rank, worker.parallel_config = 0, SimpleNamespace(world_size=1)

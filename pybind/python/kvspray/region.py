@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import os
 
 from . import _lib, limits
 
@@ -69,6 +70,14 @@ class Region:
         process or the sidecar, raises SIGBUS."""
         c = _lib.CRegion()
         _check("region reserve", _lib.lib.kvs_region_reserve(nbytes, ctypes.byref(c)), nbytes)
+        return cls(c)
+
+    @classmethod
+    def of_file(cls, fd: int, addr: int, nbytes: int) -> Region:
+        """The first bytes of a sealed memfd that the caller has, and has mapped at ``addr``.
+        close() leaves both to the caller."""
+        c = _lib.CRegion(kind=RegionKind.MEMFD, fd=fd, addr=addr, bytes=nbytes, part=1)
+        c.id[:] = os.urandom(16)
         return cls(c)
 
     def populate(self, offset: int, nbytes: int) -> None:

@@ -40,8 +40,10 @@ def beside_offloading(kv: dict[str, Any], device: str) -> dict[str, Any]:
     }
 
 
-def empty_prefix_cache(server: Server) -> bool:
-    """Whether the engine has forgotten the prompts that it has on the device."""
-    request = urllib.request.Request(server.url + "/reset_prefix_cache", b"", method="POST")
+def empty_prefix_cache(server: Server, host: bool = False) -> bool:
+    """Whether the engine has forgotten the prompts that it has on the device. host: and those that
+    its connector has in host memory."""
+    url = server.url + "/reset_prefix_cache" + ("?reset_external=true" if host else "")
+    request = urllib.request.Request(url, b"", method="POST")
     with urllib.request.urlopen(request, timeout=10) as f:
         return bool(json.load(f).get("success"))

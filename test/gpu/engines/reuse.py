@@ -9,6 +9,7 @@ those that were computed, and all answers with each other.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,10 +30,10 @@ STORED_S = 30.0  # until a prompt's pages are stored
 TIMES = ("computed", "loaded", "had", "cpu", "cpu_load")
 QUIET_S = 0.3  # without a new byte, until vLLM's connectors have stored them
 ARMS = (
-    "kvspray", "kvspray-offloading", "plain", "offloading", "offloading-fs", "simple", "lmcache",
-    "pegaflow", "mooncake-store",
+    "kvspray", "kvspray-tier", "kvspray-offloading", "plain", "offloading", "offloading-fs",
+    "simple", "lmcache", "pegaflow", "mooncake-store",
 )  # fmt: skip
-ON_CPU = ("kvspray", "kvspray-offloading", "plain", "lmcache", "mooncake-store")
+ON_CPU = ("kvspray", "kvspray-tier", "kvspray-offloading", "plain", "lmcache", "mooncake-store")
 GOAL = 1.0  # times as soon as the better of vLLM's connectors
 
 
@@ -52,10 +53,56 @@ def options(parser: Any) -> None:
     busy.options(parser)
 
 
-class Ours:
-    """An engine on the store of its sidecar."""
+class OnStore:
+    """An engine on the store of its sidecar, whose pages can be compared."""
 
-    name, loads = "kvspray", True
+    rig: Rig
+    sidecar: Sidecar
+    place: str
+    pages = differ = 0
+
+    def stored(self) -> float:
+        m = self.sidecar.metrics()
+        return sum(total(m, "kvspray_store_pages_total", result=r) for r in ("stored", "existed"))
+
+    def loaded(self) -> float:
+        return total(self.sidecar.metrics(), "kvspray_store_hits_total")
+
+    def block(self) -> int:
+        """Tokens."""
+        raise NotImplementedError
+
+    def look(self, rid: str, tokens: int) -> str:
+        """Compares the pages that a prompt's second request had with those of its first."""
+        import numpy as np
+
+        whole = tokens // self.block()
+
+        def of(request: str) -> list[Any]:
+            found = [
+                sorted((self.rig.pages / self.place).glob(f"cmpl-{request}-0.{what}.*.npz"))
+                for what in ("computed", "loaded")
+            ]
+            return next((paths for paths in found if paths), [])
+
+        wait_for("pages", lambda: of(f"{rid}-first") and of(f"{rid}-again"), 10, tick=0.02)
+        one, two = pages_of(of(f"{rid}-first")), pages_of(of(f"{rid}-again"))
+        for key in (k for k in one if "/" in k):
+            first, _, _, state = (int(x) for x in one[f"group{key.partition('/')[0]}"])
+            if state:  # that of the last token, which was computed
+                continue
+            wrong = (one[key][first:whole] != two[key][first:whole]).any((1, 2))
+            self.pages += len(wrong)
+            self.differ += int(np.sum(wrong))
+            if wrong.any():
+                return f"{rid}: {key}: block {first + int(wrong.argmax())} of {whole} differs"
+        return ""
+
+
+class Ours(OnStore):
+    """With KVSprayConnector."""
+
+    name, place, loads = "kvspray", "P", True
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
@@ -63,7 +110,6 @@ class Ours:
         self.sidecar = Sidecar("store-sidecar", rig.run, rig.sidecar_config([memory]))
         self.sidecar.log = rig.logs / "store-sidecar.log"
         self.server = Server("store-engine", rig.logs)
-        self.pages = self.differ = 0
 
     def start(self) -> None:
         self.sidecar.start()
@@ -81,13 +127,6 @@ class Ours:
         layout = json.loads((self.rig.pages / "P/layout.json").read_text())
         return int(layout["groups"][0]["tokens_per_block"])
 
-    def stored(self) -> float:
-        m = self.sidecar.metrics()
-        return sum(total(m, "kvspray_store_pages_total", result=r) for r in ("stored", "existed"))
-
-    def loaded(self) -> float:
-        return total(self.sidecar.metrics(), "kvspray_store_hits_total")
-
     def wait_stored(self, before: float, tokens: int) -> None:
         want = before + tokens // self.block()
         wait_for("pages stored", lambda: self.stored() >= want, STORED_S, tick=0.02)
@@ -95,28 +134,8 @@ class Ours:
     def min_hits(self, tokens: int) -> float:
         return 1
 
-    def look(self, rid: str, tokens: int) -> str:
-        """Compares the pages that a prompt's second request had with those of its first."""
-        import numpy as np
-
-        whole = tokens // self.block()
-
-        def of(request: str) -> list[Any]:
-            found = [
-                sorted((self.rig.pages / "P").glob(f"cmpl-{request}-0.{what}.*.npz"))
-                for what in ("computed", "loaded")
-            ]
-            return next((paths for paths in found if paths), [])
-
-        wait_for("pages", lambda: of(f"{rid}-first") and of(f"{rid}-again"), 10, tick=0.02)
-        one, two = pages_of(of(f"{rid}-first")), pages_of(of(f"{rid}-again"))
-        for key in (k for k in one if "/" in k):
-            wrong = (one[key][:whole] != two[key][:whole]).any((1, 2))
-            self.pages += whole
-            self.differ += int(np.sum(wrong))
-            if wrong.any():
-                return f"{rid}: {key}: block {int(wrong.argmax())} of {whole} differs"
-        return ""
+    def forget(self) -> bool:
+        return empty_prefix_cache(self.server)
 
     def cpu_seconds(self) -> float:
         return self.server.cpu_seconds() + cpu_seconds(self.sidecar.pids())
@@ -180,6 +199,9 @@ class Offload:
     def look(self, rid: str, tokens: int) -> str:
         return ""
 
+    def forget(self) -> bool:
+        return empty_prefix_cache(self.server)
+
     def cpu_seconds(self) -> float:
         return self.server.cpu_seconds()
 
@@ -187,19 +209,34 @@ class Offload:
         self.server.stop()
 
 
-class OurOffload(Offload):
-    """The same connector with copies of the sidecar."""
-
-    name = "kvspray-offloading"
+class WithSidecar(Offload):
+    """The same connector beside a sidecar."""
 
     def __init__(self, rig: Rig) -> None:
         super().__init__(rig)
-        self.sidecar = Sidecar("offload-sidecar", rig.run, rig.sidecar_config())
-        self.sidecar.log = rig.logs / "offload-sidecar.log"
+        self.sidecar = Sidecar(f"{self.name}-sidecar", rig.run, rig.sidecar_config(self.set()))
+        self.sidecar.log = rig.logs / f"{self.name}-sidecar.log"
+
+    def set(self) -> list[str]:
+        """Settings of the sidecar."""
+        return []
 
     def start(self) -> None:
         self.sidecar.start()
         super().start()
+
+    def cpu_seconds(self) -> float:
+        return super().cpu_seconds() + cpu_seconds(self.sidecar.pids())
+
+    def stop(self) -> None:
+        super().stop()
+        self.sidecar.stop()
+
+
+class OurOffload(WithSidecar):
+    """With copies of the sidecar."""
+
+    name = "kvspray-offloading"
 
     def more(self) -> dict[str, Any]:
         return {
@@ -221,12 +258,36 @@ class OurOffload(Offload):
         links = {k: v for k, v in m.items() if k.startswith("kvspray_gpu_link_bytes")}
         return {**ended, **moved, "links": links}
 
-    def cpu_seconds(self) -> float:
-        return super().cpu_seconds() + cpu_seconds(self.sidecar.pids())
 
-    def stop(self) -> None:
-        super().stop()
-        self.sidecar.stop()
+class Tier(OnStore, WithSidecar):
+    """With the store below vLLM's host memory, which is emptied with the prefix cache, so that each
+    prompt comes from the store."""
+
+    name, connector = "kvspray-tier", "OffloadingPages"
+
+    def set(self) -> list[str]:
+        return [f"store.memory={self.rig.args.store_mb}MiB"]
+
+    def kv(self) -> dict[str, Any]:
+        return {**(super().kv() or {}), "kv_connector_module_path": "kvspray_rig"}
+
+    def more(self) -> dict[str, Any]:
+        module = "kvspray_vllm.tier"
+        tier = {"type": "KVSprayTier", "module_path": module, "socket": self.sidecar.socket}
+        return {
+            "spec_name": "KVSprayTieringSpec",
+            "spec_module_path": module,
+            "secondary_tiers": [tier],
+        }
+
+    def block(self) -> int:
+        (config,) = (k for k in self.server.metrics() if k.startswith("vllm:cache_config_info"))
+        size = re.search(r'[{,]block_size="(\d+)"', config)
+        assert size is not None, config
+        return int(size[1])
+
+    def forget(self) -> bool:
+        return empty_prefix_cache(self.server, host=True)
 
 
 class Simple(Offload):
@@ -258,7 +319,7 @@ def one_prompt(side: Ours | Offload, n: int, seed: object) -> dict[str, Any]:
     before, cpu = side.stored(), side.cpu_seconds()
     computed, first = ask(side.server.url, ids, rid=f"{rid}-first")
     side.wait_stored(before, n - 1)
-    wait_for("prefix cache empty", lambda: empty_prefix_cache(side.server), 30, tick=0.02)
+    wait_for("prefix cache empty", side.forget, 30, tick=0.02)
     hits, cpu_load = side.loaded(), side.cpu_seconds()
     loaded, again = ask(side.server.url, ids, rid=f"{rid}-again")
     now = side.cpu_seconds()
@@ -333,7 +394,7 @@ def arms(rig: Rig) -> list[Ours | Offload]:
     import stores  # which has subclasses of these here
 
     known: list[Any] = [
-        Ours, OurOffload, stores.Plain, Offload, stores.Files, Simple, stores.LMCache,
+        Ours, Tier, OurOffload, stores.Plain, Offload, stores.Files, Simple, stores.LMCache,
         stores.PegaFlow, stores.MooncakeStore,
     ]  # fmt: skip
     by_name = {c.name: c for c in known}
@@ -392,9 +453,9 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
             a.store_rounds,
             lambda rows: out.update(lengths=rows, ratio=ratios(rows)),
         )
-        if ours:
-            out |= {"pages": ours.pages, "pages_differ": ours.differ}
-            print(f"store: {ours.pages} pages of layers compared, {ours.differ} differ")
+        for side in (s for s in sides if isinstance(s, OnStore)):
+            out[side.name] = {"pages": side.pages, "pages_differ": side.differ}
+            print(f"{side.name}: {side.pages} pages of layers compared, {side.differ} differ")
         for n, row in out["lengths"].items():
             print(f"  {n:>6} tokens  {'; '.join(line(name, r) for name, r in row.items())}")
         for n, ratio in out["ratio"].items():

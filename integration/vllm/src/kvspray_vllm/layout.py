@@ -217,14 +217,23 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
     """What must be equal between prefill and decode: anything that changes the bytes of a token's
     KV. All of it is of the whole model: the sidecar compares stages with one another that have
     other layers."""
-    m = config.model_config
-    hf = _portable(m.hf_text_config.to_dict())
-    rope = {k: v for k, v in hf.items() if "rope" in k}
     windows, states = windows_of(kv), identity_of_states(kv)
     kinds = {
         type(spec_of(g)).__name__ + (f":{window}" if window else "")
         for g, window in zip(kv.kv_cache_groups, windows, strict=True)
     }
+    return model_identity(config, weights) | {
+        "groups": ",".join(sorted(kinds)),
+        "backoff": str(backoff_of(windows, bool(states))),
+        **({"states": states} if states else {}),
+    }
+
+
+def model_identity(config: VllmConfig, weights: str) -> dict[str, str]:
+    """The part of the identity that follows from vLLM's configuration alone."""
+    m = config.model_config
+    hf = _portable(m.hf_text_config.to_dict())
+    rope = {k: v for k, v in hf.items() if "rope" in k}
     return {
         "engine": "vllm",
         "numerics": numerics(),
@@ -239,13 +248,10 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
         "kv_heads": str(m.get_total_num_kv_heads()),
         "head_size": str(m.get_head_size()),
         "rope": _short(json.dumps(rope, sort_keys=True, default=str)),
-        "groups": ",".join(sorted(kinds)),
         "packing": cpu_packing(config),
         "byte_order": sys.byteorder,
-        "backoff": str(backoff_of(windows, bool(states))),
         "speculative": draft_in_cache(config.speculative_config),
         **({"images": images} if (images := images_of(config)) else {}),
-        **({"states": states} if states else {}),
     }
 
 

@@ -46,7 +46,7 @@ from kvspray.weightstream import (
     Stream,
     open_source,
 )
-from kvspray_vllm.weights import RUNNER_WRITERS, WORKER_WRITERS
+from kvspray_vllm.weights import RUNNER_WRITERS, WORKER_WRITERS, holder
 
 VARIABLE = "KVSPRAY_LOAD"
 METHODS = tuple(
@@ -447,7 +447,7 @@ class Guard:
             if not self.whole or self.sleeps:
                 self._ended, self._error = "failed", f"the load was stopped: {reason}"
                 return
-            connector = _connector()
+            connector = holder()
             if connector is not None and self._name:
                 connector.set_weights(self._name)
             self.remove()
@@ -508,7 +508,7 @@ class Guard:
     def _renamed(self) -> str:
         """Nothing that the cache has or gets is offered under the name before, which is
         returned."""
-        connector = _connector()
+        connector = holder()
         return connector.weights_replaced() if connector is not None else ""
 
     def mine(self) -> bool:
@@ -598,7 +598,7 @@ class Load:
 
     def start(self) -> None:
         self._guard.reloads = 0
-        connector = _connector()
+        connector = holder()
         if connector is not None:
             connector.weights_replaced()
         self.thread.start()
@@ -634,7 +634,7 @@ class Load:
         with self._changed:
             self._stop = self._stop or reason
             if self.state in ("loaded", "named"):
-                if self.state == "named" and (connector := _connector()) is not None:
+                if self.state == "named" and (connector := holder()) is not None:
                     connector.weights_replaced()
                 self._end("failed", f"the load was stopped: {reason}")
         if self.thread.ident is not None:
@@ -659,7 +659,7 @@ class Load:
                 )
                 raise LoadError(self.error)
         name = _named(self._worker, self._source.manifest.digest)
-        connector = _connector()
+        connector = holder()
         if connector is not None:
             connector.set_weights(name)
         self._name = name
@@ -673,7 +673,7 @@ class Load:
                 raise LoadError(f"the load is {self.state}, and not named: {self._guard.why()}")
             if self.state == "named":
                 if self._guard.reloads or self._mark != _mark(self._worker.get_model()):
-                    if (connector := _connector()) is not None:
+                    if (connector := holder()) is not None:
                         connector.weights_replaced()
                     self._end(
                         "failed",
@@ -1127,17 +1127,6 @@ def _abandon(model: torch.nn.Module) -> None:
     layerwise.LOADING_LAYERS.clear()
     if hasattr(model, "_original_do_torchao_reload"):
         model._do_torchao_reload = model._original_do_torchao_reload
-
-
-def _connector() -> Any:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-    from kvspray_vllm.connector import KVSprayConnector
-
-    if not has_kv_transfer_group():
-        return None
-    connector = get_kv_transfer_group()
-    return connector if isinstance(connector, KVSprayConnector) else None
 
 
 def _named(worker: Any, digest: str) -> str:

@@ -115,6 +115,16 @@ class KVSprayOffloadingSpec(CPUOffloadingSpec):
             raise
 
 
+class Chunks(Protocol):
+    """Host memory for chunks, each of which has a place for every tensor of the cache."""
+
+    addr: int
+    offsets: list[int]  # by tensor: of its place in chunk 0
+    strides: list[int]  # by tensor: bytes between the chunks
+
+    def cleanup(self) -> None: ...
+
+
 class Pool:
     """Host memory for the chunks, tensor after tensor: chunks of one tensor that follow each other
     are copied as one piece. It has the methods and fields of vLLM's SharedOffloadRegion that its
@@ -124,6 +134,7 @@ class Pool:
 
     def __init__(self, page_bytes: Sequence[int], blocks_per_chunk: int, chunks: int) -> None:
         self.chunks = chunks
+        self.strides = [page * blocks_per_chunk for page in page_bytes]  # between chunks
         self.offsets: list[int] = []
         end = 0
         for page in page_bytes:
@@ -139,7 +150,8 @@ class Pool:
                 "it, or raise the limit"
             )
         self.region = kvspray.Region.alloc(end)
-        array = (ctypes.c_int8 * end).from_address(self.region.addr)
+        self.addr = self.region.addr
+        array = (ctypes.c_int8 * end).from_address(self.addr)
         self._base: torch.Tensor | None = torch.frombuffer(array, dtype=torch.int8)
         self._next = 0
         # For vLLM's pin_mmap_region.
@@ -223,6 +235,7 @@ class _Layer:
     stride: int
     length: int
     pool: int  # in the pool, of chunk 0
+    chunk: int  # bytes between the chunks of the pool
     page: int  # the pool's bytes for a block
 
 
@@ -230,7 +243,7 @@ class Pieces:
     """Turns vLLM's lists of blocks and chunks into pieces of memory."""
 
     def __init__(
-        self, kv_caches: CanonicalKVCaches, session: Session | None, pool: Pool,
+        self, kv_caches: CanonicalKVCaches, session: Session | None, pool: Chunks,
         blocks_per_chunk: int
     ) -> None:  # fmt: skip
         """Without a session the offsets of caches are addresses."""
@@ -253,6 +266,7 @@ class Pieces:
                         stride,
                         ref.page_size_bytes,
                         pool.offsets[ref.tensor_idx],
+                        pool.strides[ref.tensor_idx],
                         tensor.page_size_bytes,
                     )
                 )
@@ -280,13 +294,7 @@ class Pieces:
                 raise ValueError(
                     f"vLLM gave {len(ids)} blocks and {len(mine)} chunks for {count} and {used}"
                 )
-            groups.append(
-                (
-                    layers,
-                    ids,
-                    mine[places // self._per_chunk] * self._per_chunk + places % self._per_chunk,
-                )
-            )
+            groups.append((layers, ids, mine[places // self._per_chunk], places % self._per_chunk))
             block_at += count
             chunk_at += used
         if block_at != len(blocks.block_ids) or chunk_at != len(chunks.block_ids):
@@ -295,9 +303,9 @@ class Pieces:
 
 
 def _copies(
-    layers: list[_Layer], ids: np.ndarray, slots: np.ndarray
+    layers: list[_Layer], ids: np.ndarray, chunks: np.ndarray, places: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Copies of one group. ids: blocks of the cache; slots: those of the pool."""
+    """Copies of one group. ids: blocks of the cache; chunks: of the pool; places: in these."""
     together = max(1, COPY_PIECES // len(ids))  # layers
     for cache, of_cache in itertools.groupby(layers, key=lambda x: x.cache):
         some = list(of_cache)
@@ -306,7 +314,7 @@ def _copies(
             rows = np.empty((len(part), len(ids), 3), dtype=np.uint64)
             for layer, x in zip(rows, part, strict=True):
                 layer[:, 0] = x.base + ids * x.stride
-                layer[:, 1] = x.pool + slots * x.page
+                layer[:, 1] = x.pool + chunks * x.chunk + places * x.page
                 layer[:, 2] = x.length
             pieces = joined(rows.reshape(-1, 3))
             for at in range(0, len(pieces), COPY_PIECES):
@@ -343,7 +351,7 @@ class HostCopies:
     """Copies by this thread, for engines whose caches are in host memory; vLLM has no worker for
     them."""
 
-    def __init__(self, kv_caches: CanonicalKVCaches, pool: Pool, blocks_per_chunk: int) -> None:
+    def __init__(self, kv_caches: CanonicalKVCaches, pool: Chunks, blocks_per_chunk: int) -> None:
         self._pieces = Pieces(kv_caches, None, pool, blocks_per_chunk)
         self._pool = pool
         self._done: list[TransferResult] = []
@@ -358,7 +366,7 @@ class HostCopies:
         start, moved = time.monotonic(), 0
         for _, rows in self._pieces.of(blocks, chunks):
             for cache, pool, length in rows.tolist():
-                host = self._pool.region.addr + pool
+                host = self._pool.addr + pool
                 ctypes.memmove(*((host, cache) if store else (cache, host)), length)
                 moved += length
         self._done.append(TransferResult(job_id, True, moved, time.monotonic() - start))

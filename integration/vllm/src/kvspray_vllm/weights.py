@@ -213,14 +213,20 @@ def set_weights(worker: Any, name: str) -> str:
     engines alike, after they were replaced. The engine no longer offers KV that it computed before.
     Where it has no kvspray connector, nothing happens. Returns the generation before.
     """
+    named = holder()
+    return str(named.set_weights(name)) if named is not None else ""
+
+
+def holder() -> Any:
+    """What has the name of this worker's weights: KVSprayConnector, or the specification of vLLM's
+    offloading with KVSprayTier. None: there is neither."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    from kvspray_vllm.connector import KVSprayConnector
-
     if not has_kv_transfer_group():
-        return ""
+        return None
     connector = get_kv_transfer_group()
-    return connector.set_weights(name) if isinstance(connector, KVSprayConnector) else ""
+    spec = getattr(getattr(connector, "connector_worker", None), "spec", None)
+    return next((x for x in (connector, spec) if hasattr(x, "weights_replaced")), None)
 
 
 class WorkerExtension:

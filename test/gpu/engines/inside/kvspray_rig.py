@@ -40,6 +40,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
@@ -395,6 +396,10 @@ class PagesConnector(Inside, KVSprayConnector):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             assert self._rig_pages is not None
             self._rig_pages.captured.add(layer_name)
+
+
+class OffloadingPages(Inside, OffloadingConnector):
+    """vLLM's OffloadingConnector, unchanged, whose engine's pages can be compared."""
 
 
 register("PagesConnector", "kvspray_rig")
