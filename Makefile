@@ -518,6 +518,11 @@ bench-rails: build #: kvspray-bench rails: a rail fails and returns; JSON and HT
 bench-peers: build $(B)/venv-peers/.stamp #: The same blocks, rails and faults with NIXL and Mooncake (root; 450 MB to fetch, once)
 	bin/kvspray-bench peers --python $(B)/venv-peers/bin/python --out $(B)/bench/peers $(BENCH_ARGS)
 
+.PHONY: bench-nixl
+bench-nixl: build nixl #: NIXL's back ends KVSPRAY and UCX in turns, the same ranges (an environment of 3 GB, made once)
+	$(HOSTPY) test/rig/env.py --nixl
+	$(B)/venv-nixl/bin/python integration/nixl/tests/bench.py $(BENCH_ARGS)
+
 .PHONY: bench-store
 bench-store: build env $(B)/venv-peers/.stamp #: Gets and puts of pages beside Mooncake's store (450 MB to fetch, once; libibverbs1)
 	@mkdir -p $(B)/bench

@@ -285,19 +285,10 @@ struct Request final : Handle {
 	bool released = false;    /* by a call that had to return before the fence */
 };
 
-/* A refusal of the peer names the field first. */
-Status status_of(const Outcome &o)
+/* No kRemoteDisconnect: for it NIXL would forget the agent, whose metadata stay valid. */
+Status status_of(int status)
 {
-	switch (o.status) {
-	case KVS_OK:
-		return kSuccess;
-	case KVS_CANCELLED:
-		return kCanceled;
-	case KVS_REFUSED:
-		return o.reason.find("peer") == o.reason.npos ? kBackend : kRemoteDisconnect;
-	default:
-		return kBackend;
-	}
+	return status == KVS_OK ? kSuccess : status == KVS_CANCELLED ? kCanceled : kBackend;
 }
 
 class Client
@@ -382,7 +373,7 @@ class Client
 	bool ask(const char *what, int64_t request, uint32_t want, int timeout_ms);
 	bool announce(Memory &m);
 	bool quiet(const Memory &m, bool dropped) const;
-	void announce_all();
+	bool announce_all();
 	void complete();
 	void notes();
 	void take_note(const kvs_note &n);
@@ -548,13 +539,14 @@ bool Client::announce(Memory &m)
 }
 
 /* Segments end with their session. */
-void Client::announce_all()
+bool Client::announce_all()
 {
 	std::lock_guard lock(registry_);
 	const uint64_t session = info().connects;
+	bool all = true;
 	for (Memory *m : memories_)
-		if (m->session != session)
-			announce(*m);
+		all &= m->session == session || announce(*m);
+	return all;
 }
 
 /* Each sidecar that could access the memory has ended; the last one may have dropped it instead. */
@@ -814,7 +806,7 @@ Status Client::check(const Request &r)
 void Client::job_ended(Request &r, const Outcome &o)
 {
 	r.left--;
-	if (Status s = status_of(o); s != kSuccess && r.result == kSuccess) {
+	if (Status s = status_of(o.status); s != kSuccess && r.result == kSuccess) {
 		r.result = s;
 		warn("transfer with \"%.64s\": %s", r.agent.c_str(),
 			 o.reason.empty() ? "the sidecar has ended" : o.reason.c_str());
@@ -963,8 +955,7 @@ void Client::notes()
 	std::vector<kvs_note> found(KVS_MAX_NOTES);
 	for (;;) {
 		int n = -1;
-		if (kvs_wait_connected(c_, -1) == 1) {
-			announce_all();
+		if (kvs_wait_connected(c_, -1) == 1 && announce_all()) {
 			uint32_t type = 0;
 			int64_t q = kvs_notes(c_, kNotesWaitMs);
 			int64_t got = q < 0 ? q : kvs_answer(c_, q, -1, &type, body.data(), body.size());
@@ -1161,5 +1152,3 @@ extern "C" __attribute__((visibility("default"))) Plugin *nixl_plugin_init()
 	};
 	return &plugin;
 }
-
-extern "C" __attribute__((visibility("default"))) void nixl_plugin_fini() {}

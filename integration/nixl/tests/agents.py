@@ -31,7 +31,9 @@ def until(condition: Callable[[], Any], what: str, timeout: float = TIMEOUT_S) -
 
 
 class Agent:
-    def __init__(self, name: str, socket: str, nbytes: int = 1 << 20) -> None:
+    def __init__(
+        self, name: str, socket: str, nbytes: int = 1 << 20, backend: str = "KVSPRAY"
+    ) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
 
         self.name = name
@@ -40,7 +42,7 @@ class Agent:
         self.memory[:] = 1  # resident
         self.address, self.nbytes = int(self.memory.ctypes.data), nbytes
         self.nixl = nixl_agent(name, nixl_agent_config(backends=[]))
-        self.nixl.create_backend("KVSPRAY", {"socket": socket})
+        self.nixl.create_backend(backend, {"socket": socket} if backend == "KVSPRAY" else {})
         self.registered: Any = None
         self.register()
 
