@@ -58,6 +58,19 @@ wireflip:
 	@mkdir -p $(TOOLS)
 	go build -o $(TOOLS)/ ./test/wireflip
 
+# NIXL's back end: C++, so that it is no part of build.
+NIXL := $(B)/nixl
+NIXL_C := $(wildcard pybind/src/*.c)
+.PHONY: nixl
+nixl: $(NIXL)/libplugin_KVSPRAY.so ## Build NIXL's back end KVSPRAY into .build/nixl (docs/nixl.md; needs g++)
+
+$(NIXL)/libplugin_KVSPRAY.so: $(wildcard integration/nixl/src/*) $(NIXL_C) $(wildcard pybind/src/*.h pybind/include/kvspray/*.h)
+	@command -v g++ >/dev/null || { echo "make nixl: g++ is not on the PATH: install g++ 10 or newer" >&2; exit 1; }
+	@rm -rf $(NIXL)/obj; mkdir -p $(NIXL)/obj
+	cd $(NIXL)/obj && gcc -std=c11 -O2 -g -fPIC -fvisibility=hidden -D_GNU_SOURCE -pthread -I$(ROOT)/pybind/include -c $(addprefix $(ROOT)/,$(NIXL_C))
+	g++ -std=c++20 -O2 -g -fPIC -Wall -Wextra -Werror -Wno-missing-field-initializers -fvisibility=hidden -pthread -DKVS_RELEASE='"$(VERSION)"' \
+	  -Ipybind/include -Ipybind/src -shared -Wl,-z,defs -Wl,--version-script=integration/nixl/src/plugin.map -o $@ integration/nixl/src/plugin.cc $(NIXL)/obj/*.o -ldl
+
 DISTENV := $(B)/dist-venv
 DIST := deploy/dist.py --version $(VERSION)
 .PHONY: wheels
@@ -149,7 +162,7 @@ test: ## Required for each change: Go with -race, Python, real engines with one 
 
 .PHONY: test-all
 test-all: ## All other tests that need no special hardware or privilege: more cases, RDMA guests, engines, pods, SGLang (90 minutes)
-	@$(MAKE) -k generate-check build-size site test-chart test-long test-rdma-quick test-engines test-page test-sglang test-docs test-pods test-skew
+	@$(MAKE) -k generate-check build-size site test-chart test-long test-rdma-quick test-engines test-page test-sglang test-nixl test-docs test-pods test-skew
 
 .PHONY: test-nightly
 test-nightly: ## Hours of tests: measurements, attacks, laws, truth, schedules, mutants, fuzzing, soaks; .build/test/report.html
@@ -374,6 +387,12 @@ test-sglang: build #: SGLang's pools, HiCache on the page store, prefill and dec
 	$(HOSTPY) test/rig/env.py --sglang
 	KVSPRAY_MUST_RUN=sglang $(B)/venv-sglang/bin/python -m pytest -q -rfEs --no-fold-skipped test/sglang
 
+.PHONY: test-nixl
+test-nixl: build nixl #: NIXL's agents with the back end KVSPRAY, and vLLM's NixlConnector on it (an environment of 3 GB, made once)
+	$(call need-python,8)
+	$(HOSTPY) test/rig/env.py --nixl
+	KVSPRAY_MUST_RUN=nixl,g++ $(B)/venv-nixl/bin/python -m pytest -q -rfEs --no-fold-skipped integration/nixl/tests
+
 # Each cell has an environment of 3 GB, which is removed after the run.
 CELLS ?=
 .PHONY: test-next test-matrix
@@ -498,6 +517,11 @@ bench-rails: build #: kvspray-bench rails: a rail fails and returns; JSON and HT
 .PHONY: bench-peers
 bench-peers: build $(B)/venv-peers/.stamp #: The same blocks, rails and faults with NIXL and Mooncake (root; 450 MB to fetch, once)
 	bin/kvspray-bench peers --python $(B)/venv-peers/bin/python --out $(B)/bench/peers $(BENCH_ARGS)
+
+.PHONY: bench-nixl
+bench-nixl: build nixl #: NIXL's back ends KVSPRAY and UCX in turns, the same ranges (an environment of 3 GB, made once)
+	$(HOSTPY) test/rig/env.py --nixl
+	$(B)/venv-nixl/bin/python integration/nixl/tests/bench.py $(BENCH_ARGS)
 
 .PHONY: bench-store
 bench-store: build env $(B)/venv-peers/.stamp #: Gets and puts of pages beside Mooncake's store (450 MB to fetch, once; libibverbs1)

@@ -381,8 +381,8 @@ func sources(t *testing.T) []string {
 			slices.Contains([]string{"bin", "build", "testdata", "__pycache__", "run", "dist"}, d.Name())) {
 			return fs.SkipDir
 		}
-		if !d.IsDir() && slices.Contains([]string{".go", ".c", ".h", ".py", ".proto", ".cu", ".sh"},
-			filepath.Ext(p)) {
+		if !d.IsDir() && slices.Contains([]string{".go", ".c", ".cc", ".h", ".py", ".proto", ".cu",
+			".sh"}, filepath.Ext(p)) {
 			out = append(out, p)
 		}
 		return nil

@@ -200,7 +200,7 @@ func rejectedWords(t *testing.T) map[string][]string {
 			texts, names = goProse(t, s.path)
 		case ".py":
 			texts, names = otherProse(s.text, pyProse)
-		case ".c", ".h", ".cu":
+		case ".c", ".cc", ".h", ".cu":
 			texts, names = otherProse(s.text, cProse)
 		}
 		hit := func(x prose, word, why string) {
