@@ -2,16 +2,10 @@ package connectortest
 
 import (
 	"fmt"
-	"time"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
-)
-
-var (
-	longAgo = time.Unix(1, 0)
-	never   = time.Time{}
 )
 
 // Shape is a plain cache: one group, equal layers one behind the other in one region, K and V

@@ -2,8 +2,8 @@ package connectortest
 
 import (
 	"context"
-	"fmt"
 
+	"github.com/kvspray/kvspray/connector/internal/session"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
 )
@@ -16,26 +16,7 @@ func ask[T msg.Message](ctx context.Context, s *Session, request func(id uint64)
 		var none T
 		return none, err
 	}
-	return askOn[T](ctx, c, request, fds...)
-}
-
-func askOn[T msg.Message](ctx context.Context, c *conn, request func(id uint64) msg.Message,
-	fds ...int) (T, error) {
-	var none T
-	id, ch := c.expect()
-	r := request(id)
-	if err := c.send(r, fds...); err != nil {
-		return none, err
-	}
-	m, err := c.answer(ctx, ch)
-	if err != nil {
-		return none, err
-	}
-	a, ok := m.(T)
-	if !ok {
-		return none, fmt.Errorf("%s answers %s", m.Type(), r.Type())
-	}
-	return a, nil
+	return session.Ask[T](ctx, c, request, fds...)
 }
 
 // OpenSpace opens a namespace of the store; pieces and blocks describe a worker's pool.
@@ -58,7 +39,7 @@ func (s *Session) CloseSpace(opened *msg.Opened) error {
 	if err != nil {
 		return err
 	}
-	return c.send(&msg.Close{Open: opened.ID})
+	return c.Send(&msg.Close{Open: opened.ID})
 }
 
 // Exists asks which pages are there.
@@ -97,7 +78,7 @@ func (s *Session) Unpin(found *msg.Found) error {
 	if err != nil {
 		return err
 	}
-	return c.send(&msg.Unpin{Pin: found.ID})
+	return c.Send(&msg.Unpin{Pin: found.ID})
 }
 
 // Get opens a lease for pages of the store into blocks.

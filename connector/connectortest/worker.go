@@ -3,14 +3,10 @@ package connectortest
 import (
 	"context"
 	"crypto/rand"
-	"encoding/binary"
-	"errors"
 	"fmt"
-	"os"
 	"sync"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/kvspray/kvspray/connector/internal/session"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -55,73 +51,12 @@ type Worker struct {
 	Session
 	cfg      Config
 	boot     [16]byte
-	flagsMem *memory
+	flagsMem *mem.Region
 	flags    *board.Flags
 
-	subMu   sync.Mutex
-	rings   *memory         // guarded by subMu
-	sub     *board.Producer // guarded by subMu
-	sqEvent *os.File        // wakes the sidecar; guarded by subMu
-	lease   uint64          // the last id given; guarded by subMu
-
-	comp    *board.Consumer // with Poll and Wait
-	cqEvent *os.File        // wakes us
-}
-
-// memory is a sealed memfd, mapped.
-type memory struct {
-	fd int
-	b  []byte
-}
-
-func newMemory(name string, size int) (*memory, error) {
-	size = (size + 4095) &^ 4095
-	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
-	if err != nil {
-		return nil, fmt.Errorf("memfd_create: %w", err)
-	}
-	m := &memory{fd: fd}
-	if err := unix.Ftruncate(fd, int64(size)); err != nil {
-		m.close()
-		return nil, fmt.Errorf("ftruncate: %w", err)
-	}
-	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS,
-		unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL); err != nil {
-		m.close()
-		return nil, fmt.Errorf("seal: %w", err)
-	}
-	if m.b, err = unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
-		m.close()
-		return nil, fmt.Errorf("mmap: %w", err)
-	}
-	return m, nil
-}
-
-func (m *memory) close() {
-	if m == nil {
-		return
-	}
-	if m.b != nil {
-		_ = unix.Munmap(m.b)
-	}
-	_ = unix.Close(m.fd)
-}
-
-func eventfd() (*os.File, error) {
-	fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
-	if err != nil {
-		return nil, fmt.Errorf("eventfd: %w", err)
-	}
-	return os.NewFile(uintptr(fd), "eventfd"), nil
-}
-
-// fdOf returns the number without taking the file out of the netpoller.
-func fdOf(f *os.File) int {
-	n := -1
-	if rc, err := f.SyscallConn(); err == nil {
-		_ = rc.Control(func(fd uintptr) { n = int(fd) })
-	}
-	return n
+	subMu sync.Mutex
+	rings *session.Rings // guarded by subMu, with Poll and Wait
+	lease uint64         // the last id given; guarded by subMu
 }
 
 // NewWorker makes the worker's flags; Connect registers it.
@@ -144,14 +79,8 @@ func NewWorker(cfg Config) (*Worker, error) {
 		w.boot = randomID()
 	}
 	var err error
-	if w.flagsMem, err = newMemory("flags", board.FlagsBytes(cfg.Layers)); err != nil {
-		return nil, err
-	}
-	if w.flags, err = board.InitFlags(w.flagsMem.b, w.boot, cfg.Layers); err != nil {
-		w.flagsMem.close()
-		return nil, err
-	}
-	return w, nil
+	w.flagsMem, w.flags, err = session.NewFlags(w.boot, cfg.Layers)
+	return w, err
 }
 
 // DialWorker is NewWorker and Connect.
@@ -171,50 +100,31 @@ func DialWorker(ctx context.Context, cfg Config) (*Worker, error) {
 // dropped first; no goroutine reads its rings from then on.
 func (w *Worker) Connect(ctx context.Context) (*msg.Registered, error) {
 	w.Disconnect()
-	c, err := dial(ctx, w.cfg.Socket)
+	c, err := session.Dial(ctx, w.cfg.Socket)
 	if err != nil {
 		return nil, err
 	}
 	reg, err := w.register(ctx, c)
 	if err != nil {
-		c.close()
+		c.Close()
 		return nil, err
 	}
 	return reg, nil
 }
 
-func (w *Worker) register(ctx context.Context, c *conn) (*msg.Registered, error) {
-	welcome, err := c.hello(ctx, msg.Hello{Min: w.cfg.Min, Max: w.cfg.Max, Role: msg.RoleWorker,
-		Boot: w.boot, Release: w.cfg.Release,
-		Engine: w.cfg.Engine, Ranks: w.cfg.Ranks, PID: uint32(os.Getpid())})
+func (w *Worker) register(ctx context.Context, c *session.Conn) (*msg.Registered, error) {
+	welcome, err := c.Hello(ctx, msg.Hello{Min: w.cfg.Min, Max: w.cfg.Max, Role: msg.RoleWorker,
+		Boot: w.boot, Release: w.cfg.Release, Engine: w.cfg.Engine, Ranks: w.cfg.Ranks})
 	if err != nil {
 		return nil, err
 	}
-	session := randomID()
-	rings, err := newMemory("rings", board.RingsBytes(w.cfg.SubmissionBytes, w.cfg.CompletionBytes))
+	rings, err := session.NewRings(w.cfg.SubmissionBytes, w.cfg.CompletionBytes)
 	if err != nil {
-		return nil, err
-	}
-	view, err := board.InitRings(rings.b, session, w.cfg.SubmissionBytes, w.cfg.CompletionBytes)
-	if err != nil {
-		rings.close()
-		return nil, err
-	}
-	sqEvent, err := eventfd()
-	if err != nil {
-		rings.close()
-		return nil, err
-	}
-	cqEvent, err := eventfd()
-	if err != nil {
-		rings.close()
-		_ = sqEvent.Close()
 		return nil, err
 	}
 	w.subMu.Lock()
 	w.closeRingsLocked()
-	w.rings, w.sub, w.sqEvent = rings, view.SubmissionProducer(), sqEvent
-	w.comp, w.cqEvent = view.CompletionConsumer(), cqEvent
+	w.rings = rings
 	w.subMu.Unlock()
 	w.mu.Lock()
 	w.welcome = welcome
@@ -222,7 +132,7 @@ func (w *Worker) register(ctx context.Context, c *conn) (*msg.Registered, error)
 
 	if w.cfg.Before != nil {
 		if err := w.cfg.Before(func(first uint32, all []msg.Region, fds ...int) error {
-			_, err := askOn[*msg.Done](ctx, c, func(id uint64) msg.Message {
+			_, err := session.Ask[*msg.Done](ctx, c, func(id uint64) msg.Message {
 				return &msg.AddRegions{ID: id, First: first, Regions: all}
 			}, fds...)
 			return err
@@ -230,15 +140,12 @@ func (w *Worker) register(ctx context.Context, c *conn) (*msg.Registered, error)
 			return nil, err
 		}
 	}
-	id, ch := c.expect()
-	m := &msg.Register{ID: id, Session: session, FDs: msg.FDs{Flags: 0, Rings: 1,
-		SQEventfd: 2, CQEventfd: 3}}
+	m, fds := rings.Register(w.flagsMem)
 	if w.cfg.Layout != nil {
 		if m.Layout, err = w.cfg.Layout.Marshal(); err != nil {
 			return nil, err
 		}
 	}
-	fds := []int{w.flagsMem.fd, rings.fd, fdOf(sqEvent), fdOf(cqEvent)}
 	for _, r := range w.cfg.Regions {
 		kind := msg.KindMemfd
 		if r.Kind() == mem.KindProcess {
@@ -251,16 +158,12 @@ func (w *Worker) register(ctx context.Context, c *conn) (*msg.Registered, error)
 	if w.cfg.Tamper != nil {
 		fds = w.cfg.Tamper(m, fds)
 	}
-	if err := c.send(m, fds...); err != nil {
-		return nil, err
-	}
-	a, err := c.answer(ctx, ch)
+	reg, err := session.Ask[*msg.Registered](ctx, c, func(id uint64) msg.Message {
+		m.ID = id
+		return m
+	}, fds...)
 	if err != nil {
 		return nil, err
-	}
-	reg, ok := a.(*msg.Registered)
-	if !ok {
-		return nil, fmt.Errorf("%s answers REGISTER", a.Type())
 	}
 	w.mu.Lock()
 	w.c = c
@@ -272,9 +175,7 @@ func (w *Worker) closeRingsLocked() {
 	if w.rings == nil {
 		return
 	}
-	_ = w.sqEvent.Close()
-	_ = w.cqEvent.Close()
-	w.rings.close()
+	w.rings.Close()
 	w.rings = nil
 }
 
@@ -309,7 +210,7 @@ func (w *Worker) Push(typ uint16, lease uint64, body []byte, bump bool) error {
 	if bump {
 		w.flags.BumpSourceEpoch()
 	}
-	return w.pushLocked(typ, lease, w.flags.SourceEpoch(), body)
+	return w.rings.Push(typ, lease, w.flags.SourceEpoch(), body)
 }
 
 // PushEpoch writes a record with any source epoch, for tests that lie about it.
@@ -319,22 +220,11 @@ func (w *Worker) PushEpoch(typ uint16, lease, epoch uint64, body []byte) error {
 	if w.rings == nil {
 		return errDisconnected
 	}
-	return w.pushLocked(typ, lease, epoch, body)
-}
-
-func (w *Worker) pushLocked(typ uint16, lease, epoch uint64, body []byte) error {
-	wake, err := w.sub.Push(typ, 0, lease, epoch, body)
-	if err != nil {
-		return err
-	}
-	if wake {
-		return ring(w.sqEvent)
-	}
-	return nil
+	return w.rings.Push(typ, lease, epoch, body)
 }
 
 // RawRings is the rings memory as mapped here, for tests that break it.
-func (w *Worker) RawRings() []byte { return w.rings.b }
+func (w *Worker) RawRings() []byte { return w.rings.Bytes() }
 
 // WakeConsumer signals the SQ eventfd, whether the sidecar's consumer sleeps or not.
 func (w *Worker) WakeConsumer() error {
@@ -343,15 +233,7 @@ func (w *Worker) WakeConsumer() error {
 	if w.rings == nil {
 		return errDisconnected
 	}
-	return ring(w.sqEvent)
-}
-
-func ring(f *os.File) error {
-	one := binary.NativeEndian.AppendUint64(nil, 1)
-	if _, err := f.Write(one); err != nil && !errors.Is(err, unix.EAGAIN) {
-		return fmt.Errorf("ring: %w", err)
-	}
-	return nil
+	return w.rings.Wake()
 }
 
 // Intent opens a source lease.
@@ -428,14 +310,19 @@ func (w *Worker) SignalStep(step uint64) { w.flags.SetLayer(w.flags.Layers(), st
 
 // Poll takes one completion if there is one.
 func (w *Worker) Poll() (Completion, bool, error) {
-	if w.comp == nil {
+	if w.rings == nil {
 		return Completion{}, false, errDisconnected
 	}
-	rec, ok, err := w.comp.Next()
+	rec, ok, err := w.rings.Poll()
 	if err != nil || !ok {
 		return Completion{}, false, err
 	}
-	c := Completion{Lease: rec.Lease, Status: rec.Status, Seq: rec.Seq}
+	c, err := completion(rec)
+	return c, err == nil, err
+}
+
+func completion(rec board.Record) (c Completion, err error) {
+	c = Completion{Lease: rec.Lease, Status: rec.Status, Seq: rec.Seq}
 	switch rec.Type {
 	case board.RecReceived:
 		c.Received, err = msg.DecodeReceived(rec.Body)
@@ -444,37 +331,16 @@ func (w *Worker) Poll() (Completion, bool, error) {
 	default:
 		err = fmt.Errorf("record of type %d on the completion ring", rec.Type)
 	}
-	return c, err == nil, err
+	return c, err
 }
 
 // Wait takes the next completion. It waits on the CQ eventfd until there is one.
 func (w *Worker) Wait(ctx context.Context) (Completion, error) {
-	stop := context.AfterFunc(ctx, func() { _ = w.cqEvent.SetReadDeadline(longAgo) })
-	defer func() {
-		if !stop() {
-			_ = w.cqEvent.SetReadDeadline(never)
-		}
-	}()
-	var count [8]byte
-	for {
-		c, ok, err := w.Poll()
-		if err != nil || ok {
-			return c, err
-		}
-		if !w.comp.Sleep() {
-			continue
-		}
-		if _, err := w.cqEvent.Read(count[:]); err != nil {
-			if ctx.Err() != nil {
-				return Completion{}, ctx.Err()
-			}
-			if errors.Is(err, os.ErrDeadlineExceeded) {
-				_ = w.cqEvent.SetReadDeadline(never) // left by an earlier Wait whose context ended
-				continue
-			}
-			return Completion{}, fmt.Errorf("CQ eventfd: %w", err)
-		}
+	rec, err := w.rings.Wait(ctx)
+	if err != nil {
+		return Completion{}, err
 	}
+	return completion(rec)
 }
 
 // Close ends the session and frees the board. Regions stay.
@@ -483,7 +349,9 @@ func (w *Worker) Close() error {
 	w.subMu.Lock()
 	defer w.subMu.Unlock()
 	w.closeRingsLocked()
-	w.flagsMem.close()
-	w.flagsMem = nil
+	if w.flagsMem != nil {
+		w.flagsMem.Release()
+		w.flagsMem = nil
+	}
 	return nil
 }

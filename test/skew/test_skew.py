@@ -296,3 +296,40 @@ def test_pages_of_a_node_of_the_other_version(
             )
         assert engines["release"].call("remove", "kept") == [2, 2]
         assert set(engines["tree"].call("get", "kept", list(range(16)))) == {0}
+
+
+def test_segments_need_both_sidecars(
+    versions: dict[str, releases.Version], run: pathlib.Path
+) -> None:
+    """The last release has no segments: each side of a batch refuses it by name, and moves
+    nothing."""
+    import kvspray
+    from kvspray.segments import Grant, Segments
+
+    config: dict[str, Any] = {"peer": {"cluster_key_file": rig.cluster_key(run)}}
+    sidecars = {s: rig.Sidecar(s, run, config, binary=versions[s].binary) for s in SIDES}
+
+    def client(side: str) -> tuple[kvspray.WorkerClient, kvspray.Region]:
+        w = kvspray.WorkerClient(
+            sidecars[side].socket, engine=kvspray.EngineInfo("skew", "1", side), layers=1
+        )
+        ends.callback(w.close)
+        region = w.alloc_region(4096)
+        w.register([region])
+        assert w.wait_connected(WAIT_S), w.status()
+        return w, region
+
+    with rig.running(*sidecars.values()), contextlib.ExitStack() as ends:
+        (new, region), (old, other) = client("tree"), client("release")
+        node = f'node "{old.status().node}" takes no batches'
+        with pytest.raises(kvspray.KvsprayError, match=node):
+            Segments(new).find("cache", peer=old.status().endpoint)
+        with Segments(new).batch(1) as batch:
+            batch.add(0, 0, 1)
+            lease = batch.write("cache", [region], peer=old.status().endpoint)
+            assert new.wait(WAIT_S)
+            (done,) = new.poll()
+        assert done.lease == lease and done.status == kvspray.CompletionStatus.REFUSED
+        assert node in done.reason and "upgrade it" in done.reason
+        with pytest.raises(kvspray.KvsprayError, match="takes no segments"):
+            Segments(old).register("cache", other, grants=[Grant(read=True)])

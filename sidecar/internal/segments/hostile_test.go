@@ -3,6 +3,7 @@ package segments
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"log/slog"
 	"strings"
 	"sync"
@@ -260,5 +261,29 @@ func TestRefusedQuestionsHoldNoLock(t *testing.T) {
 	})
 	if !free {
 		t.Error("the answer was given under the lock")
+	}
+}
+
+// A sidecar of an older release is refused by its name, with a remedy, and gets no frame that it
+// does not understand.
+func TestOlderPeersAreRefused(t *testing.T) {
+	s, x := victim(t)
+	s.PeerUp(transfer.Boot{4}, "old", "old:1", "", []string{"store"})
+	for _, peer := range []string{"old", "old:1"} {
+		_, err := s.locate(t.Context(), peer, "pool")
+		var refusal *msg.Error
+		if !errors.As(err, &refusal) || refusal.Field != "peer" || refusal.Remedy == "" ||
+			!strings.Contains(refusal.Problem, `node "old" takes no batches`) {
+			t.Errorf("find at %q: %v", peer, err)
+		}
+		_, _, err = s.reach(t.Context(), peer)
+		if !errors.As(err, &refusal) || refusal.Field != "peer" {
+			t.Errorf("batch to %q: %v", peer, err)
+		}
+	}
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if len(x.frames) > 0 || len(x.open) > 0 {
+		t.Errorf("frames %v, leases %v", x.frames, x.open)
 	}
 }
