@@ -1,9 +1,14 @@
 package digest
 
 import (
+	"bytes"
+	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"math/big"
 	"math/rand/v2"
+	"os"
+	"strconv"
 	"testing"
 
 	"github.com/kvspray/kvspray/layout"
@@ -182,6 +187,52 @@ func BenchmarkSum(b *testing.B) {
 	for b.Loop() {
 		if _, err := k.Sum(mem, u, table); err != nil {
 			b.Fatal(err)
+		}
+	}
+}
+
+// TestVectors: C has the same digests. The reference in pybind/tests/test_digest.py, which follows
+// the definition in whole numbers, has computed them.
+func TestVectors(t *testing.T) {
+	b, err := os.ReadFile("testdata/digests.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var vectors []struct {
+		Seed   string
+		Bytes  int
+		Units  map[string]any
+		Table  []uint32
+		Digest uint64
+	}
+	d := json.NewDecoder(bytes.NewReader(b))
+	d.UseNumber()
+	if err := d.Decode(&vectors); err != nil || len(vectors) < 20 {
+		t.Fatal(len(vectors), err)
+	}
+	for i, v := range vectors {
+		seed, err := hex.DecodeString(v.Seed)
+		if err != nil {
+			t.Fatal(err)
+		}
+		n := func(field string) uint64 {
+			n, err := strconv.ParseUint(string(v.Units[field].(json.Number)), 10, 64)
+			if err != nil {
+				t.Fatal(field, err)
+			}
+			return n
+		}
+		u := &Units{Layer: v.Units["layer"].(string), Role: layout.Role(n("role")), Off: n("off"),
+			Block: n("block"), Tile: n("tile"), Row: n("row"), Head: n("head"), Col: n("col"),
+			TileRows: n("tile_rows"), Tiles: n("tiles"), Cell: n("cell"), Cols: n("cols"),
+			FirstHead: n("first_head"), Heads: n("heads"), FirstRow: n("first_row"), Rows: n("rows")}
+		mem := make([]byte, v.Bytes)
+		for k := range mem {
+			mem[k] = byte((k*k*31 + k) >> 3)
+		}
+		got, err := NewKey([SeedBytes]byte(seed)).Sum(mem, u, v.Table)
+		if err != nil || got != v.Digest {
+			t.Errorf("vector %d: digest %d, %v, want %d", i, got, err, v.Digest)
 		}
 	}
 }
