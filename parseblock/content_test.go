@@ -329,8 +329,8 @@ func noticed(t *rapid.T, reg, planned *Registry, f *family, wrong func(*Plan)) (
 	return differs, nil
 }
 
-// TestContentOfMutants: digests show each wrong plan that a mistake in a strategy causes, of those
-// that TestMutants has, if the mistake is not in the description of the memory itself.
+// TestContentOfMutants: if plans come from a strategy with a mistake of TestMutants, and digests
+// from the right one, the digests differ whenever other content was moved.
 func TestContentOfMutants(t *testing.T) {
 	if testutil.Race {
 		testutil.Skip(t, "norace", "ten times slower with -race; make test-go runs it without")

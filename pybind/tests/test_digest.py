@@ -211,9 +211,20 @@ def test_units_outside_of_the_memory_are_refused(bad: dict[str, int]) -> None:
 
 def test_torch_refuses_them_too() -> None:
     needs_torch()
-    for bad, table, field in (({"rows": 9}, [0, 1], "table"), ({}, [0, 2], "region")):
+    import torch
+
+    for bad, table, field in (
+        ({"rows": 9}, [0, 1], "table"),
+        ({}, [0, 2], "region"),
+        ({"off": 1}, [0, 1], "region"),
+        ({"tile_rows": 0}, [0, 1], "units"),
+        ({"cell": 0}, [0, 1], "units"),
+    ):
         with pytest.raises(ValueError, match=field):
             in_torch(bytes(16), bytes(16), dataclasses.replace(UNITS, **bad), table)
+    for region in (torch.zeros(16), torch.zeros(4, 4, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match="region"):
+            Digest(bytes(16)).of_tensor(region, UNITS, [0, 1])
 
 
 def test_a_seed_has_16_bytes() -> None:

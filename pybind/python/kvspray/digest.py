@@ -87,6 +87,10 @@ class Digest:
     def of_tensor(self, region: torch.Tensor, units: Units, table: Sequence[int]) -> int:
         """``region`` has one axis, of bytes."""
         u = units
+        if region.dim() != 1 or region.element_size() != 1 or not region.is_contiguous():
+            raise ValueError(f"kvspray: region: {region.dtype} {list(region.shape)}; pass bytes")
+        if min(u.tile_rows, u.tiles, u.cell, u.cols) < 1:
+            raise ValueError(f"kvspray: units: {u}: a block has rows, and a unit has bytes")
         in_block = u.tile_rows * u.tiles
         first, last = u.first_row // in_block, (u.first_row + u.rows - 1) // in_block
         if u.rows == 0 or u.heads == 0:
