@@ -211,22 +211,38 @@ func TestPlanLaws(t *testing.T) {
 	})
 }
 
-func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
+// prompt is a drawn prompt, the ranks and stages of a prefill engine, and one rank of a decode
+// engine.
+type prompt struct {
+	sources []*cache
+	at      []int // the first layer of each source
+	to      *cache
+	layouts []*layout.Layout // of the sources
+	dst     *layout.Layout
+	shares  []Share
+	ft, tt  []uint32 // block tables of the two engines
+	tokens  uint64
+	skip    uint64
+	kept    uint64 // the sources have the tokens from here on
+	first   uint64 // the transfer moves the tokens from here on
+}
+
+func drawPrompt(t *rapid.T, reg *Registry, f *family) *prompt {
 	common := genCommon(t, f)
-	tokens := rapid.Uint64Range(1, 24).Draw(t, "tokens")
+	p := &prompt{tokens: rapid.Uint64Range(1, 24).Draw(t, "tokens")}
 	if rapid.IntRange(0, 9).Draw(t, "big") == 0 {
 		common.head *= 700 // several chunks a layer; nearly all of the time goes into these
 	}
 	fd, td := genDims(t, f, "from.", common), genDims(t, f, "to.", common)
-	fd.blocks, td.blocks = (tokens-1)/fd.n+1+rapid.Uint64Range(0, 3).Draw(t, "spare"),
-		(tokens-1)/td.n+1
+	fd.blocks, td.blocks = (p.tokens-1)/fd.n+1+rapid.Uint64Range(0, 3).Draw(t, "spare"),
+		(p.tokens-1)/td.n+1
 	fd.size = rapid.SampledFrom(sizesOf(f)).Draw(t, "from.tp")
 	td.size = rapid.SampledFrom(sizesOf(f)).Draw(t, "to.tp")
 	td.rank = rapid.Uint64Range(0, td.size-1).Draw(t, "to.rank")
 	fromKind := rapid.SampledFrom(f.kinds).Draw(t, "from.kind")
-	to := f.make(rapid.SampledFrom(f.kinds).Draw(t, "to.kind"), td)
+	p.to = f.make(rapid.SampledFrom(f.kinds).Draw(t, "to.kind"), td)
 	window := uint64(0)
-	if !to.state && !to.opaque {
+	if !p.to.state && !p.to.opaque {
 		window = rapid.Uint64Range(0, 30).Draw(t, "window")
 	}
 	windowed := func(c *cache) *cache {
@@ -237,10 +253,8 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 		}
 		return c
 	}
-	windowed(to)
+	windowed(p.to)
 	cut := rapid.IntRange(0, fd.layers).Draw(t, "pp")
-	var sources []*cache
-	var at []int // first layer
 	for stage, n := range []int{cut, fd.layers - cut} {
 		for rank := range fd.size {
 			if n == 0 {
@@ -248,25 +262,52 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 			}
 			d := *fd
 			d.layers, d.rank, d.first = n, rank, stage*cut
-			sources, at = append(sources, windowed(f.make(fromKind, &d))), append(at, stage*cut)
+			p.sources, p.at = append(p.sources, windowed(f.make(fromKind, &d))), append(p.at, stage*cut)
 		}
 	}
-	layouts := make([]*layout.Layout, len(sources))
-	for i, s := range sources {
-		layouts[i] = s.layout()
-		if err := reg.Validate(layouts[i], []uint64{s.size}); err != nil {
+	p.layouts = make([]*layout.Layout, len(p.sources))
+	for i, s := range p.sources {
+		p.layouts[i] = s.layout()
+		if err := reg.Validate(p.layouts[i], []uint64{s.size}); err != nil {
 			t.Fatal(err)
 		}
 	}
-	dst := to.layout()
-	if err := reg.Validate(dst, []uint64{to.size}); err != nil {
+	p.dst = p.to.layout()
+	if err := reg.Validate(p.dst, []uint64{p.to.size}); err != nil {
 		t.Fatal(err)
 	}
-	load := rapid.SliceOfN(rapid.Uint64Range(0, 9), len(sources), len(sources)).Draw(t, "load")
-	shares, err := Assign(reg, layouts, dst, func(i int) uint64 { return load[i] })
+	load := rapid.SliceOfN(rapid.Uint64Range(0, 9), len(p.sources), len(p.sources)).Draw(t, "load")
+	var err error
+	p.shares, err = Assign(reg, p.layouts, p.dst, func(i int) uint64 { return load[i] })
 	if err != nil {
 		t.Fatal(err)
 	}
+	p.tt = genTable(t, "toTable", p.to.blocks, 99)
+	p.skip = min(p.tokens, p.to.n*rapid.Uint64Range(0, (p.tokens-1)/p.to.n+1).Draw(t, "skip"))
+	// Each side has whole blocks of a window, from the block of the first token that the next token
+	// sees. Freed blocks belong to another prompt: at the source they hold arbitrary bytes, and on
+	// both sides the table names a block in use.
+	p.first = p.skip
+	p.ft = genTable(t, "fromTable", fd.blocks, 99)
+	if window > 0 && p.tokens+1 > window {
+		unseen := p.tokens + 1 - window
+		p.kept = unseen / fd.n * fd.n
+		p.first = max(p.first, p.kept, unseen/p.to.n*p.to.n)
+		given := func(table []uint32, n uint64) {
+			for b := range min(unseen/n, uint64(len(table))) {
+				table[b] = table[len(table)-1]
+			}
+		}
+		given(p.ft, fd.n)
+		given(p.tt, p.to.n)
+	}
+	return p
+}
+
+func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
+	p := drawPrompt(t, reg, f)
+	sources, at, to, layouts, dst, shares := p.sources, p.at, p.to, p.layouts, p.dst, p.shares
+	ft, tt, tokens, skip, kept, first := p.ft, p.tt, p.tokens, p.skip, p.kept, p.first
 	if err := Prove(reg, layouts, dst, shares); err != nil {
 		t.Fatal(err)
 	}
@@ -276,24 +317,6 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 		if err != nil || !slices.Equal(back.roles, shares[i].roles) {
 			t.Fatalf("share %v came back as %v: %v", shares[i].roles, back, err)
 		}
-	}
-	tt := genTable(t, "toTable", to.blocks, 99)
-	skip := min(tokens, to.n*rapid.Uint64Range(0, (tokens-1)/to.n+1).Draw(t, "skip"))
-	// Each side has whole blocks of a window, from the block of the first token that the next token
-	// sees. Freed blocks belong to another prompt: at the source they hold arbitrary bytes, and on
-	// both sides the table names a block in use.
-	first, kept := skip, uint64(0)
-	ft := genTable(t, "fromTable", fd.blocks, 99)
-	if window > 0 && tokens+1 > window {
-		kept = (tokens + 1 - window) / fd.n * fd.n
-		first = max(first, kept, (tokens+1-window)/to.n*to.n)
-		given := func(table []uint32, n uint64) {
-			for b := range min((tokens+1-window)/n, uint64(len(table))) {
-				table[b] = table[len(table)-1]
-			}
-		}
-		given(ft, fd.n)
-		given(tt, to.n)
 	}
 	got, want, touched := make([]byte, to.size), make([]byte, to.size), make([]bool, to.size)
 	// Every source has the same content, so the byte's value does not depend on the source that

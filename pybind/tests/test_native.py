@@ -111,6 +111,12 @@ def test_msgpack(tmp_path: pathlib.Path) -> None:
     assert run(binary).strip() == "ok"
 
 
+def test_sums_of_the_digest(tmp_path: pathlib.Path) -> None:
+    flags = "-fsanitize=address,undefined -fno-sanitize-recover=all"
+    binary = compile_c(tmp_path / "digest", "tests/digest_test.c", flags=flags)
+    assert run(binary).strip() in ("ok", "no avx2")
+
+
 def test_a_hostile_sidecar(tmp_path: pathlib.Path) -> None:
     sources = [f"src/{p.name}" for p in sorted((ROOT / "src").glob("*.c"))]
     binary = compile_c(

@@ -480,6 +480,35 @@ int kvs_wait_log(kvs_client *c, char *buf, uint64_t cap);
 /* Ends the log: kvs_wait_log returns, which must have happened before kvs_close. */
 int kvs_end_log(kvs_client *c);
 
+/* ---- content digest (docs/content-digest.md): no client, any memory that this process reads ---------------------------- */
+
+#define KVS_DIGEST_SEED_BYTES 16
+
+typedef struct kvs_digest kvs_digest; /* the weights of a seed; for one thread at a time */
+
+/* Rows [first_row, +rows) and heads [first_head, +heads) of one plane. A cell lies at
+ * off + table[row / (tile_rows * tiles)] * block + tile_of_block * tile + row_of_tile * row + (head - first_head) * head + column * col. */
+typedef struct kvs_units {
+	const char *layer; /* of the model */
+	uint32_t role;     /* of the plane, as layout.Role counts them */
+	uint32_t reserved;
+	uint64_t off, block, tile, row, head, col; /* bytes */
+	uint64_t tile_rows, tiles;                 /* of a block */
+	uint64_t cell, cols;                       /* bytes of a cell, columns of a unit */
+	uint64_t first_head, heads, first_row, rows;
+} kvs_units;
+
+int kvs_digest_open(const uint8_t seed[KVS_DIGEST_SEED_BYTES], kvs_digest **out);
+void kvs_digest_close(kvs_digest *d);
+
+/* Stores the digest of the units in a region. KVS_E_ARG: they are no units of a plane, or lie outside of the region or the table. */
+int kvs_digest_sum(kvs_digest *d, const void *region, uint64_t bytes, const kvs_units *u, const uint32_t *table, uint32_t blocks,
+                   uint64_t *sum);
+
+/* The weights themselves, for sums that a GPU computes: of words (axis 1), rows (2) or heads (3), and of a plane. */
+int kvs_digest_weights(const kvs_digest *d, uint32_t axis, uint64_t first, uint64_t count, uint64_t *out);
+uint64_t kvs_digest_plane(const kvs_digest *d, uint32_t role, const char *layer);
+
 /* ---- ring primitives: for tests and for tools; the client uses the same code --------------------------------------- */
 
 /* One end of a ring, in private memory. It does not read back its own shared words. */

@@ -163,6 +163,14 @@ class CInfo(ctypes.Structure):
     ]
 
 
+class CUnits(ctypes.Structure):
+    _fields_ = [("layer", c_char_p), ("role", c_uint32), ("reserved", c_uint32),
+        ("off", c_uint64), ("block", c_uint64), ("tile", c_uint64), ("row", c_uint64),
+        ("head", c_uint64), ("col", c_uint64), ("tile_rows", c_uint64), ("tiles", c_uint64),
+        ("cell", c_uint64), ("cols", c_uint64), ("first_head", c_uint64), ("heads", c_uint64),
+        ("first_row", c_uint64), ("rows", c_uint64)]  # fmt: skip
+
+
 _PROTOTYPES = {
     "kvs_strerror": (c_char_p, [c_int]),
     "kvs_region_alloc": (c_int, [c_uint64, POINTER(CRegion)]),
@@ -231,6 +239,14 @@ _PROTOTYPES = {
     "kvs_batch_submit": (c_int64, [c_void_p, POINTER(CBatch), POINTER(CBatchOptions)]),
     "kvs_unpin": (c_int, [c_void_p, c_int64]),
     "kvs_close_space": (c_int, [c_void_p, c_int64]),
+    "kvs_digest_open": (c_int, [c_char_p, POINTER(c_void_p)]),
+    "kvs_digest_close": (None, [c_void_p]),
+    "kvs_digest_sum": (
+        c_int,
+        [c_void_p, c_void_p, c_uint64, POINTER(CUnits), c_void_p, c_uint32, POINTER(c_uint64)],
+    ),
+    "kvs_digest_weights": (c_int, [c_void_p, c_uint32, c_uint64, c_uint64, c_void_p]),
+    "kvs_digest_plane": (c_uint64, [c_void_p, c_uint32, c_char_p]),
     "kvs_status_read": (c_int, [c_void_p, POINTER(CInfo)]),
     "kvs_wait_log": (c_int, [c_void_p, c_char_p, c_uint64]),
     "kvs_end_log": (c_int, [c_void_p]),
