@@ -427,8 +427,8 @@ func (g *Gossip) sendLoad() {
 			to = append(to, n)
 		}
 	}
-	d.mu.Unlock()
 	b, err := proto.Marshal(&peerv1.GossipMessage{Body: &peerv1.GossipMessage_Load{Load: m}})
+	d.mu.Unlock() // the message has the member's own boot
 	if err != nil {
 		return // impossible: the message has numbers and bytes alone
 	}

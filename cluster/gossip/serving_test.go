@@ -128,6 +128,25 @@ func TestLoad(t *testing.T) {
 	}
 }
 
+// A member sends its load while its engines change (for -race).
+func TestLoadBesidePublish(t *testing.T) {
+	a := begun(t, nil)
+	a.Serve(cluster.Serving{APIs: []cluster.API{api("http://127.0.0.1:8000")}})
+	r := observer(t, nil, a.Address())
+	poll(t, "a router to send it to", func() bool { return len(r.Served()) == 1 })
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for i := range 100 {
+			a.Publish([]string{fmt.Sprint(i)}, nil)
+		}
+	}()
+	for range 100 {
+		a.sendLoad()
+	}
+	<-done
+}
+
 // A load that overtakes its Serving counts once that has come. One of an older revision, or of
 // another number of engines, does not.
 func TestLoadBeforeItsServing(t *testing.T) {
