@@ -16,9 +16,9 @@ const (
 	maxEvent  = 16 << 20 // bytes: the first event has the prompt's token ids
 	keptEvent = 64 << 10 // bytes of a buffer for parts of events that is kept
 	maxStops  = 64       // stop strings
-	// An engine that fails after fewer tokens counts as a victim of the request.
-	victimTokens = 32
-	maxVictims   = 2
+	// An engine that fails after fewer tokens has failed soon: the request may be the cause.
+	soonTokens    = 32
+	maxSoonFailed = 2
 )
 
 // Reasons why an answer is not continued: values of the label.
@@ -34,7 +34,7 @@ const (
 	unfollowedNoIDs      = "no_token_ids"  // the engine does not return them
 	unfollowedLong       = "too_long"
 	unfollowedMemory     = "memory"
-	unfollowedVictims    = "engines_failed" // each soon after it got the request
+	unfollowedFailures   = "engines_failed" // each soon after it got the request
 	unfollowedNoEngine   = "no_engine"
 	unfollowedRefused    = "refused"    // by the next engine
 	unfollowedSeam       = "seam"       // the text before it cannot be determined
@@ -43,7 +43,7 @@ const (
 
 var unfollowedReasons = []string{unfollowedSeveral, unfollowedPenalty, unfollowedStructured,
 	unfollowedTools, unfollowedImages, unfollowedPrompt, unfollowedField, unfollowedParser,
-	unfollowedNoIDs, unfollowedLong, unfollowedMemory, unfollowedVictims, unfollowedNoEngine,
+	unfollowedNoIDs, unfollowedLong, unfollowedMemory, unfollowedFailures, unfollowedNoEngine,
 	unfollowedRefused, unfollowedSeam, unfollowedLength}
 
 // unfollowedFields are fields with which an answer cannot be continued: the next engine would take
@@ -191,13 +191,13 @@ type followed struct {
 	done           bool   // and the last event
 
 	// Of the current engine.
-	next    bool // it continues
-	again   bool // it computes the answer from the start: the client has an event, but no token
-	since   int  // tokens of the answer before it
-	guard   *guard
-	seam    *seam
-	victims int       // engines in a row that soon failed
-	last    time.Time // bytes came
+	next       bool // it continues
+	again      bool // it computes the answer from the start: the client has an event, but no token
+	since      int  // tokens of the answer before it
+	guard      *guard
+	seam       *seam
+	soonFailed int       // engines in a row that soon failed
+	last       time.Time // bytes came
 
 	buf     []byte // the start of an event
 	scanned int    // bytes of it without an end
@@ -563,11 +563,11 @@ func (f *followed) close() {
 // failed notes that the current engine has failed.
 func (f *followed) failed() {
 	f.buf, f.scanned, f.out = nil, 0, f.out[:0]
-	if f.answerSize-f.since >= victimTokens {
-		f.victims = 0
+	if f.answerSize-f.since >= soonTokens {
+		f.soonFailed = 0
 	}
 	f.since = f.answerSize
-	if f.victims++; f.victims >= maxVictims && f.why == "" && !f.finished {
-		f.abandon(unfollowedVictims)
+	if f.soonFailed++; f.soonFailed >= maxSoonFailed && f.why == "" && !f.finished {
+		f.abandon(unfollowedFailures)
 	}
 }

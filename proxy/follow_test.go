@@ -449,6 +449,9 @@ func same(a, b received) bool {
 		fmt.Sprint(a.ids) == fmt.Sprint(b.ids) && fmt.Sprint(a.logprobs) == fmt.Sprint(b.logprobs)
 }
 
+// unhurried are times with which no engine is silent because the machine is busy.
+var unhurried = Times{Silent: patience}
+
 // An engine dies before each event of its answer, in each way. The client gets the answer of an
 // engine that lives.
 func TestAnswerContinuesAtEachEvent(t *testing.T) {
@@ -456,7 +459,7 @@ func TestAnswerContinuesAtEachEvent(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			s, p := scriptOf(c.text), &plan{left: -1}
 			a, b := newScripted(t, s, p, c.batch), newScripted(t, s, p, c.batch)
-			px, url := start(t, Config{Decode: decoders(a.URL, b.URL), Continue: true})
+			px, url := start(t, Config{Decode: decoders(a.URL, b.URL), Continue: true, Times: unhurried})
 			want := c.ask(t, url)
 			if want.events < 3 {
 				t.Fatalf("%+v", want)
@@ -640,8 +643,8 @@ func TestRequestThatEndsEnginesIsRefused(t *testing.T) {
 		plans = append(plans, p)
 		engines = append(engines, newScripted(t, s, p, 1))
 	}
-	px, url := start(t, Config{Continue: true, Decode: decoders(engines[0].URL, engines[1].URL,
-		engines[2].URL, engines[3].URL)})
+	px, url := start(t, Config{Continue: true, Times: unhurried, Decode: decoders(engines[0].URL,
+		engines[1].URL, engines[2].URL, engines[3].URL)})
 	why := broken(t, px, url, "/v1/completions", `"prompt":"a","max_tokens":500`)
 	asked := 0
 	for _, e := range engines {
@@ -651,10 +654,10 @@ func TestRequestThatEndsEnginesIsRefused(t *testing.T) {
 			}
 		}
 	}
-	if why != unfollowedVictims || asked != maxVictims {
-		t.Errorf("%q after %d engines, want %q after %d", why, asked, unfollowedVictims, maxVictims)
+	if why != unfollowedFailures || asked != maxSoonFailed {
+		t.Errorf("%q after %d engines, want %q after %d", why, asked, unfollowedFailures, maxSoonFailed)
 	}
-	// Each engine that fails after many tokens is no victim.
+	// An engine that fails after many tokens does not count.
 	long := scriptOf(strings.Repeat("many tokens ", 50))
 	for i, e := range engines {
 		e.s = long
@@ -734,8 +737,8 @@ func TestFrozenEngineLosesItsStream(t *testing.T) {
 			t.Errorf("%q", got.text)
 		}
 	}
-	if n := testutil.ToFloat64(px.met.continued); n != 1 {
-		t.Errorf("%v continuations", n)
+	if testutil.ToFloat64(px.met.continued) == 0 {
+		t.Error("no continuation")
 	}
 }
 

@@ -4,7 +4,8 @@
 // or to P first, with the kv_transfer_params of kvspray connectors and NIXL-style connectors. It
 // streams D's answer to the client byte by byte. If the router cannot split a request, or P fails,
 // D serves it alone: the client sees a slower answer, never an error of the router. An engine that
-// fails, is slow or silent before the client has a byte is replaced by a better one.
+// fails, is slow or silent before the client has a byte is replaced by a better one. With
+// Config.Continue, another engine continues a stream that breaks, from its token ids.
 //
 // Invariants: a client's kv_transfer_params never reach an engine. Bodies, answers of P, requests
 // in flight, connections and retries are bounded. The client gets each byte of D's answer once, and
