@@ -66,7 +66,6 @@ constexpr int kFenceMs = 30000; /* deregistration: until nothing uses the memory
 constexpr int kWaitMs = 1000;   /* a message may be overwritten meanwhile */
 constexpr uint32_t kNotesWaitMs = 60000;
 constexpr size_t kAnswerBytes = 256 << 10;
-constexpr size_t kConnInfoBytes = 512;
 constexpr size_t kIdBytes = 16;
 constexpr uint32_t kMaxSegments = 256; /* of a worker, one of them the box */
 
@@ -137,51 +136,46 @@ bool read_message(const char *data, size_t bytes, std::string &agent, std::strin
 	return true;
 }
 
-std::string hex(const uint8_t *data, size_t n)
+constexpr char kPrefix[] = "nixl-", kBox[] = "/box", kHex[] = "0123456789abcdef";
+constexpr size_t kNameBytes = sizeof kPrefix - 1 + 2 * kIdBytes;
+
+std::string name_of(const std::array<uint8_t, kIdBytes> &id)
 {
-	std::string out;
-	for (size_t i = 0; i < n; i++) {
-		char pair[3];
-		snprintf(pair, sizeof pair, "%02x", data[i]);
-		out += pair;
-	}
+	std::string out = kPrefix;
+	for (uint8_t byte : id)
+		(out += kHex[byte >> 4]) += kHex[byte & 15];
 	return out;
 }
 
-std::string box_of(const std::string &id)
+/* The name of an agent's engine, or of a segment of it: /NUMBER or kBox follows. */
+bool is_name(const std::string &s)
 {
-	return "nixl-" + id + "/box";
+	const size_t head = sizeof kPrefix - 1;
+	return s.size() >= kNameBytes && s.size() <= KVS_MAX_NAME_BYTES &&
+		   s.compare(0, head, kPrefix) == 0 && s.find_first_not_of(kHex, head) >= kNameBytes &&
+		   s.find_first_not_of("0123456789/box", kNameBytes) == s.npos;
 }
 
 struct Peer {
 	std::string endpoint, box;
 };
 
-/* Connection information: kConnMagic, the id of the agent's engine, a space, the endpoint of its
+/* Connection information: kConnMagic, the name of the agent's engine, a space, the endpoint of its
  * sidecar. */
 bool read_conn_info(const std::string &info, Peer &out)
 {
-	const size_t head = sizeof kConnMagic - 1, id = 2 * kIdBytes;
-	if (info.size() > kConnInfoBytes || info.size() <= head + id + 1 ||
-		info.compare(0, head, kConnMagic) || info[head + id] != ' ')
+	const size_t head = sizeof kConnMagic - 1, end = head + kNameBytes;
+	if (info.size() <= end + 1 || info.size() > end + 1 + KVS_MAX_NAME_BYTES ||
+		info.compare(0, head, kConnMagic) != 0 || info[end] != ' ')
 		return false;
-	std::string name = info.substr(head, id), endpoint = info.substr(head + id + 1);
-	if (name.find_first_not_of("0123456789abcdef") != name.npos ||
-		endpoint.size() > KVS_MAX_NAME_BYTES)
+	std::string name = info.substr(head, kNameBytes), endpoint = info.substr(end + 1);
+	if (!is_name(name))
 		return false;
 	for (unsigned char c : endpoint)
 		if (c <= ' ' || c > '~')
 			return false;
-	out = {endpoint, box_of(name)};
+	out = {endpoint, name + kBox};
 	return true;
-}
-
-/* The name of a segment. */
-bool read_public_data(const std::string &name)
-{
-	if (name.compare(0, 5, "nixl-") || name.size() > KVS_MAX_NAME_BYTES)
-		return false;
-	return name.find_first_not_of("0123456789abcdef/", 5) == name.npos;
 }
 
 /* ---- memory ---- */
@@ -190,9 +184,9 @@ struct Memory final : Metadata {
 	Memory() : Metadata(true) {}
 	kvs_region region{};
 	uint32_t number = 0;
-	uint64_t offset = 0, bytes = 0; /* of the segment, in the region */
-	bool writable = false;          /* for other agents */
-	uint64_t session = 0;           /* in which the segment is registered */
+	uint64_t bytes = 0;    /* of the segment, from the region's start on */
+	bool writable = false; /* for other agents */
+	uint64_t session = 0;  /* in which the segment is registered */
 	/* Sidecar processes that could access it, and those whose exit was proved before the first. */
 	std::array<uint8_t, 16> sidecar{};
 	uint64_t sidecars = 0, exits = 0;
@@ -295,11 +289,12 @@ class Client
 {
 	const std::string agent_;
 	const pid_t pid_ = getpid();
-	std::string id_, endpoint_;
+	std::array<uint8_t, kIdBytes> id_{};
+	std::string name_, endpoint_; /* nixl- and the id; of the sidecar */
 	kvs_client *c_ = nullptr;
 	kvs_region whole_{}; /* memory of this back end's own */
-	pthread_t completer_{}, noter_{};
-	bool threads_ = false;
+	std::array<pthread_t, 2> threads_{};
+	size_t running_ = 0; /* of these */
 
 	std::mutex registry_; /* guards what follows */
 	std::set<Memory *> memories_;
@@ -339,10 +334,8 @@ class Client
 		}
 		if (c_)
 			kvs_end(c_);
-		if (threads_) {
-			pthread_join(completer_, nullptr);
-			pthread_join(noter_, nullptr);
-		}
+		for (size_t i = 0; i < running_; i++)
+			pthread_join(threads_[i], nullptr);
 		if (c_)
 			kvs_close(c_);
 		if (whole_.bytes)
@@ -354,7 +347,7 @@ class Client
 
 	Status add(const BlobRange &range, Mem mem, Metadata *&out);
 	Status drop(Memory *m);
-	std::string conn_info() const { return kConnMagic + id_ + " " + endpoint_; }
+	std::string conn_info() const { return kConnMagic + name_ + " " + endpoint_; }
 	Status load(const std::string &agent, const std::string &info);
 	Status unload(const std::string &agent);
 	Status reach(const std::string &agent);
@@ -380,6 +373,7 @@ class Client
 	void took(const Note &note, uint32_t at, const Outcome &o);
 
 	/* With mu_ held. */
+	Status find_locked(const std::string &agent, Peer &out) const;
 	void pump();
 	int64_t submit(const Job &job, kvs_batch *list);
 	void job_ended(Request &r, const Outcome &o);
@@ -445,20 +439,18 @@ bool Client::ask(const char *what, int64_t request, uint32_t want, int timeout_m
 
 bool Client::open(const char *socket)
 {
-	uint8_t id[kIdBytes];
-	if (kvs_random(id, sizeof id) < 0) {
+	if (kvs_random(id_.data(), id_.size()) < 0) {
 		warn("no random bytes");
 		return false;
 	}
-	id_ = hex(id, sizeof id);
-	const std::string name = "nixl-" + id_;
+	name_ = name_of(id_);
 	kvs_config config{};
 	config.size = sizeof config;
 	config.role = KVS_WORKER;
 	config.socket_path = socket;
 	config.engine_name = "nixl";
 	config.engine_version = "1.5";
-	config.engine_id = name.c_str();
+	config.engine_id = name_.c_str();
 	config.release = KVS_RELEASE;
 	config.layers = 1;
 	for (int i = 1; i < 10; i += 2)
@@ -473,7 +465,7 @@ bool Client::open(const char *socket)
 							 i ? kListBytes : kBoxBytes, &own[i]);
 	box_.region = own[0];
 	box_.bytes = kInAt;
-	box_.segment = box_of(id_);
+	box_.segment = name_ + kBox;
 	memories_.insert(&box_);
 	for (uint32_t i = 0; i < kOpenBatches; i++) {
 		lists_[i] = {own[i + 1], i + 1, kEntries, 0,
@@ -490,30 +482,27 @@ bool Client::open(const char *socket)
 	endpoint_ = info().endpoint;
 	if (!announce(box_))
 		return false;
-	auto run = [](void (Client::*loop)(), pthread_t *thread, Client *self) {
-		auto *start = new std::function<void()>([=] { (self->*loop)(); });
-		int err = kvs_thread(
-			thread,
-			[](void *arg) -> void * {
-				std::unique_ptr<std::function<void()>> f(static_cast<std::function<void()> *>(arg));
-				(*f)();
+	rc = kvs_thread(
+		&threads_[0],
+		[](void *self) -> void * {
+			static_cast<Client *>(self)->complete();
+			return nullptr;
+		},
+		this);
+	if (rc == 0) {
+		running_++;
+		rc = kvs_thread(
+			&threads_[1],
+			[](void *self) -> void * {
+				static_cast<Client *>(self)->notes();
 				return nullptr;
 			},
-			start);
-		if (err)
-			delete start;
-		return err;
-	};
-	rc = run(&Client::complete, &completer_, this);
-	if (rc == 0 && (rc = run(&Client::notes, &noter_, this)) != 0) {
-		ending_ = true;
-		kvs_end(c_);
-		pthread_join(completer_, nullptr);
+			this);
+		running_ += rc == 0;
 	}
-	threads_ = rc == 0;
 	if (rc)
 		warn("a thread: %s", strerror(rc));
-	return threads_;
+	return rc == 0;
 }
 
 /* ---- registration ---- */
@@ -531,7 +520,7 @@ bool Client::announce(Memory &m)
 	everyone.to = "*";
 	everyone.read = 1;
 	everyone.write = m.writable;
-	int64_t q = kvs_segment(c_, m.segment.c_str(), m.number, m.offset, m.bytes, &everyone, 1);
+	int64_t q = kvs_segment(c_, m.segment.c_str(), m.number, 0, m.bytes, &everyone, 1);
 	if (!ask("register a segment", q, kMsgDone, kAnswerMs))
 		return false;
 	m.session = now.connects;
@@ -578,7 +567,7 @@ Status Client::add(const BlobRange &range, Mem mem, Metadata *&out)
 	m->number = static_cast<uint32_t>(number);
 	m->bytes = range.bytes;
 	m->writable = true;
-	m->segment = "nixl-" + id_ + "/" + std::to_string(numbers_++);
+	m->segment = name_ + "/" + std::to_string(numbers_++);
 	memories_.insert(m.get());
 	if (kvs_wait_connected(c_, kAnswerMs) == 1 && kvs_regions_wait(c_, kAnswerMs) == 1 &&
 		announce(*m)) {
@@ -647,11 +636,16 @@ Status Client::unload(const std::string &agent)
 
 Status Client::find(const std::string &agent, Peer &out)
 {
+	std::lock_guard lock(mu_);
+	return find_locked(agent, out);
+}
+
+Status Client::find_locked(const std::string &agent, Peer &out) const
+{
 	if (agent == agent_) {
-		out = {"", box_of(id_)};
+		out = {"", box_.segment};
 		return kSuccess;
 	}
-	std::lock_guard lock(mu_);
 	auto it = peers_.find(agent);
 	if (it == peers_.end())
 		return kNotFound;
@@ -884,11 +878,7 @@ void Client::was_read(uint64_t seq)
 Status Client::send(const std::string &agent, const std::string &text, Request *r)
 {
 	Peer p;
-	if (agent == agent_)
-		p = {"", box_of(id_)};
-	else if (auto it = peers_.find(agent); it != peers_.end())
-		p = it->second;
-	else
+	if (find_locked(agent, p) != kSuccess)
 		return kNotFound;
 	if (!fits(agent_, text))
 		return kInvalidParam;
@@ -898,8 +888,7 @@ Status Client::send(const std::string &agent, const std::string &text, Request *
 		return kInProgress;
 	Note note;
 	note.kind = Note::kMessage;
-	for (size_t i = 0; i < kIdBytes; i++)
-		note.sender[i] = static_cast<uint8_t>(std::stoul(id_.substr(2 * i, 2), nullptr, 16));
+	note.sender = id_;
 	note.seq = ++seq_;
 	note.offset = at;
 	note.bytes = static_cast<uint32_t>(message.size());
@@ -996,7 +985,7 @@ void Client::take_note(const kvs_note &n)
 		return;
 	auto job = std::make_shared<Job>();
 	job->endpoint = n.from;
-	job->segment = box_of(hex(note.sender.data(), note.sender.size()));
+	job->segment = name_of(note.sender) + kBox;
 	job->regions = {box_.number};
 	job->entries = {{.local = kInAt + at, .remote = note.offset, .bytes = note.bytes, .count = 1}};
 	Note read;
@@ -1098,7 +1087,7 @@ class KvsprayEngine final : public Engine
 		Peer p;
 		if (client_->find(agent, p) != kSuccess)
 			return kNotFound;
-		if (!read_public_data(range.blob))
+		if (!is_name(range.blob))
 			return kInvalidParam;
 		out = remote(p.endpoint, range.blob, range.addr);
 		return kSuccess;

@@ -49,8 +49,7 @@ void connections(const std::string &s)
 	if (!read_conn_info(s, p))
 		return;
 	CHECK_THAT(!p.endpoint.empty() && p.endpoint.size() <= KVS_MAX_NAME_BYTES);
-	CHECK_THAT(p.box.size() <= KVS_MAX_NAME_BYTES &&
-			   read_public_data(p.box.substr(0, p.box.size() - 3)));
+	CHECK_THAT(p.box.size() <= KVS_MAX_NAME_BYTES && is_name(p.box));
 }
 
 /* Places that are in use are apart, and those that were given back are found again. */
@@ -88,18 +87,18 @@ int main(int, char **argv)
 	good.kind = Note::kMessage;
 	good.bytes = 100;
 	const std::string note(reinterpret_cast<char *>(&good), sizeof good);
-	const std::string info = kConnMagic + std::string(2 * kIdBytes, 'a') + " 127.0.0.1:7650";
+	const std::string name = "nixl-" + std::string(2 * kIdBytes, 'a');
+	const std::string info = kConnMagic + name + " 127.0.0.1:7650";
 	Peer p;
 	CHECK_THAT(read_note(note.data(), note.size(), good) && read_conn_info(info, p));
-	CHECK_THAT(p.endpoint == "127.0.0.1:7650" &&
-			   p.box == "nixl-" + std::string(2 * kIdBytes, 'a') + "/box");
+	CHECK_THAT(p.endpoint == "127.0.0.1:7650" && p.box == name + kBox);
 	for (long i = atol(argv[1]); i > 0; i--) {
 		std::string agent, text;
 		notes(noise(KVS_MAX_NOTE_BYTES));
 		notes(changed(note));
-		connections(noise(2 * kConnInfoBytes));
+		connections(noise(2 * KVS_MAX_NAME_BYTES));
 		connections(changed(info));
-		(void)read_public_data(noise(2 * KVS_MAX_NAME_BYTES));
+		(void)is_name(changed(name));
 		const std::string a = noise(300), t = noise(300), message = changed(write_message(a, t));
 		if (read_message(message.data(), message.size(), agent, text))
 			CHECK_THAT(agent.size() + text.size() + sizeof(uint32_t) == message.size());
