@@ -154,6 +154,19 @@ func TestClientRefusals(t *testing.T) {
 			t.Errorf("%v, want %q", err, want)
 		}
 	}
+	long := strings.Repeat("x", 1025)
+	for field, err := range map[string]error{
+		"name":    c.mem.Register(t.Context(), long, 0, 1),
+		"grants":  c.mem.Register(t.Context(), "x", 0, 1, make([]client.Grant, 65)...),
+		"path":    c.RegisterFile(t.Context(), "x", long, 0, 0),
+		"bytes":   c.mem.Register(t.Context(), "x", 0, 0),
+		"note":    batchError(c.Read("", "x", client.Options{Note: []byte(long)}, c.at(0, 1))),
+		"durable": batchError(c.Read("", "x", client.Options{Durable: true}, c.at(0, 1))),
+	} {
+		if err == nil || !strings.Contains(err.Error(), field) {
+			t.Errorf("%v, want %q", err, field)
+		}
+	}
 	ok(t, c.mem.Register(t.Context(), "x", 0, 4096, client.Grant{To: client.Everyone, Read: true}))
 	for want, e := range map[string]client.Entry{"entries[0].remote": c.at(4096, 1),
 		"entries[0].local": c.at(lentBytes, 1), "entries[0].bytes": c.at(0, 0)} {
@@ -173,6 +186,8 @@ func TestClientRefusals(t *testing.T) {
 		t.Error("memory after Close")
 	}
 }
+
+func batchError(_ *client.Batch, err error) error { return err }
 
 // Lists of open batches share their memory: no batch gets the entries of another.
 func TestClientLists(t *testing.T) {
@@ -272,7 +287,7 @@ func done(b *client.Batch) bool {
 
 // A client that ends leaves its segment to the fence: the sidecar ends the batches that use it.
 func TestClientCloses(t *testing.T) {
-	_, _, na, nb, _ := silent(t)
+	_, _, na, nb, send := silent(t)
 	user := newGoClient(t, na, "user")
 	owner, err := client.Dial(t.Context(), nb.cfg.Engine.Socket, "test", "owner")
 	ok(t, err)
@@ -290,6 +305,8 @@ func TestClientCloses(t *testing.T) {
 	if _, err := mine.Wait(t.Context()); err != nil && !errors.Is(err, client.ErrClosed) {
 		t.Errorf("%v", err)
 	}
+	until(t, func() bool { return nb.segments.Open() == 0 })
+	send()
 	if r := ended(t, b, nil); r.Status == client.OK {
 		t.Errorf("%+v", r)
 	}
