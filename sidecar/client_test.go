@@ -198,10 +198,10 @@ func TestClientLists(t *testing.T) {
 	for i := range user.mem.Bytes() {
 		user.mem.Bytes()[i] = byte(i % 251)
 	}
-	const most = 100
+	const count = 100
 	var open []*client.Batch
 	for i := range uint64(4) {
-		entries := make([]client.Entry, most)
+		entries := make([]client.Entry, count)
 		for k := range entries {
 			entries[k] = user.at(i<<20+uint64(k)*8, 8)
 		}
@@ -214,7 +214,7 @@ func TestClientLists(t *testing.T) {
 	if r := ended(t, open[1], nil); r.Status != client.Canceled {
 		t.Errorf("%+v", r)
 	}
-	late, err := user.Write(nb.Endpoint(), "pool", client.Options{}, user.at(most*8, 8))
+	late, err := user.Write(nb.Endpoint(), "pool", client.Options{}, user.at(count*8, 8))
 	ok(t, err)
 	if _, err := late.Wait(canceled()); !errors.Is(err, context.Canceled) {
 		t.Errorf("%v", err)
@@ -232,7 +232,7 @@ func TestClientLists(t *testing.T) {
 	}
 	for _, i := range []uint64{0, 2, 3} {
 		at := i << 20
-		if !bytes.Equal(owner.mem.Bytes()[at:at+most*8], user.mem.Bytes()[at:at+most*8]) {
+		if !bytes.Equal(owner.mem.Bytes()[at:at+count*8], user.mem.Bytes()[at:at+count*8]) {
 			t.Errorf("batch %d: other bytes", i)
 		}
 	}

@@ -14,7 +14,7 @@ import (
 )
 
 // Entry is a range of a batch: Bytes bytes at Local in the memory, and at Remote in the segment. A
-// strided entry has Pieces of them, so many bytes apart.
+// strided entry has several such pieces, LocalStride and RemoteStride bytes apart.
 type Entry struct {
 	Memory                    *Memory
 	Local, Remote, Bytes      uint64

@@ -7,7 +7,8 @@
 // Invariant: a batch ends once nothing writes its memory any more: with the completion of the
 // sidecar, which comes after the fence, or with the proof that the sidecar's process has ended.
 //
-// Goroutines: the reader of package session, and one that delivers completions. Close joins both.
+// Goroutines: the reader of package session, and one that delivers completions, both joined by
+// Close; one that stops the delivery at the end of the session.
 package client
 
 import (

@@ -358,7 +358,7 @@ func (m *move) wait(ctx context.Context, a *ask) (c engines.Completion, err erro
 }
 
 // result is the completion for the engine. The side that receives the bytes determines its status:
-// only the owner can tell whether a file is written.
+// only the owner's report shows whether a file is written.
 func (m *move) result(ctx context.Context) (c engines.Completion, err error) {
 	c = engines.Completion{Status: m.own.Status, Transport: m.own.Transport, Reason: m.own.Reason,
 		Entries: m.own.arrived}
