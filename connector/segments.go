@@ -30,11 +30,12 @@ type Segments interface {
 	Start(*engines.Worker, Batch)
 }
 
-// Segment is a range of memory with a name, for peers.
+// Segment is a range of memory, or of a file, with a name, for peers.
 type Segment struct {
 	Name     string
-	Region   *mem.Region
-	Off, Len uint64
+	Region   *mem.Region // nil: a file
+	Path     string      // of the file, below the configured root
+	Off, Len uint64      // Len is 0 for all of the rest of a file
 	Grants   []Grant
 }
 
@@ -72,6 +73,7 @@ type Batch struct {
 	Deadline time.Duration
 	Wait     bool
 	Note     []byte
+	Durable  bool   // of a write to a file
 	Req      string // for traces
 }
 
@@ -107,6 +109,7 @@ func (w *worker) batchLocked(rec board.Record) error {
 	b.Lease, b.Deadline = w.leaseID(l), w.s.duration(m.DeadlineMS, w.s.opt.Deadline)
 	b.Peer, b.Segment, b.Write, b.Entries = m.Peer, m.Segment, m.Write, int(m.Entries)
 	b.Priority, b.Wait, b.Note, b.Req = priority(m.Priority), m.Wait, slices.Clone(m.Note), m.Req
+	b.Durable = m.Durable
 	w.beginLocked(l, m.StreamMark, b.Deadline, func(left time.Duration) {
 		b.Deadline = left
 		w.starts = append(w.starts, func() { w.s.opt.Segments.Start(w.pub, *b) })
@@ -205,13 +208,7 @@ func (w *worker) openSegment(m *msg.Segment) error {
 		return ErrGone
 	}
 	w.mu.Lock()
-	r, added, err := w.regionLocked(uint64(m.Region))
-	if err == nil && added == nil && w.pub.Layout != nil {
-		err = fmt.Errorf("region %d is one of the layout's", m.Region)
-	}
-	if err == nil {
-		err = r.Check(m.Offset, m.Bytes)
-	}
+	r, added, err := w.segmentRegionLocked(m)
 	switch {
 	case err != nil:
 		err = &msg.Error{Message: "SEGMENT", Field: "region", Problem: err.Error(),
@@ -235,12 +232,27 @@ func (w *worker) openSegment(m *msg.Segment) error {
 		added.leases++
 	}
 	w.mu.Unlock()
-	s.Region = r
+	s.Region, s.Path = r, m.Path
 	if err := w.s.opt.Segments.Register(w.pub, s); err != nil {
 		w.segmentEnded(m.Name)
 		return err
 	}
 	return nil
+}
+
+// segmentRegionLocked returns the region of a segment; nil: it is a file.
+func (w *worker) segmentRegionLocked(m *msg.Segment) (r *mem.Region, added *addedRegion, err error) {
+	if m.Path != "" {
+		return nil, nil, nil
+	}
+	r, added, err = w.regionLocked(uint64(m.Region))
+	if err == nil && added == nil && w.pub.Layout != nil {
+		err = fmt.Errorf("region %d is one of the layout's", m.Region)
+	}
+	if err == nil {
+		err = r.Check(m.Offset, m.Bytes)
+	}
+	return r, added, err
 }
 
 // maxGrantMS bounds the time of a grant: ten years.

@@ -154,6 +154,19 @@ func TestClientRefusals(t *testing.T) {
 			t.Errorf("%v, want %q", err, want)
 		}
 	}
+	long := strings.Repeat("x", 1025)
+	for field, err := range map[string]error{
+		"name":    c.mem.Register(t.Context(), long, 0, 1),
+		"grants":  c.mem.Register(t.Context(), "x", 0, 1, make([]client.Grant, 65)...),
+		"path":    c.RegisterFile(t.Context(), "x", long, 0, 0),
+		"bytes":   c.mem.Register(t.Context(), "x", 0, 0),
+		"note":    batchError(c.Read("", "x", client.Options{Note: []byte(long)}, c.at(0, 1))),
+		"durable": batchError(c.Read("", "x", client.Options{Durable: true}, c.at(0, 1))),
+	} {
+		if err == nil || !strings.Contains(err.Error(), field) {
+			t.Errorf("%v, want %q", err, field)
+		}
+	}
 	ok(t, c.mem.Register(t.Context(), "x", 0, 4096, client.Grant{To: client.Everyone, Read: true}))
 	for want, e := range map[string]client.Entry{"entries[0].remote": c.at(4096, 1),
 		"entries[0].local": c.at(lentBytes, 1), "entries[0].bytes": c.at(0, 0)} {
@@ -174,6 +187,8 @@ func TestClientRefusals(t *testing.T) {
 	}
 }
 
+func batchError(_ *client.Batch, err error) error { return err }
+
 // Lists of open batches share their memory: no batch gets the entries of another.
 func TestClientLists(t *testing.T) {
 	_, _, na, nb, send := silent(t)
@@ -183,10 +198,10 @@ func TestClientLists(t *testing.T) {
 	for i := range user.mem.Bytes() {
 		user.mem.Bytes()[i] = byte(i % 251)
 	}
-	const most = 100
+	const count = 100
 	var open []*client.Batch
 	for i := range uint64(4) {
-		entries := make([]client.Entry, most)
+		entries := make([]client.Entry, count)
 		for k := range entries {
 			entries[k] = user.at(i<<20+uint64(k)*8, 8)
 		}
@@ -199,7 +214,7 @@ func TestClientLists(t *testing.T) {
 	if r := ended(t, open[1], nil); r.Status != client.Canceled {
 		t.Errorf("%+v", r)
 	}
-	late, err := user.Write(nb.Endpoint(), "pool", client.Options{}, user.at(most*8, 8))
+	late, err := user.Write(nb.Endpoint(), "pool", client.Options{}, user.at(count*8, 8))
 	ok(t, err)
 	if _, err := late.Wait(canceled()); !errors.Is(err, context.Canceled) {
 		t.Errorf("%v", err)
@@ -217,7 +232,7 @@ func TestClientLists(t *testing.T) {
 	}
 	for _, i := range []uint64{0, 2, 3} {
 		at := i << 20
-		if !bytes.Equal(owner.mem.Bytes()[at:at+most*8], user.mem.Bytes()[at:at+most*8]) {
+		if !bytes.Equal(owner.mem.Bytes()[at:at+count*8], user.mem.Bytes()[at:at+count*8]) {
 			t.Errorf("batch %d: other bytes", i)
 		}
 	}
@@ -272,7 +287,7 @@ func done(b *client.Batch) bool {
 
 // A client that ends leaves its segment to the fence: the sidecar ends the batches that use it.
 func TestClientCloses(t *testing.T) {
-	_, _, na, nb, _ := silent(t)
+	_, _, na, nb, send := silent(t)
 	user := newGoClient(t, na, "user")
 	owner, err := client.Dial(t.Context(), nb.cfg.Engine.Socket, "test", "owner")
 	ok(t, err)
@@ -290,6 +305,8 @@ func TestClientCloses(t *testing.T) {
 	if _, err := mine.Wait(t.Context()); err != nil && !errors.Is(err, client.ErrClosed) {
 		t.Errorf("%v", err)
 	}
+	until(t, func() bool { return nb.segments.Open() == 0 })
+	send()
 	if r := ended(t, b, nil); r.Status == client.OK {
 		t.Errorf("%+v", r)
 	}

@@ -214,7 +214,17 @@ func (h watchedHost) Refused(l transport.Lane, r transfer.Reason) {
 // attacked starts two sidecars under an attack.
 func attacked(t *testing.T, a *attack, order ...string) (p, d *running) {
 	t.Helper()
-	change := func(c *config.Config) { c.Transports.Order = order }
+	return attackedWith(t, a, func(*config.Config) {}, order...)
+}
+
+// attackedWith is attacked with another configuration.
+func attackedWith(t *testing.T, a *attack, more func(*config.Config), order ...string) (p,
+	d *running) {
+	t.Helper()
+	change := func(c *config.Config) {
+		c.Transports.Order = order
+		more(c)
+	}
 	p = startConfig(t, testConfig(t, change), func(n *Node) {
 		for i, b := range n.backends {
 			n.backends[i] = faulttest.Wrap(b, a.plan)

@@ -88,6 +88,7 @@ func newProcess(t testing.TB, transport string, argv ...string) *process {
 		socket: filepath.Join(dir, "s.sock")}
 	p.endpoint, p.http = freePorts(t)
 	b, err := json.Marshal(map[string]any{"node": filepath.Base(dir),
+		"segments":   map[string]any{"root": dir},
 		"engine":     map[string]any{"socket": p.socket},
 		"peer":       map[string]any{"listen": p.endpoint, "gossip": map[string]any{"listen": "off"}},
 		"http":       map[string]any{"listen": p.http},

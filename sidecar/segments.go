@@ -15,6 +15,7 @@ import (
 // newSegments makes the part that moves batches. Its worker starts with Run.
 func (n *Node) newSegments() *segments.Segments {
 	return segments.New(segments.Options{Self: n.boot, Node: n.cfg.Node, Endpoint: n.Endpoint,
+		Root:     n.cfg.Segments.Root,
 		Registry: parseblock.Default(), Leases: n.local, Events: n.driver.Handle,
 		Send: n.conv.sendSegments, Connect: n.conv.Connect, Member: n.conv.memberEndpoint,
 		Complete: n.complete, Log: n.log})

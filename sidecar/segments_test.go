@@ -11,7 +11,6 @@ import (
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/engines"
-	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transport"
@@ -286,11 +285,21 @@ func TestBatchRefusals(t *testing.T) {
 // silent starts two nodes of which the first one sends no byte until the plan releases.
 func silent(t *testing.T) (a, b *segmenter, na, nb *running, send func()) {
 	t.Helper()
+	return silentWith(t, func(*config.Config) {})
+}
+
+// silentWith is silent with another configuration.
+func silentWith(t *testing.T, more func(*config.Config)) (a, b *segmenter, na, nb *running,
+	send func()) {
+	t.Helper()
 	var on atomic.Bool
 	on.Store(true)
 	plan := faulttest.New(1, faulttest.Rule{Kind: faulttest.Hold,
 		Only: func(transport.Lane, transport.Slice) bool { return on.Load() }})
-	tcp := func(c *config.Config) { c.Transports.Order = []string{"tcp"} }
+	tcp := func(c *config.Config) {
+		c.Transports.Order = []string{"tcp"}
+		more(c)
+	}
 	na = startConfig(t, testConfig(t, tcp), func(n *Node) {
 		for i, b := range n.backends {
 			n.backends[i] = faulttest.Wrap(b, plan)
@@ -381,11 +390,7 @@ func TestRevocationReturnsAfterTheFence(t *testing.T) {
 		}
 		a.refusedBatch(t, b, "no segment that node", msg.Batch{Peer: nb.Endpoint(), Segment: "pool",
 			Write: true}, entry{bytes: 1})
-		until(t, func() bool {
-			flights := 0
-			na.driver.View(func(ex *exec.Exec, _ exec.Instant) { flights = ex.Load().Flights })
-			return flights == 0
-		})
+		until(t, func() bool { return flights(na) == 0 })
 		if !bytes.Equal(b.memory(), want) {
 			t.Error("bytes changed after the revocation")
 		}

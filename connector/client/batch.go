@@ -14,7 +14,7 @@ import (
 )
 
 // Entry is a range of a batch: Bytes bytes at Local in the memory, and at Remote in the segment. A
-// strided entry has Pieces of them, so many bytes apart.
+// strided entry has several such pieces, LocalStride and RemoteStride bytes apart.
 type Entry struct {
 	Memory                    *Memory
 	Local, Remote, Bytes      uint64
@@ -37,6 +37,7 @@ type Options struct {
 	Deadline time.Duration // then it ends as Expired, after its fence; 0: the sidecar's default
 	Wait     bool          // for open batches that exclude this one; else it is refused
 	Note     []byte        // for the owner of the segment, once the batch is complete
+	Durable  bool          // of a write to a file: it ends once its data is on the disk
 	Request  string        // for traces
 }
 
@@ -130,8 +131,12 @@ func (c *Client) start(m msg.Batch, o *Options, entries []Entry) (*Batch, error)
 	}
 	m.List, m.Offset, m.Entries = listNumber, b.list.from, uint32(len(entries))
 	m.Priority, m.DeadlineMS = uint32(o.Priority), milliseconds(o.Deadline)
-	m.Wait, m.Note, m.Req = o.Wait, o.Note, o.Request
-	if err := c.rings.Push(board.RecBatch, b.lease, 0, m.Append(nil)); err != nil {
+	m.Wait, m.Note, m.Durable, m.Req = o.Wait, o.Note, o.Durable, o.Request
+	body := m.Append(nil)
+	if _, err := msg.DecodeBatch(body); err != nil {
+		return nil, fmt.Errorf("client: %w", err)
+	}
+	if err := c.rings.Push(board.RecBatch, b.lease, 0, body); err != nil {
 		return nil, fmt.Errorf("client: batch: %w", err)
 	}
 	c.open[b.lease] = b

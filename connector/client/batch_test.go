@@ -11,7 +11,7 @@ import (
 // refused.
 func TestListsDoNotOverlap(t *testing.T) {
 	c := &Client{}
-	const most = msg.MaxBatchEntries * msg.EntryBytes
+	const full = msg.MaxBatchEntries * msg.EntryBytes
 	take := func(n uint64) (span, bool) {
 		s, ok := c.takeLocked(n)
 		if ok {
@@ -25,8 +25,8 @@ func TestListsDoNotOverlap(t *testing.T) {
 		return s, ok
 	}
 	var all []span
-	for range listBytes / most {
-		s, ok := take(most)
+	for range listBytes / full {
+		s, ok := take(full)
 		if !ok {
 			t.Fatalf("no room for list %d", len(all))
 		}
@@ -37,7 +37,7 @@ func TestListsDoNotOverlap(t *testing.T) {
 	}
 	c.used = slices.DeleteFunc(c.used, func(s span) bool { return s == all[1] })
 	first, ok1 := take(48)
-	second, ok2 := take(most - 48)
+	second, ok2 := take(full - 48)
 	if !ok1 || !ok2 || first.from != all[1].from || second.to != all[1].to {
 		t.Errorf("%v %v, want the place of %v", first, second, all[1])
 	}

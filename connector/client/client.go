@@ -7,7 +7,8 @@
 // Invariant: a batch ends once nothing writes its memory any more: with the completion of the
 // sidecar, which comes after the fence, or with the proof that the sidecar's process has ended.
 //
-// Goroutines: the reader of package session, and one that delivers completions. Close joins both.
+// Goroutines: the reader of package session, and one that delivers completions, both joined by
+// Close; one that stops the delivery at the end of the session.
 package client
 
 import (
@@ -300,11 +301,24 @@ func (c *Client) done(ctx context.Context, request func(id uint64) msg.Message, 
 
 func ask[T msg.Message](ctx context.Context, c *Client, request func(id uint64) msg.Message,
 	fds ...int) (T, error) {
-	a, err := session.Ask[T](ctx, c.conn, request, fds...)
+	a, err := askValid[T](ctx, c, request, fds...)
 	if err != nil {
 		return a, fmt.Errorf("client: %w", err)
 	}
 	return a, nil
+}
+
+// askValid refuses a request that the sidecar could not read, and would not answer.
+func askValid[T msg.Message](ctx context.Context, c *Client, request func(id uint64) msg.Message,
+	fds ...int) (answer T, err error) {
+	p, err := msg.EncodePacket(request(1))
+	if err != nil {
+		return answer, err
+	}
+	if _, err := msg.DecodePacket(p); err != nil {
+		return answer, err
+	}
+	return session.Ask[T](ctx, c.conn, request, fds...)
 }
 
 // Everyone in a Grant names every node of the cluster.
@@ -321,11 +335,22 @@ type Grant struct {
 // Register gives bytes of the memory a name. Other nodes may then use them as the grants allow.
 func (m *Memory) Register(ctx context.Context, name string, offset, nbytes uint64,
 	grants ...Grant) error {
-	s := &msg.Segment{Name: name, Region: m.number, Offset: offset, Bytes: nbytes,
-		Grants: grantMessages(grants)}
-	return m.c.done(ctx, func(id uint64) msg.Message {
+	return m.c.segment(ctx, msg.Segment{Name: name, Region: m.number, Offset: offset, Bytes: nbytes},
+		grants)
+}
+
+// RegisterFile gives bytes of a file a name. path begins at segments.root of the sidecar; nbytes is
+// 0 for all of the rest.
+func (c *Client) RegisterFile(ctx context.Context, name, path string, offset, nbytes uint64,
+	grants ...Grant) error {
+	return c.segment(ctx, msg.Segment{Name: name, Path: path, Offset: offset, Bytes: nbytes}, grants)
+}
+
+func (c *Client) segment(ctx context.Context, s msg.Segment, grants []Grant) error {
+	s.Grants = grantMessages(grants)
+	return c.done(ctx, func(id uint64) msg.Message {
 		s.ID = id
-		return s
+		return &s
 	})
 }
 

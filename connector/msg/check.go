@@ -115,8 +115,10 @@ func (m *Segment) check() (field, problem string) {
 	switch {
 	case m.Name == "":
 		return "name", "empty"
-	case m.Bytes == 0:
+	case m.Path == "" && m.Bytes == 0:
 		return "bytes", "0"
+	case m.Path != "" && m.Region != 0:
+		return "path", "a segment is a region or a file, and this names both"
 	}
 	for i, g := range m.Grants {
 		if !g.Read && !g.Write || g.To == "" {
@@ -130,6 +132,9 @@ func (m *Segment) check() (field, problem string) {
 func (m *Batch) check() (field, problem string) {
 	if m.Segment == "" {
 		return "segment", "empty"
+	}
+	if m.Durable && !m.Write {
+		return "durable", "set, and the batch reads"
 	}
 	return "", ""
 }

@@ -1617,7 +1617,7 @@ func (m *Held) append(b []byte) []byte {
 	return b
 }
 
-var requiredSegment = []string{"id", "name", "region", "bytes"}
+var requiredSegment = []string{"id", "name"}
 
 func (m *Segment) read(r *reader) {
 	*m = Segment{}
@@ -1632,12 +1632,12 @@ func (m *Segment) read(r *reader) {
 			got |= 1 << 1
 		case "region":
 			m.Region = r.u32()
-			got |= 1 << 2
+		case "path":
+			m.Path = r.str(MaxPathBytes)
 		case "offset":
 			m.Offset = r.u64()
 		case "bytes":
 			m.Bytes = r.u64()
-			got |= 1 << 3
 		case "grants":
 			{
 				n := r.arrayLen(MaxGrants, 5)
@@ -1665,8 +1665,14 @@ func (m *Segment) read(r *reader) {
 }
 
 func (m *Segment) append(b []byte) []byte {
-	n := 5
+	n := 4
+	if len(m.Path) > 0 {
+		n++
+	}
 	if m.Offset != 0 {
+		n++
+	}
+	if m.Bytes != 0 {
 		n++
 	}
 	b = appendMap(b, n)
@@ -1676,12 +1682,18 @@ func (m *Segment) append(b []byte) []byte {
 	b = appendStr(b, m.Name)
 	b = append(b, "\xa6region"...)
 	b = appendUint(b, uint64(m.Region))
+	if len(m.Path) > 0 {
+		b = append(b, "\xa4path"...)
+		b = appendStr(b, m.Path)
+	}
 	if m.Offset != 0 {
 		b = append(b, "\xa6offset"...)
 		b = appendUint(b, m.Offset)
 	}
-	b = append(b, "\xa5bytes"...)
-	b = appendUint(b, m.Bytes)
+	if m.Bytes != 0 {
+		b = append(b, "\xa5bytes"...)
+		b = appendUint(b, m.Bytes)
+	}
 	b = append(b, "\xa6grants"...)
 	b = appendArray(b, len(m.Grants))
 	for i := range m.Grants {
@@ -2614,6 +2626,8 @@ func (m *Batch) read(r *reader) {
 			m.Wait = r.bool()
 		case "note":
 			m.Note = append([]byte(nil), r.bin(MaxNoteBytes)...)
+		case "durable":
+			m.Durable = r.bool()
 		case "req":
 			m.Req = r.str(MaxReqBytes)
 		case "stream_mark":
@@ -2638,6 +2652,9 @@ func (m *Batch) Append(b []byte) []byte {
 		n++
 	}
 	if len(m.Note) > 0 {
+		n++
+	}
+	if m.Durable {
 		n++
 	}
 	if m.StreamMark != 0 {
@@ -2671,6 +2688,10 @@ func (m *Batch) Append(b []byte) []byte {
 	if len(m.Note) > 0 {
 		b = append(b, "\xa4note"...)
 		b = appendBin(b, m.Note)
+	}
+	if m.Durable {
+		b = append(b, "\xa7durable"...)
+		b = appendBool(b, m.Durable)
 	}
 	b = append(b, "\xa3req"...)
 	b = appendStr(b, m.Req)

@@ -40,6 +40,7 @@ const (
 	MaxBatchPieces  = 1 << 17   // of all entries: strided ones have several
 	MaxBatchRegions = 64        // of this worker, that a batch's entries lie in
 	EntryBytes      = 48        // of an entry in a batch's list
+	MaxPathBytes    = 1024      // of a file below segments.root
 	MaxNoteBytes    = 64        // of a notification
 	MaxNotes        = 256       // of one NOTED
 	NoFD            = 1<<32 - 1 // the descriptor index of a region without a descriptor
@@ -537,13 +538,14 @@ type Held struct {
 // Type implements Message.
 func (*Held) Type() Type { return TypeHeld }
 
-// Segment names a range of a region, which peers may then use as the grants allow (worker only); answered by DONE.
+// Segment names a range of a region or of a file, which peers may then use as the grants allow (worker only); answered by DONE.
 type Segment struct {
 	ID     uint64
 	Name   string
-	Region uint32 // number
+	Region uint32 // number; of a file: absent
+	Path   string // of a file, from segments.root on; absent: a region
 	Offset uint64
-	Bytes  uint64
+	Bytes  uint64 // absent, of a file: to its present end
 	Grants []SegmentGrant
 }
 
@@ -707,6 +709,7 @@ type Batch struct {
 	DeadlineMS uint64
 	Wait       bool   // a batch that open ones exclude waits for them; else it is refused
 	Note       []byte // for the segment's engine, once the bytes are there
+	Durable    bool   // of a write to a file: the lease ends once its data is on the disk
 	Req        string
 	StreamMark uint64 // as in EXPECT
 }

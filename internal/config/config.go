@@ -26,6 +26,7 @@ type Config struct {
 	Transports Transports `yaml:"transports" doc:"The data lanes."`
 	Transfer   Transfer   `yaml:"transfer" doc:"Limits of a transfer. Deadlines start fences; they never release blocks by themselves."`
 	Store      Store      `yaml:"store" doc:"Pages of engines' caches that this node keeps for later prompts. Off unless store.memory is set."`
+	Segments   Segments   `yaml:"segments" doc:"Files of this node that peers may read and write in batches."`
 	Health     Health     `yaml:"health" doc:"What faults of devices do."`
 	HTTP       HTTP       `yaml:"http" doc:"Health, metrics and the node description that routers read."`
 	Log        Log        `yaml:"log" doc:"Logging, to standard error."`
@@ -141,6 +142,11 @@ type Transfer struct {
 	Grace        Duration `yaml:"grace" unit:"duration" doc:"Time after the deadline that a fence or a stopped sidecar has before the next stronger measure."`
 	MaxSlices    int      `yaml:"max_slices" unit:"slices" doc:"Largest number of slices in flight over all lanes of one peer."`
 	MaxAttempts  int      `yaml:"max_attempts" unit:"attempts" doc:"Attempts to move a chunk before the transfer fails with its blocks named."`
+}
+
+// Segments configures files as segments.
+type Segments struct {
+	Root string `yaml:"root" unit:"path" doc:"Directory whose files engines of this node may register as segments, with the rights of the sidecar's user. Paths that leave it, and symbolic links, are refused." default:"none: no files"`
 }
 
 // Store configures the node's store of pages.

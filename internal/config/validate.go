@@ -126,6 +126,8 @@ func (c *Config) Validate() error {
 	v.between("transfer.max_attempts", c.Transfer.MaxAttempts, 1, 100)
 
 	v.store()
+	v.check(c.Segments.Root == "" || filepath.IsAbs(c.Segments.Root), "segments.root", c.Segments.Root,
+		"not an absolute path", "start it with /")
 
 	v.bind("http.listen", c.HTTP.Listen, true)
 	v.check(len(c.HTTP.Hosts) <= maxHosts, "http.hosts", strconv.Itoa(len(c.HTTP.Hosts)),

@@ -34,17 +34,22 @@ static int64_t post(kvs_client *c, uint32_t type, uint32_t keys, struct mpw *w)
 	return rc;
 }
 
-int64_t kvs_segment(kvs_client *c, const char *name, uint32_t region, uint64_t offset, uint64_t bytes, const struct kvs_grant *grants, uint32_t n)
+/* path: of a file; NULL: a region. */
+static int64_t segment(kvs_client *c, const char *name, const char *path, uint32_t region, uint64_t offset, uint64_t bytes, const struct kvs_grant *grants,
+		       uint32_t n)
 {
 	CHECK(c);
-	if (!fits(name, false) || !bytes || (n && !grants) || n > KVS_MAX_GRANTS)
+	if (!fits(name, false) || (n && !grants) || n > KVS_MAX_GRANTS)
 		return KVS_E_ARG;
 	for (uint32_t i = 0; i < n; i++)
 		if (!fits(grants[i].to, false) || !(grants[i].read || grants[i].write))
 			return KVS_E_ARG;
 	struct mpw w = {0};
 	mpw_put_str(&w, "name", name);
-	mpw_put_uint(&w, "region", region);
+	if (path)
+		mpw_put_str(&w, "path", path);
+	else
+		mpw_put_uint(&w, "region", region);
 	mpw_put_uint(&w, "offset", offset);
 	mpw_put_uint(&w, "bytes", bytes);
 	mpw_str(&w, "grants");
@@ -60,6 +65,18 @@ int64_t kvs_segment(kvs_client *c, const char *name, uint32_t region, uint64_t o
 		mpw_put_uint(&w, "end_ms", g->end_ms);
 	}
 	return post(c, MSG_SEGMENT, 5, &w);
+}
+
+int64_t kvs_segment(kvs_client *c, const char *name, uint32_t region, uint64_t offset, uint64_t bytes, const struct kvs_grant *grants, uint32_t n)
+{
+	return bytes ? segment(c, name, NULL, region, offset, bytes, grants, n) : KVS_E_ARG;
+}
+
+int64_t kvs_segment_file(kvs_client *c, const char *name, const char *path, uint64_t offset, uint64_t bytes, const struct kvs_grant *grants, uint32_t n)
+{
+	if (!path || !*path || strlen(path) > KVS_MAX_PATH_BYTES)
+		return KVS_E_ARG;
+	return segment(c, name, path, 0, offset, bytes, grants, n);
 }
 
 int64_t kvs_segment_revoke(kvs_client *c, const char *name, const char *to)
@@ -232,7 +249,7 @@ int64_t kvs_batch_submit(kvs_client *c, const struct kvs_batch *b, const struct 
 		for (int k = 0; k < 4; k++)
 			regions[4 * i + k] = (uint8_t)(o->regions[i] >> 8 * k);
 	struct mpw w = {0};
-	mpw_map(&w, o->note_bytes ? 12 : 11);
+	mpw_map(&w, o->note_bytes ? 13 : 12);
 	mpw_put_str(&w, "peer", o->peer ? o->peer : "");
 	mpw_put_str(&w, "segment", o->segment);
 	put_bool(&w, "write", o->write);
@@ -244,6 +261,7 @@ int64_t kvs_batch_submit(kvs_client *c, const struct kvs_batch *b, const struct 
 	put_bool(&w, "wait", o->wait);
 	if (o->note_bytes)
 		mpw_put_bin(&w, "note", o->note, o->note_bytes);
+	put_bool(&w, "durable", o->durable);
 	mpw_put_str(&w, "req", o->req ? o->req : "");
 	mpw_put_uint(&w, "stream_mark", o->stream_mark);
 	int64_t rc = w.bad ? KVS_E_LIMIT : kvs_submit(c, KVS_REC_BATCH, w.buf, (uint32_t)w.len, deadline);

@@ -103,6 +103,34 @@ def test_example(sides: Any) -> None:
         user.segments.find("cache", peer=owner.endpoint)
 
 
+def test_file(serve: Serve, sides: Any, tmp_path: pathlib.Path) -> None:
+    """The example of files in docs/segments.md."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "kv.bin").write_bytes(bytes(BYTES))
+    _, socket = serve("files", f"segments.root={root}")
+    owner, user = sides("owner", BYTES, socket), sides("user")
+    owner.segments.register_file("cache", "kv.bin", grants=EVERYONE)
+    assert user.segments.find("cache", peer=owner.endpoint).nbytes == BYTES
+
+    user.view[:] = os.urandom(BYTES)
+    with user.segments.batch(2) as batch:
+        batch.add(local=0, remote=8 * PAGE, nbytes=PAGE)
+        batch.add(local=PAGE, remote=5, nbytes=7)
+        done = user.end(batch.write("cache", [user.region], peer=owner.endpoint, durable=True))
+        assert done.ok and done.bytes == PAGE + 7, done
+        now = (root / "kv.bin").read_bytes()
+        assert now[8 * PAGE : 9 * PAGE] == user.view[:PAGE]
+        assert now[5:12] == user.view[PAGE : PAGE + 7] and now[12] == 0
+        done = user.end(batch.read("cache", [user.region], peer=owner.endpoint, durable=True))
+        assert done.status == CompletionStatus.REFUSED and "durable" in done.reason
+
+    with pytest.raises(KvsprayError, match="leaves segments.root"):
+        owner.segments.register_file("out", "../owner.sock", grants=EVERYONE)
+    with pytest.raises(KvsprayError, match="segments.root"):
+        user.segments.register_file("none", "kv.bin", grants=EVERYONE)
+
+
 def test_many_entries(sides: Any) -> None:
     """As many entries as a batch takes, written as an array; one more is refused, and so are more
     pieces."""

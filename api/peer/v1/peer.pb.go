@@ -3307,8 +3307,9 @@ type SegmentBatch struct {
 	Entries       []byte `protobuf:"bytes,5,opt,name=entries,proto3" json:"entries,omitempty"`
 	Priority      uint32 `protobuf:"varint,6,opt,name=priority,proto3" json:"priority,omitempty"`
 	DeadlineMs    uint32 `protobuf:"varint,7,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"`
-	Wait          bool   `protobuf:"varint,8,opt,name=wait,proto3" json:"wait,omitempty"` // until open batches end that exclude it; else it is refused
-	Note          []byte `protobuf:"bytes,9,opt,name=note,proto3" json:"note,omitempty"`  // for the segment's engine
+	Wait          bool   `protobuf:"varint,8,opt,name=wait,proto3" json:"wait,omitempty"`        // until open batches end that exclude it; else it is refused
+	Note          []byte `protobuf:"bytes,9,opt,name=note,proto3" json:"note,omitempty"`         // for the segment's engine
+	Durable       bool   `protobuf:"varint,10,opt,name=durable,proto3" json:"durable,omitempty"` // of a write to a file: the end comes once its data is on the disk
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3404,6 +3405,13 @@ func (x *SegmentBatch) GetNote() []byte {
 		return x.Note
 	}
 	return nil
+}
+
+func (x *SegmentBatch) GetDurable() bool {
+	if x != nil {
+		return x.Durable
+	}
+	return false
 }
 
 // SegmentCancel ends the lease of a SegmentBatch.
@@ -4240,7 +4248,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\x12\x12\n" +
 	"\x04read\x18\x04 \x01(\bR\x04read\x12\x14\n" +
 	"\x05write\x18\x05 \x01(\bR\x05write\x12\x15\n" +
-	"\x06end_ms\x18\x06 \x01(\x04R\x05endMs\"\xdd\x01\n" +
+	"\x06end_ms\x18\x06 \x01(\x04R\x05endMs\"\xf7\x01\n" +
 	"\fSegmentBatch\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -4251,7 +4259,9 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\vdeadline_ms\x18\a \x01(\rR\n" +
 	"deadlineMs\x12\x12\n" +
 	"\x04wait\x18\b \x01(\bR\x04wait\x12\x12\n" +
-	"\x04note\x18\t \x01(\fR\x04note\"7\n" +
+	"\x04note\x18\t \x01(\fR\x04note\x12\x18\n" +
+	"\adurable\x18\n" +
+	" \x01(\bR\adurable\"7\n" +
 	"\rSegmentCancel\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\"g\n" +

@@ -348,6 +348,7 @@ int kvs_close_space(kvs_client *c, int64_t request);
 #define KVS_MAX_BATCH_PIECES (1u << 17) /* of all entries */
 #define KVS_MAX_BATCH_REGIONS 64      /* of this client, that a batch's entries lie in */
 #define KVS_MAX_NOTE_BYTES 64
+#define KVS_MAX_PATH_BYTES 1024       /* of a file */
 #define KVS_MAX_NOTES 256             /* of one answer */
 
 /* Lets a node use a range of a segment. */
@@ -361,6 +362,8 @@ struct kvs_grant {
 /* Makes a range of a region, by its number, a segment. A worker with a layout names regions of kvs_regions_add. Names of a node's segments are
  * unique. Returns a request for kvs_answer: DONE (19), or ERROR (5). A segment ends with the session: register it again after a reconnection. */
 int64_t kvs_segment(kvs_client *c, const char *name, uint32_t region, uint64_t offset, uint64_t bytes, const struct kvs_grant *grants, uint32_t n);
+/* The same of a file. path begins at segments.root of the sidecar; bytes 0: to the present end. */
+int64_t kvs_segment_file(kvs_client *c, const char *name, const char *path, uint64_t offset, uint64_t bytes, const struct kvs_grant *grants, uint32_t n);
 
 /* Ends a segment; with `to`, only its grants to that node. DONE comes once every batch that used them is fenced: from then on no batch reads or writes
  * a byte for them. */
@@ -425,7 +428,7 @@ struct kvs_batch_options {
 	uint32_t wait;        /* 1: the batch waits for open batches that exclude it; 0: it is refused */
 	const void *note;     /* for the segment's engine, once the bytes are there; NULL: none */
 	uint32_t note_bytes;
-	uint32_t reserved;
+	uint32_t durable;     /* 1: a write to a file completes once its data is on the disk */
 	const char *req;      /* for traces; NULL: none */
 	uint64_t stream_mark; /* of kvs_gpu_mark; 0: at once */
 };

@@ -116,7 +116,7 @@ class CBatchOptions(ctypes.Structure):
         ("wait", c_uint32),
         ("note", c_char_p),
         ("note_bytes", c_uint32),
-        ("reserved", c_uint32),
+        ("durable", c_uint32),
         ("req", c_char_p),
         ("stream_mark", c_uint64),
     ]
@@ -228,6 +228,10 @@ _PROTOTYPES = {
     "kvs_segment": (
         c_int64,
         [c_void_p, c_char_p, c_uint32, c_uint64, c_uint64, POINTER(CGrant), c_uint32],
+    ),
+    "kvs_segment_file": (
+        c_int64,
+        [c_void_p, c_char_p, c_char_p, c_uint64, c_uint64, POINTER(CGrant), c_uint32],
     ),
     "kvs_segment_revoke": (c_int64, [c_void_p, c_char_p, c_char_p]),
     "kvs_locate": (c_int64, [c_void_p, c_char_p, c_char_p, c_uint32]),

@@ -43,6 +43,7 @@ MAX_BATCH_ENTRIES = 100000
 MAX_BATCH_PIECES = 131072  # of all entries: strided ones have several
 MAX_BATCH_REGIONS = 64  # of this worker, that a batch's entries lie in
 ENTRY_BYTES = 48  # of an entry in a batch's list
+MAX_PATH_BYTES = 1024  # of a file below segments.root
 MAX_NOTE_BYTES = 64  # of a notification
 MAX_NOTES = 256  # of one NOTED
 NO_FD = 4294967295  # the descriptor index of a region without a descriptor
@@ -176,7 +177,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "CLOSE": ("open",),
     "DONE": ("id", "members", "confirmed", "missing"),
     "HELD": ("lease",),
-    "SEGMENT": ("id", "name", "region", "offset", "bytes", "grants"),
+    "SEGMENT": ("id", "name", "region", "path", "offset", "bytes", "grants"),
     "SEGMENT.grants": ("to", "read", "write", "offset", "bytes", "end_ms"),
     "REVOKE": ("id", "name", "to"),
     "LOCATE": ("id", "peer", "name", "deadline_ms"),
@@ -245,6 +246,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "deadline_ms",
         "wait",
         "note",
+        "durable",
         "req",
         "stream_mark",
     ),
@@ -450,6 +452,7 @@ def batch(
     deadline_ms: int = 0,
     wait: bool = False,
     note: bytes = b"",
+    durable: bool = False,
     req: str = "",
     stream_mark: int = 0,
 ) -> dict[str, Any]:
@@ -471,6 +474,8 @@ def batch(
         body["offset"] = offset
     if note:
         body["note"] = note
+    if durable:
+        body["durable"] = durable
     if stream_mark:
         body["stream_mark"] = stream_mark
     return body

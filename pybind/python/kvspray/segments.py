@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import os
 import struct
 import weakref
 from collections.abc import Iterable, Sequence
@@ -74,6 +75,18 @@ class EntryStatus(enum.IntEnum):
     UNDEFINED = 2  # any part of it may have arrived
 
 
+def _grants(grants: Sequence[Grant]) -> ctypes.Array[_lib.CGrant]:
+    return (_lib.CGrant * len(grants))(
+        *[
+            _lib.CGrant(
+                g.to.encode(), g.read, g.write, g.offset, g.nbytes,
+                0 if g.for_s == 0 else _ms(g.for_s, 0),
+            )
+            for g in grants
+        ]
+    )  # fmt: skip
+
+
 class Segments:
     """Segments of one worker, and its batches to those of others. Any thread may use it. Requests
     raise KvsprayError with the sidecar's field, value and remedy."""
@@ -96,19 +109,32 @@ class Segments:
         segment again."""
         size = region.nbytes - offset if nbytes is None else nbytes
         number = self.client._number("segment", region)
-        given = (_lib.CGrant * len(grants))(
-            *[
-                _lib.CGrant(
-                    g.to.encode(), g.read, g.write, g.offset, g.nbytes,
-                    0 if g.for_s == 0 else _ms(g.for_s, 0),
-                )
-                for g in grants
-            ]
-        )  # fmt: skip
         h = self._handle("register")
         self._ask(
             f"segment {name!r}", timeout_s, _DONE,
-            lib.kvs_segment(h, name.encode(), number, offset, size, given, len(grants)),
+            lib.kvs_segment(
+                h, name.encode(), number, offset, size, _grants(grants), len(grants)
+            ),
+        )  # fmt: skip
+
+    def register_file(
+        self,
+        name: str,
+        path: str,
+        *,
+        grants: Sequence[Grant],
+        offset: int = 0,
+        nbytes: int = 0,
+        timeout_s: float = 10,
+    ) -> None:
+        """Makes ``nbytes`` bytes (0: all of the rest) of a file a segment, from ``offset`` on.
+        ``path`` begins at ``segments.root`` of this node's sidecar."""
+        h = self._handle("register")
+        self._ask(
+            f"segment {name!r}", timeout_s, _DONE,
+            lib.kvs_segment_file(
+                h, name.encode(), os.fsencode(path), offset, nbytes, _grants(grants), len(grants)
+            ),
         )  # fmt: skip
 
     def revoke(self, name: str, *, to: str = "", timeout_s: float | None = None) -> None:
@@ -239,8 +265,8 @@ class Batch:
         owner's sidecar or the name of its node (empty: this node); ``priority``: 0 decode waits, 1
         stream, 2 background; ``deadline_s``, at most 3,600 (None: as for other leases); ``wait``:
         wait for open batches that exclude this one, instead of a refusal; ``note``: at most 64
-        bytes, for the owner's engine; ``req``: a name for traces; ``after``: as of
-        WorkerClient.expect().
+        bytes, for the owner's engine; ``durable``: a write to a file completes once its data is on
+        the disk; ``req``: a name for traces; ``after``: as of WorkerClient.expect().
 
         Returns the lease, which completes through WorkerClient.poll(); then statuses() has the
         status of each entry. Returns 0 or LATER as WorkerClient.copy() does. A note that is too
@@ -255,7 +281,7 @@ class Batch:
     def _submit(
         self, write: int, segment: str, regions: Sequence[Region], *, peer: str = "",
         priority: int = 0, deadline_s: float | None = None, wait: bool = False, note: bytes = b"",
-        req: str = "", after: int = 0,
+        durable: bool = False, req: str = "", after: int = 0,
     ) -> int:  # fmt: skip
         if len(note) > _messages.MAX_NOTE_BYTES:
             raise ValueError(
@@ -276,6 +302,7 @@ class Batch:
             wait=wait,
             note=note,
             note_bytes=len(note),
+            durable=durable,
             req=_req(req).encode(),
             stream_mark=_after(after),
         )

@@ -193,7 +193,7 @@ func (s *Segments) batch(ctx context.Context, b *connector.Batch) (c engines.Com
 	if err != nil {
 		return c, refused("entries", err.Error(), "split the batch")
 	}
-	claim, err := newClaim(runs, !b.Write, transfer.Boot{})
+	claim, err := newClaim(runs, nil, !b.Write, transfer.Boot{})
 	if err != nil {
 		return c, err
 	}
@@ -255,7 +255,8 @@ func (m *move) run(ctx context.Context) (c engines.Completion, err error) {
 	}
 	q := &peerv1.SegmentBatch{Id: m.id, Name: b.Segment, Write: b.Write, Nonce: nonce[:],
 		Entries: m.wire, Priority: uint32(b.Priority),
-		DeadlineMs: uint32(min(deadline, maxDeadline).Milliseconds()), Wait: b.Wait, Note: b.Note}
+		DeadlineMs: uint32(min(deadline, maxDeadline).Milliseconds()), Wait: b.Wait, Note: b.Note,
+		Durable: b.Durable}
 	f := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SegmentBatch{SegmentBatch: q}}
 	m.wire = nil
 	// The frame comes before the Grant of a read; the source lease of a write is there before the
@@ -314,6 +315,12 @@ func (m *move) wait(ctx context.Context, a *ask) (c engines.Completion, err erro
 		if m.own != nil && m.own.Status == engines.StatusOK && !m.b.Write {
 			break // the bytes are here, and the owner only reads
 		}
+		// The owner of a file may take until the deadline to write it.
+		if late == nil && m.own != nil && (m.own.Status != engines.StatusOK || canceled == nil) {
+			t := time.NewTimer(answerTime)
+			defer t.Stop()
+			late = t.C
+		}
 		select {
 		case end := <-m.lease.end:
 			m.own = &end
@@ -321,9 +328,6 @@ func (m *move) wait(ctx context.Context, a *ask) (c engines.Completion, err erro
 				m.first = end.Reason
 				m.end(end.Reason)
 			}
-			t := time.NewTimer(answerTime)
-			defer t.Stop()
-			late = t.C
 		case d := <-a.done:
 			m.owner = d
 			if m.own == nil && uint16(d.Status) != engines.StatusOK {
@@ -353,18 +357,17 @@ func (m *move) wait(ctx context.Context, a *ask) (c engines.Completion, err erro
 	return m.result(ctx)
 }
 
-// result is the completion for the engine. The side that receives the bytes determines its status.
+// result is the completion for the engine. The side that receives the bytes determines its status:
+// only the owner's report shows whether a file is written.
 func (m *move) result(ctx context.Context) (c engines.Completion, err error) {
 	c = engines.Completion{Status: m.own.Status, Transport: m.own.Transport, Reason: m.own.Reason,
 		Entries: m.own.arrived}
 	if m.b.Write {
-		if want := (m.b.Entries + 7) / 8; len(m.owner.Arrived) == want {
+		if c.Entries = nil; len(m.owner.Arrived) == (m.b.Entries+7)/8 {
 			c.Entries = m.owner.Arrived
 		}
-		if m.own.Status == engines.StatusOK || uint16(m.owner.Status) == engines.StatusOK {
-			// It is committed, whatever has ended this side meanwhile.
-			c.Status = engines.StatusOK
-		}
+		// If it is committed, it is, whatever has ended this side meanwhile.
+		c.Status = uint16(m.owner.Status)
 	}
 	if c.Status == engines.StatusOK {
 		c.Bytes, c.Reason, c.Entries = m.list.Space().TotalBytes(), "", nil
@@ -381,7 +384,7 @@ func (m *move) result(ctx context.Context) (c engines.Completion, err error) {
 	case m.first == "" || m.b.Write && uint16(m.owner.Status) == engines.StatusExpired:
 		c.Status, c.Reason = uint16(m.owner.Status), m.owner.Reason
 	default:
-		c.Reason = m.first
+		c.Status, c.Reason = m.own.Status, m.first
 	}
 	if c.Status != engines.StatusExpired && cause == nil {
 		c.Status = engines.StatusFailed // this engine has not canceled it

@@ -279,40 +279,57 @@ func (s *Segments) serve(r *remote) {
 	_ = s.done(r, end.Status, end.Reason, end.arrived)
 }
 
+// refusal is the end of a lease that moved nothing.
+func refusal(err error) (end ended) {
+	var refused *msg.Error
+	end.Status, end.Reason = local.Status(err), err.Error()
+	if errors.As(err, &refused) {
+		end.Status = engines.StatusRefused
+	}
+	return end
+}
+
 // move returns the end of a peer's lease, after its fence.
 func (s *Segments) move(r *remote) (end ended, err error) {
-	refuse := func(err error) ended {
-		var refusal *msg.Error
-		end.Status, end.Reason = local.Status(err), err.Error()
-		if errors.As(err, &refusal) {
-			end.Status = engines.StatusRefused
-		}
-		return end
+	if r.m.Durable && r.seg.file == nil {
+		return refusal(refused("durable", "set, and the segment is memory", "use it for files")), nil
 	}
 	g := &r.grant
 	runs, err := readWire(r.m.Entries, r.seg.Region, r.seg.Off, g.Off, g.Off+g.Len)
 	r.m.Entries = nil
 	if err != nil {
-		return refuse(err), nil
+		return refusal(err), nil
 	}
-	list, err := plans.NewList(runs)
+	c, err := newClaim(runs, r.seg.file, r.m.Write, r.id.from)
 	if err != nil {
-		return refuse(refused("entries", err.Error(), "split the batch")), nil
-	}
-	c, err := newClaim(runs, r.m.Write, r.id.from)
-	if err != nil {
-		return refuse(err), nil
+		return refusal(err), nil
 	}
 	if err := s.ranges.take(r.ctx, c, r.m.Wait); err != nil {
-		return refuse(err), nil
+		return refusal(err), nil
+	}
+	if r.seg.file != nil {
+		end, err = s.lendFile(r, runs)
+	} else {
+		end, err = s.lend(r, runs)
+	}
+	if err == nil {
+		s.ranges.release(c)
+	}
+	return end, err
+}
+
+// lend opens a peer's lease on memory, and returns its end, after its fence.
+func (s *Segments) lend(r *remote, runs []plans.Run) (end ended, err error) {
+	list, err := plans.NewList(runs)
+	if err != nil {
+		return refusal(refused("entries", err.Error(), "split the batch")), nil
 	}
 	deadline := r.deadline
 	l, err := s.begin(&leaseOptions{key: keyOf(r.id.from, [16]byte(r.m.Nonce)), list: list,
 		receives: r.m.Write, peer: r.endpoint, deadline: deadline, meet: meetTime, req: "segment",
 		priority: engines.Priority(min(r.m.Priority, uint32(engines.Background)))})
 	if err != nil {
-		s.ranges.release(c)
-		return refuse(err), nil
+		return refusal(err), nil
 	}
 	select {
 	case end = <-l.end:
@@ -333,7 +350,6 @@ func (s *Segments) move(r *remote) (end ended, err error) {
 		end.Bytes = list.Space().TotalBytes()
 	}
 	l.forget()
-	s.ranges.release(c)
 	return end, nil
 }
 

@@ -7,7 +7,6 @@ import (
 	"slices"
 	"sync"
 
-	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -21,13 +20,13 @@ const (
 	maxPeerWaiting = 128
 )
 
-// span is bytes [from, to) of a region.
+// span is bytes [from, to) of a region or file.
 type span struct{ from, to uint64 }
 
 // claim is what one side of a batch reads or writes, from before its lease until after its fence.
 type claim struct {
-	spans map[*mem.Region][]span // in order, apart
-	count int                    // spans of all regions
+	spans map[any][]span // in order, apart; of a *mem.Region or a fileID
+	count int            // spans of all regions
 	write bool
 	// peer sent the batch; zero: an engine of this node did.
 	peer transfer.Boot
@@ -37,11 +36,16 @@ type claim struct {
 }
 
 // newClaim refuses runs of which two write the same byte: the result would depend on their order.
-func newClaim(runs []plans.Run, write bool, peer transfer.Boot) (*claim, error) {
-	c := &claim{spans: map[*mem.Region][]span{}, write: write, peer: peer, open: make(chan struct{})}
+// The runs lie in their regions, or in a file.
+func newClaim(runs []plans.Run, f *file, write bool, peer transfer.Boot) (*claim, error) {
+	c := &claim{spans: map[any][]span{}, write: write, peer: peer, open: make(chan struct{})}
 	for i := range runs {
 		r := &runs[i]
-		all := c.spans[r.Region]
+		place := any(r.Region)
+		if f != nil {
+			place = f.id
+		}
+		all := c.spans[place]
 		if r.Stride == r.Len || r.Count == 1 {
 			all = append(all, span{r.Off, r.Off + r.Len*uint64(r.Count)})
 		} else {
@@ -49,9 +53,9 @@ func newClaim(runs []plans.Run, write bool, peer transfer.Boot) (*claim, error) 
 				all = append(all, span{r.Off + k*r.Stride, r.Off + k*r.Stride + r.Len})
 			}
 		}
-		c.spans[r.Region] = all
+		c.spans[place] = all
 	}
-	for region, all := range c.spans {
+	for place, all := range c.spans {
 		byFrom := func(a, b span) int { return cmp.Compare(a.from, b.from) }
 		if !slices.IsSortedFunc(all, byFrom) { // most lists are in order
 			slices.SortFunc(all, byFrom)
@@ -69,7 +73,7 @@ func newClaim(runs []plans.Run, write bool, peer transfer.Boot) (*claim, error) 
 			}
 			joined = append(joined, s)
 		}
-		c.spans[region] = joined
+		c.spans[place] = joined
 		c.count += len(joined)
 	}
 	return c, nil
@@ -77,8 +81,8 @@ func newClaim(runs []plans.Run, write bool, peer transfer.Boot) (*claim, error) 
 
 // overlaps finds a byte that both claims have.
 func (c *claim) overlaps(o *claim) (at span, ok bool) {
-	for region, a := range c.spans {
-		b := o.spans[region]
+	for place, a := range c.spans {
+		b := o.spans[place]
 		if len(b) == 0 || a[len(a)-1].to <= b[0].from || b[len(b)-1].to <= a[0].from {
 			continue
 		}

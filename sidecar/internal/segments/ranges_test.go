@@ -57,7 +57,7 @@ func TestClaimsAgainstAModel(t *testing.T) {
 					runs = append(runs, x)
 				}
 				write := rng.IntN(2) == 0
-				c, err := newClaim(runs, write, transfer.Boot{byte(rng.IntN(3))})
+				c, err := newClaim(runs, nil, write, transfer.Boot{byte(rng.IntN(3))})
 				seen := map[uint64]bool{}
 				twice := false
 				each(runs, func(b uint64) { twice = twice || seen[b]; seen[b] = true })
@@ -115,7 +115,8 @@ func TestClaimsAgainstAModel(t *testing.T) {
 func TestClaimsAreBounded(t *testing.T) {
 	region := testRegion(t, 4096)
 	r := &ranges{}
-	first, err := newClaim([]plans.Run{{Region: region, Len: 1, Count: 1}}, true, transfer.Boot{})
+	first, err := newClaim([]plans.Run{{Region: region, Len: 1, Count: 1}}, nil, true,
+		transfer.Boot{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -123,7 +124,8 @@ func TestClaimsAreBounded(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i := range maxWaiting + 1 {
-		c, err := newClaim([]plans.Run{{Region: region, Len: 1, Count: 1}}, false, transfer.Boot{})
+		c, err := newClaim([]plans.Run{{Region: region, Len: 1, Count: 1}}, nil, false,
+			transfer.Boot{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -142,7 +144,8 @@ func TestClaimsOfOnePeerAreBounded(t *testing.T) {
 	region := testRegion(t, 4096)
 	r := &ranges{}
 	enter := func(off uint64, count int, peer transfer.Boot) error {
-		c, err := newClaim([]plans.Run{{Region: region, Off: off, Len: 1, Count: 1}}, true, peer)
+		c, err := newClaim([]plans.Run{{Region: region, Off: off, Len: 1, Count: 1}}, nil, true,
+			peer)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -14,6 +14,10 @@
 //	Grant                          ->  then as for a transfer
 //	                               <-  SegmentDone, once its lease is fenced
 //
+// A segment of a file has its lease on staging memory. The owner reads the file before the lease
+// begins, and writes it once the lease is fenced and before SegmentDone, so that no lane and no peer
+// reaches the file.
+//
 // Invariants: a range that a lease writes is in no other open lease. A claim is released after the
 // lease's fence. A read that succeeds completes once the initiator's lease has ended; a write, or a
 // read that fails, once the owner's lease has ended, too, the owner has not answered within
@@ -32,6 +36,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"slices"
 	"sync"
 	"time"
@@ -78,6 +83,7 @@ type Options struct {
 	Self     transfer.Boot
 	Node     string
 	Endpoint func() string
+	Root     string // of files; empty: none
 	Registry *parseblock.Registry
 	Leases   *local.Leases
 	Events   func([]engines.Event) // takes those of the worker to the executor
@@ -91,10 +97,12 @@ type Options struct {
 
 // Segments is one node's part. It implements connector.Segments and plans.Lists.
 type Segments struct {
-	o      Options
-	worker *engines.Worker
-	ranges ranges
-	wg     sync.WaitGroup // leases of peers
+	o       Options
+	worker  *engines.Worker
+	root    *os.File // of files; nil: none
+	ranges  ranges
+	staging staging
+	wg      sync.WaitGroup // leases of peers
 
 	// starting is held for reading while a lease is passed to the executor, and for writing when the
 	// node stops. It is taken before mu.
@@ -126,6 +134,7 @@ type listID struct {
 // segment is a registered one.
 type segment struct {
 	connector.Segment
+	file   *file // nil: memory
 	owner  *owner
 	grants []grant
 	open   map[*remote]struct{}
@@ -191,6 +200,10 @@ func (s *Segments) Attach() error {
 		Internal: true, SourceValid: func(transfer.LeaseID) bool { return true }}
 	if _, err := rand.Read(w.Boot[:]); err != nil {
 		return fmt.Errorf("sidecar: boot id of segments: %w", err)
+	}
+	var err error
+	if s.root, err = openRoot(s.o.Root); err != nil {
+		return err
 	}
 	s.worker = w
 	s.event(engines.Event{Kind: engines.WorkerUp})
@@ -313,14 +326,38 @@ func (l *lease) forget() {
 
 // Register implements connector.Segments.
 func (s *Segments) Register(w *engines.Worker, x connector.Segment) error {
+	var f *file
+	if x.Region == nil {
+		var err error
+		if f, err = s.openFile(&x); err != nil {
+			return err
+		}
+		if err := s.staging.open(); err != nil {
+			f.close()
+			return err
+		}
+	}
+	if err := s.register(w, x, f); err != nil {
+		if f != nil {
+			f.close()
+		}
+		return err
+	}
+	return nil
+}
+
+func (s *Segments) register(w *engines.Worker, x connector.Segment, f *file) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.over {
+		return errStops
+	}
 	if old := s.names[x.Name]; old != nil {
 		return &msg.Error{Message: "SEGMENT", Field: "name", Problem: fmt.Sprintf("%q is a segment of %s",
 			x.Name, old.owner.w.Name), Remedy: "choose another name; names of a node's segments are unique"}
 	}
 	now := time.Now()
-	n := &segment{Segment: x, open: map[*remote]struct{}{}}
+	n := &segment{Segment: x, file: f, open: map[*remote]struct{}{}}
 	for i, g := range x.Grants {
 		if g.Off > x.Len || g.Len > x.Len-g.Off {
 			return &msg.Error{Message: "SEGMENT", Field: fmt.Sprintf("grants[%d]", i),
@@ -395,6 +432,9 @@ func (s *Segments) dropLocked(x *segment) {
 	x.gone = true
 	delete(s.names, x.Name)
 	delete(x.owner.segments, x.Name)
+	if x.file != nil {
+		x.file.close() // calls that are under way end first
+	}
 }
 
 // Gone removes the segments of a worker. Its leases are canceled by package local.
@@ -550,6 +590,12 @@ func (s *Segments) Stop(ctx context.Context) error {
 	}
 	close(s.stop)
 	s.wg.Wait()
+	if err == nil {
+		s.staging.close()
+	}
+	if s.root != nil {
+		_ = s.root.Close()
+	}
 	return err
 }
 
