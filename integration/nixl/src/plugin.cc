@@ -854,7 +854,7 @@ Status Client::release(Request *r)
 
 /* ---- notifications ---- */
 
-/* A place for a message. The oldest one is overwritten if nobody reads it: its receiver is gone. */
+/* A place for a message. The oldest one is overwritten if it was not read: its receiver is gone. */
 uint32_t Client::place(size_t bytes)
 {
 	uint32_t at = out_.take(bytes);

@@ -115,7 +115,7 @@ class Agent:
         return [(name, note) for name, notes in found.items() for note in notes]
 
     def gather(self, count: int) -> list[tuple[str, bytes]]:
-        """So many notifications."""
+        """Waits for ``count`` notifications."""
         out: list[tuple[str, bytes]] = []
 
         def enough() -> bool:

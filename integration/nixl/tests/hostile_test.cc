@@ -17,9 +17,9 @@ namespace
 
 std::mt19937_64 rng(1);
 
-std::string noise(size_t most)
+std::string noise(size_t limit)
 {
-	std::string s(rng() % (most + 1), '\0');
+	std::string s(rng() % (limit + 1), '\0');
 	for (char &c : s)
 		c = static_cast<char>(rng());
 	return s;

@@ -62,9 +62,8 @@ class Pair:
     def start(self, dir: pathlib.Path) -> None:
         peer = {"cluster_key_file": cluster_key(dir)}
         for i, name in enumerate(("prefill", "decode")):
-            tcp = {
-                "rails": [{"name": f"rail{k}", "listen": f"{a}:0"} for k, a in enumerate(rails(i))]
-            }
+            listen = [{"name": f"rail{k}", "listen": f"{a}:0"} for k, a in enumerate(rails(i))]
+            tcp = {"integrity": "aead", "rails": listen}
             transports = {"order": ["tcp"], "tcp": tcp}
             s = Sidecar(name, dir, {"peer": peer, "transports": transports})
             s.config["engine"]["socket"] = s.socket = str(s.dir / "kvspray.sock")
