@@ -16,6 +16,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -229,15 +230,14 @@ type fleet struct {
 	served, broken atomic.Int64
 }
 
-// addresses are free ones of one host that is this test's alone.
-func addresses(t *testing.T, host string, n int) (list []string) {
-	for range n {
-		l, err := net.Listen("tcp", net.JoinHostPort(host, "0"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer func() { _ = l.Close() }()
-		list = append(list, l.Addr().String())
+// firstPort is below those that the kernel gives to connections and to listeners without a port: a
+// process that starts late finds its own ports free.
+const firstPort = 7000
+
+// addresses are those of a node, on a host that is this test's alone.
+func addresses(host string, node, n int) (list []string) {
+	for i := range n {
+		list = append(list, net.JoinHostPort(host, strconv.Itoa(firstPort+node*n+i)))
 	}
 	return list
 }
@@ -247,7 +247,7 @@ func newFleet(t *testing.T) *fleet {
 	host := testutil.Loopback()
 	var gossip []string
 	for i := range nodes {
-		at := addresses(t, host, 3+perNode)
+		at := addresses(host, i, 3+perNode)
 		gossip = append(gossip, at[2])
 		n := &node{socket: filepath.Join(f.dir, fmt.Sprintf("s%d", i)), http: at[1]}
 		n.sidecar = newProcess(t, f.dir, fmt.Sprintf("sidecar%d", i), asKvspray+"=1", "serve",
