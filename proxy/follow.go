@@ -188,7 +188,6 @@ type followed struct {
 	tokens         bool   // the client has an event with tokens
 	finished       bool   // it has the reason of the end
 	used           bool   // the usage
-	done           bool   // and the last event
 
 	// Of the current engine.
 	next       bool // it continues
@@ -198,6 +197,9 @@ type followed struct {
 	seam       *seam
 	soonFailed int       // engines in a row that soon failed
 	last       time.Time // bytes came
+
+	held       []byte // events with the start of a character
+	heldTokens int
 
 	buf     []byte // the start of an event
 	scanned int    // bytes of it without an end
@@ -271,7 +273,7 @@ func (f *followed) take(data []byte) ([]byte, error) {
 			return f.out, errEngineFault // its events have another form
 		}
 		f.unchanged = true
-		f.out, f.buf = append(f.out, data...), nil
+		f.out, f.buf = slices.Concat(f.out, f.held, data), nil
 	}
 	f.account()
 	return f.out, nil
@@ -294,7 +296,7 @@ func (f *followed) rest() []byte {
 
 // account takes from the budget what the answer holds.
 func (f *followed) account() {
-	held := 4*int64(cap(f.prompt)+cap(f.answer)) + int64(cap(f.text)+cap(f.buf)+cap(f.out))
+	held := 4*int64(cap(f.prompt)+cap(f.answer)) + int64(cap(f.text)+cap(f.held)+cap(f.buf)+cap(f.out))
 	if held > f.taken && !f.budget.take(held-f.taken) {
 		f.abandon(unfollowedMemory)
 		return
@@ -324,38 +326,60 @@ func (f *followed) abandon(why string) {
 
 // event handles one event of the engine.
 func (f *followed) event(event []byte) error {
-	data := eventData(event)
-	switch {
-	case data == nil:
+	data, from := eventData(event), len(f.out)
+	if data == nil || string(data) == "[DONE]" {
 		f.out = append(f.out, event...)
-		return nil
-	case string(data) == "[DONE]":
-		f.done = true
-		f.out = append(f.out, event...)
+		f.deliver(from)
 		return nil
 	}
 	c, ok := parseChunk(data)
+	var err error
 	switch {
+	case (!ok || c.several) && f.next, c.fault() && f.why == "":
+		return errEngineFault
 	case !ok || c.several:
 		f.abandon(unfollowedNoIDs)
-		if !f.next {
-			f.out = append(f.out, event...)
-			return nil
-		}
-		return errEngineFault
-	case c.fault() && f.why == "":
-		return errEngineFault
+		f.out = append(f.out, event...)
 	case c.failure.set():
 		f.finished = true // by the request's own fault
 		f.out = append(f.out, event...)
+	default:
+		f.note(&c)
+		if f.next {
+			err = f.rewrite(&c)
+		} else {
+			f.pass(event, &c)
+		}
+	}
+	if errors.Is(err, errEngineFault) {
+		return err
+	}
+	if f.partOfCharacter(&c) {
+		f.held, f.out = append(f.held, f.out[from:]...), f.out[:from]
+		f.heldTokens += c.count()
 		return nil
 	}
-	f.note(&c)
-	if f.next {
-		return f.rewrite(&c)
+	if c.logprobs.set() && f.kind == kindCompletion && f.why == "" {
+		f.logprobs = append(f.logprobs[:0], c.logprobs.of(c.data)...)
 	}
-	f.pass(event, &c)
-	return nil
+	f.deliver(from)
+	return err
+}
+
+// partOfCharacter reports whether the client must not get an event yet: it has ids or logprobs of
+// tokens whose text comes with a later one, and if the engine fails, these are computed again.
+func (f *followed) partOfCharacter(c *chunk) bool {
+	n := c.count()
+	return (f.givesIDs || f.logs) && len(f.stops.list) == 0 && f.why == "" && !f.finished && n > 0 &&
+		!c.hasText() && f.heldTokens+n <= maxCut
+}
+
+// deliver gives the client what was held, ahead of the events from a place on.
+func (f *followed) deliver(from int) {
+	if len(f.held) > 0 {
+		f.out = slices.Insert(f.out, from, f.held...)
+		f.held, f.heldTokens = f.held[:0], 0
+	}
 }
 
 // note keeps what another engine would need.
@@ -383,11 +407,8 @@ func (f *followed) note(c *chunk) {
 	case c.hasText() && !c.finish.set(): // at the end, engines send what they have held back
 		f.abandon(unfollowedNoIDs)
 	}
-	switch {
-	case c.shaped, c.delta.set() && !c.role && !c.text.set():
+	if c.shaped || c.delta.set() && !c.role && !c.text.set() {
 		f.abandon(unfollowedParser)
-	case c.logprobs.set() && f.kind == kindCompletion:
-		f.logprobs = append(f.logprobs[:0], c.logprobs.of(c.data)...)
 	}
 }
 
@@ -557,12 +578,16 @@ func (f *followed) close() {
 		f.usage()
 	}
 	f.out = append(f.out, "data: [DONE]\n\n"...)
-	f.done = true
 }
 
 // failed notes that the current engine has failed.
 func (f *followed) failed() {
 	f.buf, f.scanned, f.out = nil, 0, f.out[:0]
+	if f.why == "" {
+		f.answer = f.answer[:len(f.answer)-f.heldTokens]
+		f.answerSize -= f.heldTokens
+	}
+	f.held, f.heldTokens = nil, 0
 	if f.answerSize-f.since >= soonTokens {
 		f.soonFailed = 0
 	}

@@ -413,6 +413,11 @@ var seamCases = []seamCase{
 		"some text", 1},
 	{"ids and logprobs", "/v1/completions",
 		`"prompt":"a","max_tokens":50,"logprobs":1,"return_token_ids":true`, "some text", 1},
+	{"ids of parts of characters", "/v1/completions",
+		`"prompt":"a","max_tokens":50,"logprobs":1,"return_token_ids":true`, "aé€😀bé€", 1},
+	{"logprobs of parts of characters", "/v1/chat/completions",
+		`"messages":[{"role":"user","content":"a"}],"max_tokens":50,"logprobs":true,"top_logprobs":1`,
+		"aé€😀bé€", 1},
 	{"characters of several tokens", "/v1/completions", `"prompt":"a","max_tokens":50`, "aé€😀bé€", 1},
 	{"events of several tokens", "/v1/completions", `"prompt":"a","max_tokens":50`, "aé€😀béxyzzé€", 3},
 	{"chat", "/v1/chat/completions", `"messages":[{"role":"user","content":"a"}],"max_tokens":50,` +
