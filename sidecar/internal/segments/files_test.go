@@ -125,7 +125,7 @@ func TestReadersDoNotNeedToWrite(t *testing.T) {
 // calls, and nothing else is touched.
 func TestFileRunsAgainstAModel(t *testing.T) {
 	s, root := rooted(t)
-	const size = 3*callBytes + 12345
+	const size = 2*callBytes + 12345
 	rng := rand.New(rand.NewPCG(5, 6))
 	model := make([]byte, size)
 	for i := range model {
@@ -136,12 +136,12 @@ func TestFileRunsAgainstAModel(t *testing.T) {
 	f, err := s.openFile(&connector.Segment{Path: "file", Grants: writable()})
 	must(t, err)
 	defer f.close()
-	for round := range 40 {
+	for round := range 12 {
 		var runs []plans.Run
 		for at := uint64(0); at < size; {
 			r := plans.Run{Off: at, Len: 1 + rng.Uint64N(9000), Count: 1 + rng.Uint32N(4)}
 			if rng.IntN(2) == 0 {
-				r.Off, r.Len = (at+4095)&^4095, (1+rng.Uint64N(800))*4096
+				r.Off, r.Len = (at+4095)&^4095, (1+rng.Uint64N(1200))*4096
 			}
 			r.Stride = r.Len + rng.Uint64N(3)*4096
 			end, ok := last(r.Off, r.Len, r.Stride, r.Count)
