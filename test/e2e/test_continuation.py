@@ -30,7 +30,7 @@ TIE = 1e-3
 
 
 class Death:
-    """The end of the engine that first sends so many events of a stream."""
+    """The end of the engine that first sends a number of events of a stream."""
 
     def __init__(self, events: int) -> None:
         self.events = events
@@ -170,7 +170,7 @@ class Answer:
     tokens: list[str] = dataclasses.field(default_factory=list)
     content: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     names: set[str] = dataclasses.field(default_factory=set)
-    # The text after so many tokens, by events.
+    # The number of tokens, and the text after them, by events.
     progress: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     done: bool = False
 

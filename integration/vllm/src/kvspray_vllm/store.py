@@ -228,8 +228,8 @@ class StoreSide:
         tokens = r.request.num_tokens - 1
         if r.hints.load is not None:
             tokens = min(tokens, r.hints.load)
-        most = MAX_ASKED // (1 + len(self._states))
-        n = min(tokens // self._size, len(r.request.block_hashes), most)
+        room = MAX_ASKED // (1 + len(self._states))
+        n = min(tokens // self._size, len(r.request.block_hashes), room)
         if n == 0:
             r.asks = False
             return
@@ -448,8 +448,8 @@ class StoreSide:
 
     def _room(self, pool: BlockPool) -> int:
         """How many blocks a PUT may hold."""
-        most: int = pool.num_gpu_blocks // HELD_SHARE
-        return most - self._held if len(self._puts) < MAX_PUTS else 0
+        limit: int = pool.num_gpu_blocks // HELD_SHARE
+        return limit - self._held if len(self._puts) < MAX_PUTS else 0
 
     def _put(
         self,
