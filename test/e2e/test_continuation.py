@@ -162,13 +162,11 @@ class Answer:
     text: str = ""
     ids: list[int] = dataclasses.field(default_factory=list)
     finish: str | None = None
-    stop: str | None = None
     usage: dict[str, int] | None = None
     # Of each token of a completion, the logprobs of the two likeliest.
     top: list[dict[str, float]] = dataclasses.field(default_factory=list)
     offsets: list[int] = dataclasses.field(default_factory=list)
     tokens: list[str] = dataclasses.field(default_factory=list)
-    content: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     names: set[str] = dataclasses.field(default_factory=set)
     # The number of tokens, and the text after them, by events.
     progress: list[tuple[int, str]] = dataclasses.field(default_factory=list)
@@ -188,12 +186,10 @@ class Answer:
             self.ids += choice.get("token_ids") or []
             self.progress.append((len(self.ids), self.text))
             self.finish = choice["finish_reason"]
-            self.stop = choice.get("stop_reason")
             logprobs = choice.get("logprobs") or {}
             self.top += logprobs.get("top_logprobs", [])
             self.offsets += logprobs.get("text_offset", [])
             self.tokens += logprobs.get("tokens", [])
-            self.content += logprobs.get("content", [])
 
 
 def stream(url: str, path: str, body: dict[str, Any]) -> Answer:
@@ -299,29 +295,15 @@ def test_sampled_answer_continues(router: Router, gates: list[Gate]) -> None:
         assert got.usage[key] == want.usage[key]
 
 
-def test_chat_and_stop_string_continue(router: Router, gates: list[Gate]) -> None:
-    chat = {
+def test_chat_continues(router: Router, gates: list[Gate]) -> None:
+    chat: dict[str, Any] = {
         "messages": [{"role": "user", "content": "Tell me a long story."}],
-        "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True, "temperature": 0,
-        "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True},
+        "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0,
+        "stream_options": {"include_usage": True},
     }  # fmt: skip
     path = "/v1/chat/completions"
-    whole = stream(router.url, path, chat)
-    # It ends the answer long after the death.
-    stop = whole.text[len(whole.text) * 3 // 4 :][:12]
-    cut = whole.text.index(stop)
-    print(f"the stop string is {stop!r} at {cut} of {len(whole.text)}")
-    chat["stop"] = [stop, "never in it"]
     want = stream(router.url, path, chat)
-    assert want.text == whole.text[:cut] and want.finish == "stop" and want.stop == stop
     got = broken(router, gates, path, chat)
-    assert (got.text, got.finish, got.stop) == (want.text, want.finish, want.stop)
-    assert got.ids == want.ids and len(got.names) == 1
+    assert (got.text, got.finish) == (want.text, "length") and len(got.names) == 1
     assert got.usage is not None and want.usage is not None
-    assert got.usage["completion_tokens"] == want.usage["completion_tokens"] == len(got.ids)
-    for a, b in zip(got.content, want.content, strict=True):
-        assert (a["token"], a["bytes"]) == (b["token"], b["bytes"])
-        # Candidates with the same text are one after the seam.
-        mine, theirs = (list(dict.fromkeys(x["token"] for x in y["top_logprobs"])) for y in (a, b))
-        assert mine[: len(theirs)] == theirs
-        assert abs(a["logprob"] - b["logprob"]) < TIE
+    assert got.usage["completion_tokens"] == want.usage["completion_tokens"] == TOKENS
