@@ -241,7 +241,8 @@ func (w *worker) openSegment(m *msg.Segment) error {
 }
 
 // segmentRegionLocked returns the region of a segment; nil: it is a file.
-func (w *worker) segmentRegionLocked(m *msg.Segment) (r *mem.Region, added *addedRegion, err error) {
+func (w *worker) segmentRegionLocked(m *msg.Segment) (r *mem.Region, added *addedRegion,
+	err error) {
 	if m.Path != "" {
 		return nil, nil, nil
 	}

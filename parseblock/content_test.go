@@ -304,8 +304,8 @@ func (c *contents) move(reg *Registry, mem []byte, wrong func(*Plan)) bool {
 
 // moveBytes reports false outside the memory.
 func moveBytes(to, from []byte, b layout.IpcBlock) bool {
-	if b.DstOff > uint64(len(to)) || b.Len > uint64(len(to))-b.DstOff || b.SrcOff > uint64(len(from)) ||
-		b.Len > uint64(len(from))-b.SrcOff {
+	if b.DstOff > uint64(len(to)) || b.Len > uint64(len(to))-b.DstOff ||
+		b.SrcOff > uint64(len(from)) || b.Len > uint64(len(from))-b.SrcOff {
 		return false
 	}
 	copy(to[b.DstOff:b.DstOff+b.Len], from[b.SrcOff:])
@@ -480,16 +480,17 @@ func TestContentRefusals(t *testing.T) {
 	}
 	key := digest.NewKey([digest.SeedBytes]byte{1})
 	mem := make([]byte, c.size)
-	for what, try := range map[string]func() (uint64, error){
-		"short table": func() (uint64, error) {
-			return content.Digest(reg, key, l, [][]byte{mem}, [][]uint32{{0}})
-		},
-		"no table":     func() (uint64, error) { return content.Digest(reg, key, l, [][]byte{mem}, nil) },
-		"no region":    func() (uint64, error) { return content.Digest(reg, key, l, nil, [][]uint32{{0, 1}}) },
-		"short region": func() (uint64, error) { return content.Digest(reg, key, l, [][]byte{mem[1:]}, [][]uint32{{0, 1}}) },
-		"block":        func() (uint64, error) { return content.Digest(reg, key, l, [][]byte{mem}, [][]uint32{{0, 2}}) },
+	for what, bad := range map[string]struct {
+		regions [][]byte
+		table   [][]uint32
+	}{
+		"short table":  {[][]byte{mem}, [][]uint32{{0}}},
+		"no table":     {[][]byte{mem}, nil},
+		"no region":    {nil, [][]uint32{{0, 1}}},
+		"short region": {[][]byte{mem[1:]}, [][]uint32{{0, 1}}},
+		"block":        {[][]byte{mem}, [][]uint32{{0, 2}}},
 	} {
-		if _, err := try(); err == nil {
+		if _, err := content.Digest(reg, key, l, bad.regions, bad.table); err == nil {
 			t.Errorf("%s: accepted", what)
 		}
 	}

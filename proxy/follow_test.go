@@ -213,7 +213,9 @@ func (x *stream) run(body map[string]any) {
 	name := "A"
 	promptJSON := string(marshal(prompt))
 	if x.chat {
-		x.event(`{"id":"%s","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"prompt_token_ids":%s}`, name, promptJSON)
+		x.event(`{"id":"%s","object":"chat.completion.chunk","created":1,"model":"m","choices":[`+
+			`{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],`+
+			`"prompt_token_ids":%s}`, name, promptJSON)
 	}
 	answered, first := 0, true
 	end, reason, why := false, "null", "null"
@@ -263,7 +265,8 @@ func (x *stream) run(body map[string]any) {
 			if end {
 				tail = `,"stop_reason":` + why
 			}
-			x.event(`{"id":"%s","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":{"content":%s},"logprobs":%s,"finish_reason":%s%s,"token_ids":%s}]}`,
+			x.event(`{"id":"%s","object":"chat.completion.chunk","created":1,"model":"m","choices":[`+
+				`{"index":0,"delta":{"content":%s},"logprobs":%s,"finish_reason":%s%s,"token_ids":%s}]}`,
 				name, marshal(send), lp, reason, tail, idList)
 			continue
 		}
@@ -271,12 +274,15 @@ func (x *stream) run(body map[string]any) {
 		if first {
 			given, first = promptJSON, false
 		}
-		x.event(`{"id":"%s","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":%s,"logprobs":%s,"finish_reason":%s,"stop_reason":%s,"token_ids":%s,"prompt_token_ids":%s}]}`,
+		x.event(`{"id":"%s","object":"text_completion","created":1,"model":"m","choices":[`+
+			`{"index":0,"text":%s,"logprobs":%s,"finish_reason":%s,"stop_reason":%s,"token_ids":%s,`+
+			`"prompt_token_ids":%s}]}`,
 			name, marshal(send), lp, reason, why, idList, given)
 	}
 	options, _ := body["stream_options"].(map[string]any)
 	if options["include_usage"] == true {
-		x.event(`{"id":"%s","object":"x","created":1,"model":"m","choices":[],"usage":{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d}}`,
+		x.event(`{"id":"%s","object":"x","created":1,"model":"m","choices":[],"usage":{`+
+			`"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d}}`,
 			name, len(prompt), len(prompt)+answered, answered)
 	}
 	x.event("[DONE]")
@@ -299,7 +305,8 @@ func (x *stream) logprobs(p piece, more bool) string {
 		comma = ","
 	}
 	if x.chat {
-		return fmt.Sprintf(`%s{"token":%s,"logprob":-0.5,"bytes":%s,"top_logprobs":[{"token":%[2]s,"logprob":-0.5,"bytes":%[3]s}]}`,
+		return fmt.Sprintf(`%s{"token":%s,"logprob":-0.5,"bytes":%s,`+
+			`"top_logprobs":[{"token":%[2]s,"logprob":-0.5,"bytes":%[3]s}]}`,
 			comma, marshal(p.text), byteList(p.text))
 	}
 	return ""
@@ -346,7 +353,8 @@ func listen(t *testing.T, body io.Reader) (h received) {
 	if err != nil {
 		t.Fatalf("%v after %q", err, all)
 	}
-	if !bytes.HasSuffix(all, []byte("\n\ndata: [DONE]\n\n")) || bytes.Count(all, []byte("[DONE]")) != 1 {
+	if !bytes.HasSuffix(all, []byte("\n\ndata: [DONE]\n\n")) ||
+		bytes.Count(all, []byte("[DONE]")) != 1 {
 		t.Fatalf("no end: %q", all)
 	}
 	for event := range strings.SplitSeq(strings.TrimSuffix(string(all), "data: [DONE]\n\n"), "\n\n") {
@@ -757,8 +765,8 @@ func TestFollowedAnswerIsBounded(t *testing.T) {
 	var b budget
 	b.give(4 << 10)
 	f := r.follow(&b)
-	event := []byte(`data: {"id":"A","choices":[{"text":"b","token_ids":[1],"prompt_token_ids":[3]}]}` +
-		"\n\n")
+	event := []byte(`data: {"id":"A","choices":[` +
+		`{"text":"b","token_ids":[1],"prompt_token_ids":[3]}]}` + "\n\n")
 	for range 4 << 10 {
 		out, err := f.take(event)
 		if err != nil || !bytes.Contains(out, []byte(`"text":"b","token_ids":null`)) {
@@ -778,8 +786,8 @@ func FuzzFollowed(f *testing.F) {
 	for _, c := range seamCases {
 		f.Add([]byte(c.body), 3)
 	}
-	f.Add([]byte(`data: {"id":"A","choices":[{"index":0,"text":"\u00e9","logprobs":null,"finish_reason":`+
-		`"stop","stop_reason":7,"token_ids":[1,2],"prompt_token_ids":[3]}],"usage":{}}`+"\n\n"+
+	f.Add([]byte(`data: {"id":"A","choices":[{"index":0,"text":"\u00e9","logprobs":null,`+
+		`"finish_reason":"stop","stop_reason":7,"token_ids":[1,2],"prompt_token_ids":[3]}],"usage":{}}`+"\n\n"+
 		`data: {"choices":[],"usage":{"prompt_tokens":1}}`+"\n\ndata: [DONE]\n\n"), 5)
 	f.Add([]byte(`data: {"choices":[{"delta":{"role":"assistant","content":""}}]}`+"\n\n"), 1)
 	f.Add([]byte(`data: {"error":{"code":500}}`+"\n\n"), 1)

@@ -135,7 +135,8 @@ func TestClientRefusals(t *testing.T) {
 		refusal.Field != "region" || refusal.Remedy == "" {
 		t.Errorf("%v", err)
 	}
-	if _, err := c.Find(t.Context(), "", "none"); !errors.As(err, &refusal) || refusal.Field != "name" {
+	_, err := c.Find(t.Context(), "", "none")
+	if !errors.As(err, &refusal) || refusal.Field != "name" {
 		t.Errorf("%v", err)
 	}
 	if err := c.Revoke(t.Context(), "none", ""); !errors.As(err, &refusal) || refusal.Field != "name" {

@@ -102,7 +102,8 @@ func TestFileBatchRefusals(t *testing.T) {
 	ok(t, os.Symlink("kv.bin", filepath.Join(dir, "link")))
 	c := newGoClient(t, n, "c")
 	var refusal *client.Refusal
-	for _, path := range []string{"../kv.bin", "/etc/passwd", "link", "none", strings.Repeat("x", 1025)} {
+	for _, path := range []string{"../kv.bin", "/etc/passwd", "link", "none",
+		strings.Repeat("x", 1025)} {
 		err := c.RegisterFile(t.Context(), "bad", path, 0, 0, toEveryone())
 		if err == nil || errors.As(err, &refusal) && refusal.Field != "path" {
 			t.Errorf("%.20q: %v", path, err)

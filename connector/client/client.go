@@ -131,8 +131,8 @@ func (c *Client) Node() string { return c.welcome.Node }
 // Endpoint is the address of this host's sidecar, for batches of other nodes.
 func (c *Client) Endpoint() string { return c.welcome.Endpoint }
 
-// Close ends the session. The memory of NewMemory must not be used any more. Revoke segments before:
-// the sidecar keeps them, and the memory of open batches, until this process ends.
+// Close ends the session. The memory of NewMemory must not be used any more. Revoke segments
+// before, because the sidecar keeps them, and the memory of open batches, until this process ends.
 func (c *Client) Close() {
 	c.mu.Lock()
 	closed := c.closed

@@ -92,8 +92,9 @@ func (k *Key) Sum(region []byte, u *Units, table []uint32) (uint64, error) {
 			for n := range pieces {
 				off := at + uint64(i)*u.Head + n*u.Col
 				if off > uint64(len(region)) || piece > uint64(len(region))-off {
-					return 0, refuse("region", len(region), fmt.Sprintf("layer %q, %s: bytes [%d, +%d) are outside",
-						u.Layer, u.Role, off, piece), "pass the region of the layer, and the engine's own block ids")
+					return 0, refuse("region", len(region),
+						fmt.Sprintf("layer %q, %s: bytes [%d, +%d) are outside", u.Layer, u.Role, off, piece),
+						"pass the region of the layer, and the engine's own block ids")
 				}
 				unit = Add(unit, dot(words, n*piece, region[off:off+piece]))
 			}

@@ -26,7 +26,7 @@ func (w way) other() way     { return numWays - 1 - w }
 // because slow or little traffic would be on trial more often.
 const (
 	trialBytes = 16 << 20
-	// a trial is compared after this many, and after twice as many each time that it loses
+	// A trial comes after trialFirst, and after twice as many bytes each time that it loses.
 	trialFirst = 64 << 20
 	trialLast  = 4 << 30
 	// A fault costs a registration or a lane, so the next trial is later by this factor.

@@ -124,8 +124,8 @@ cannot get are printed as unknown. The exit status is 1 if there is no record of
 	}
 	cmd.Flags().StringArrayVar(&addrs, "http", nil, "host:port of a sidecar's http.listen; "+
 		"repeatable (default "+local+", without --router)")
-	cmd.Flags().StringVar(&router, "router", "", "URL of 'kvspray proxy' (its --listen), for instance "+
-		"http://127.0.0.1:8000: it names the request's engines and their sidecars")
+	cmd.Flags().StringVar(&router, "router", "", "URL of 'kvspray proxy' (its --listen), for "+
+		"instance http://127.0.0.1:8000: it names the request's engines and their sidecars")
 	command.OutputFlag(cmd, &asJSON)
 	return cmd
 }

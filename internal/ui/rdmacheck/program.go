@@ -121,8 +121,8 @@ func (p *Program) test(ctx context.Context, env Env, file io.Writer) error {
 
 func (p *Program) serve(ctx context.Context, env Env) error {
 	if len(env.Rails) == 0 {
-		return errors.New("--serve: this host has no RDMA port to test: 'kvspray doctor --rdma' without " +
-			"--serve names the reason and the remedy")
+		return errors.New("--serve: this host has no RDMA port to test: 'kvspray doctor --rdma' " +
+			"without --serve names the reason and the remedy")
 	}
 	var lc net.ListenConfig
 	ln, err := lc.Listen(ctx, "tcp", p.ServeAt)

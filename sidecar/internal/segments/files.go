@@ -156,8 +156,8 @@ func (f *file) stage(runs []plans.Run) (staged []plans.Run, calls []call, total 
 		}
 		high, n := bits.Mul64(r.Len, uint64(r.Count))
 		if high != 0 || n > maxStaged || total+n > maxStaged {
-			return nil, nil, 0, refused("entries", fmt.Sprintf("more than %d bytes up to entry %d", maxStaged,
-				i), "split the batch: with a file it moves at most so many")
+			return nil, nil, 0, refused("entries", fmt.Sprintf("more than %d bytes up to entry %d",
+				maxStaged, i), "split the batch: this is the limit of one with a file")
 		}
 		staged[i] = plans.Run{Off: total, Len: r.Len, Stride: r.Len, Count: r.Count}
 		for k := range uint64(r.Count) {
@@ -187,8 +187,8 @@ func addCalls(all []call, c call) []call {
 	return append(all, c)
 }
 
-// do performs calls with the staging memory, some at a time, until ctx ends. After an error any part
-// of them may have happened, and none happens later.
+// do performs calls with the staging memory, some at a time, until ctx ends. After an error any
+// part of them may have happened, and none happens later.
 func (f *file) do(ctx context.Context, calls []call, memory []byte, write bool) error {
 	var next atomic.Int64
 	var failed atomic.Pointer[error]

@@ -283,8 +283,8 @@ func TestStagingAgainstAModel(t *testing.T) {
 	}
 }
 
-// Reads and writes of 64 MiB with O_DIRECT and through the page cache, in turn: first of a file that
-// the cache does not have.
+// Reads and writes of 64 MiB with O_DIRECT and through the page cache, in turn: first of a file
+// that the cache does not have.
 func BenchmarkFile(b *testing.B) {
 	name := filepath.Join(b.TempDir(), "file")
 	must(b, os.WriteFile(name, make([]byte, maxStaged), 0o600))

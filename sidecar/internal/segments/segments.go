@@ -15,8 +15,8 @@
 //	                               <-  SegmentDone, once its lease is fenced
 //
 // A segment of a file has its lease on staging memory. The owner reads the file before the lease
-// begins, and writes it once the lease is fenced and before SegmentDone, so that no lane and no peer
-// reaches the file.
+// begins, and writes it once the lease is fenced and before SegmentDone, so that no lane and no
+// peer reaches the file.
 //
 // Invariants: a range that a lease writes is in no other open lease. A claim is released after the
 // lease's fence. A read that succeeds completes once the initiator's lease has ended; a write, or a

@@ -75,8 +75,8 @@ func (g *staging) take(ctx context.Context, n uint64, peer transfer.Boot, wait b
 	if !wait || len(g.waits) >= maxStageWaits {
 		waits := len(g.waits)
 		g.mu.Unlock()
-		return room{}, refused("wait", fmt.Sprintf("open batches with files leave no memory for %d bytes, "+
-			"and %d batches wait for it", n, waits), "set wait, or send fewer batches at a time")
+		return room{}, refused("wait", fmt.Sprintf("open batches with files leave no memory for %d "+
+			"bytes, and %d batches wait for it", n, waits), "set wait, or send fewer batches at a time")
 	}
 	w := &stageWait{n, peer, make(chan room, 1)}
 	g.waits = append(g.waits, w)
@@ -128,8 +128,8 @@ func (g *staging) give(r room) {
 	g.serveLocked()
 }
 
-// serveLocked gives room to batches that wait, in their order. A batch whose peer has its share does
-// not delay those of others.
+// serveLocked gives room to batches that wait, in their order. A batch whose peer has its share
+// does not delay those of others.
 func (g *staging) serveLocked() {
 	full := false
 	g.waits = slices.DeleteFunc(g.waits, func(w *stageWait) bool {
