@@ -787,7 +787,8 @@ func FuzzFollowed(f *testing.F) {
 		f.Add([]byte(c.body), 3)
 	}
 	f.Add([]byte(`data: {"id":"A","choices":[{"index":0,"text":"\u00e9","logprobs":null,`+
-		`"finish_reason":"stop","stop_reason":7,"token_ids":[1,2],"prompt_token_ids":[3]}],"usage":{}}`+"\n\n"+
+		`"finish_reason":"stop","stop_reason":7,"token_ids":[1,2],"prompt_token_ids":[3]}],`+
+		`"usage":{}}`+"\n\n"+
 		`data: {"choices":[],"usage":{"prompt_tokens":1}}`+"\n\ndata: [DONE]\n\n"), 5)
 	f.Add([]byte(`data: {"choices":[{"delta":{"role":"assistant","content":""}}]}`+"\n\n"), 1)
 	f.Add([]byte(`data: {"error":{"code":500}}`+"\n\n"), 1)

@@ -38,7 +38,7 @@ func (e *remoteError) Error() string { return e.text }
 func (e *remoteError) Unwrap() error { return e.is }
 
 // sameKey is the remedy for ends that do not prove themselves to each other.
-const sameKey = "name the same peer.cluster_key_file on both hosts, or certificates of one authority"
+const sameKey = "name the same peer.cluster_key_file on both hosts, or certificates of one CA"
 
 // errPeerGone: the connection to the peer's end has ended.
 var errPeerGone = errors.New("the connection to the peer has ended")
