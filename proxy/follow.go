@@ -588,11 +588,13 @@ func (f *followed) failed() {
 		f.answerSize -= f.heldTokens
 	}
 	f.held, f.heldTokens = nil, 0
-	if f.answerSize-f.since >= soonTokens {
+	if f.answerSize-f.since < soonTokens {
+		f.soonFailed++
+	} else {
 		f.soonFailed = 0
 	}
 	f.since = f.answerSize
-	if f.soonFailed++; f.soonFailed >= maxSoonFailed && f.why == "" && !f.finished {
+	if f.soonFailed >= maxSoonFailed && f.why == "" && !f.finished {
 		f.abandon(unfollowedFailures)
 	}
 }

@@ -685,6 +685,26 @@ func TestRequestThatEndsEnginesIsRefused(t *testing.T) {
 	}
 }
 
+// An engine that failed late, and one that then failed soon, are not two that failed soon.
+func TestLateFailureBeforeASoonOne(t *testing.T) {
+	var room budget
+	room.give(1 << 20)
+	r, err := parseRequest(kindCompletion, []byte(`{"prompt":"a","stream":true}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := r.follow(&room)
+	for _, x := range []struct {
+		tokens int // of the engine that fails
+		why    string
+	}{{100, ""}, {5, ""}, {soonTokens, ""}, {5, ""}, {soonTokens - 1, unfollowedFailures}} {
+		f.answerSize += x.tokens
+		if f.failed(); f.why != x.why {
+			t.Errorf("after %d tokens: %q, want %q", f.answerSize, f.why, x.why)
+		}
+	}
+}
+
 // The next engine's prompt ends with a whole character, also where tokens without text follow it.
 func TestPromptOfTheRestEndsWithAWholeCharacter(t *testing.T) {
 	text := map[uint32]string{1: "p", 2: "a", 3: "\ufffd", 4: "<eos>", 5: "[PAD]", 6: "€"}

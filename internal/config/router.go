@@ -36,7 +36,7 @@ type Router struct {
 
 	MaxPin Duration `yaml:"max_pin" unit:"duration" doc:"Longest time for which a client's hint (pin and ttl in agent_hint, docs/conversations.md) keeps a request's pages in the store. At most 1h. 0: such hints are ignored."`
 
-	Continue bool `yaml:"continue" unit:"true or false" doc:"Another engine continues a streamed answer whose engine fails (docs/continuation.md). Engines then return the token ids of all answers, and get a seed."`
+	Continue bool `yaml:"continue" unit:"true or false" doc:"Another engine continues a streamed answer whose engine fails (docs/continuation.md). Engines then return the token ids of streamed answers that can be continued. Requests without a seed get one, unless their temperature is 0."`
 
 	MaxBody   Size `yaml:"max_body" unit:"bytes" doc:"Largest body of a request."`
 	MaxBodies Size `yaml:"max_body_total" unit:"bytes" doc:"Bodies of all requests in flight, with their copies; others get 503. More than three times max_body."`
