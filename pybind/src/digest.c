@@ -375,6 +375,8 @@ int kvs_digest_weights(const kvs_digest *d, uint32_t axis, uint64_t first, uint6
 
 uint64_t kvs_digest_plane(const kvs_digest *d, uint32_t role, const char *layer)
 {
+	if (!d || !layer)
+		return 0;
 	return weight(d->seed, AXIS_PLANE, role, layer);
 }
 

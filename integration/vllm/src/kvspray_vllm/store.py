@@ -519,12 +519,12 @@ class StoreSide:
 
     def _keep(self, r: _Request, tokens: int) -> None:
         """Pins the pages of a request that has ended, if it asks for that."""
-        n = min(tokens // self._size, len(r.request.block_hashes), MAX_ASKED)
+        room = MAX_ASKED // (1 + len(self._states))
+        n = min(tokens // self._size, len(r.request.block_hashes), room)
         if not r.hints.pin_s or n == 0 or not self._usable or not self._ready():
             return
         hashes = tuple(bytes(h) for h in r.request.block_hashes[:n])
         hashes += tuple(key for key in self._state_keys(hashes) if key in self._known)
-        hashes = hashes[:MAX_ASKED]
         of = set(hashes)
         puts = {id for id, held in self._puts.items() if not of.isdisjoint(held.hashes)}
         self._pins.add(r.request.request_id, hashes, r.hints.pin_s, puts)

@@ -213,18 +213,29 @@ def set_weights(worker: Any, name: str) -> str:
     engines alike, after they were replaced. The engine no longer offers KV that it computed before.
     Where it has no kvspray connector, nothing happens. Returns the generation before.
     """
-    named = holder()
-    return str(named.set_weights(name)) if named is not None else ""
+    before = [str(h.set_weights(name)) for c in _connectors() if (h := _holder(c)) is not None]
+    return before[0] if before else ""
 
 
 def holder() -> Any:
     """What has the name of this worker's weights: KVSprayConnector, or the specification of vLLM's
-    offloading with KVSprayTier. None: there is neither."""
+    offloading with KVSprayTier. None: there is neither outside of a MultiConnector."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return _holder(get_kv_transfer_group()) if has_kv_transfer_group() else None
+
+
+def _connectors() -> list[Any]:
+    """This worker's connectors, also those of a MultiConnector."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if not has_kv_transfer_group():
-        return None
-    connector = get_kv_transfer_group()
+        return []
+    group = get_kv_transfer_group()
+    return list(getattr(group, "_connectors", [group]))
+
+
+def _holder(connector: Any) -> Any:
     spec = getattr(getattr(connector, "connector_worker", None), "spec", None)
     return next((x for x in (connector, spec) if hasattr(x, "weights_replaced")), None)
 
