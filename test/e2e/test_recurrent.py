@@ -17,7 +17,9 @@ from engines import Out
 from prompts import fresh
 from test_speculation import NGRAM, accepted
 from test_store import Node, pages
-from test_tokens import TRIES, Moved
+from test_tokens import Moved
+
+from kvspray_vllm import saving, store
 
 CONFIG: dict[str, Any] = {
     "transports": {"order": ["shm"]},
@@ -306,7 +308,9 @@ def test_every_transferred_page_has_one_hash(c: Cluster) -> None:
 
 
 @pytest.fixture
-def node(zygote: None, workdir: pathlib.Path) -> Iterator[Node]:
+def node(zygote: None, workdir: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setattr(store, "ASK_S", 60.0)  # a busy machine makes no misses
+    monkeypatch.setattr(saving, "GET_S", 60.0)
     dir = workdir / "store"
     dir.mkdir()
     out = Node(dir, {"memory": "48MiB"})
@@ -330,18 +334,11 @@ def test_states_of_the_store(node: Node) -> None:
     another engine has computed it, or it has itself."""
     c = node
 
-    def late() -> float:
-        return rig.total(c.d.metrics(), "vllm:kvspray_store_lookups_total", outcome="late")
-
     def loads(prompt: list[int], hit: int) -> None:
-        for _ in range(TRIES):
-            c.forget(c.d)
-            before = late()
-            run = c.d.add(prompt, 12)
-            compare(c, prompt, run.result())
-            c.settle()
-            if late() == before:
-                break
+        c.forget(c.d)
+        run = c.d.add(prompt, 12)
+        compare(c, prompt, run.result())
+        c.settle()
         assert c.d.computed(run.rid) == len(prompt) - hit, len(prompt)
 
     for n in (100, PAGE_OF_GDN + 1, 2 * PAGE_OF_GDN + 1, 700, 1200):

@@ -34,10 +34,15 @@ class Node(Cluster):
         disk.mkdir()
         store = {"memory": "48MiB", "disk": [{"path": str(disk), "size": "256MiB"}]}
         super().__init__(dir, {"store": store}, start=False)
+        self._patch = pytest.MonkeyPatch()
         for name in ("ASK_S", "GET_S", "PUT_S"):  # a busy machine makes no misses
-            setattr(tier, name, WAIT_S)
+            self._patch.setattr(tier, name, WAIT_S)
         if start:
             self.sd.start()
+
+    def close(self) -> None:
+        self._patch.undo()
+        super().close()
 
     def spawn(self, name: str, **args: Any) -> engines.Engine:
         own = {"type": "KVSprayTier", "module_path": "kvspray_vllm.tier", "socket": self.sd.socket}

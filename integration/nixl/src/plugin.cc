@@ -187,9 +187,7 @@ struct Memory final : Metadata {
 	uint64_t bytes = 0;    /* of the segment, from the region's start on */
 	bool writable = false; /* for other agents */
 	uint64_t session = 0;  /* in which the segment is registered */
-	/* Sidecar processes that could access it, and those whose exit was proved before the first. */
-	std::array<uint8_t, 16> sidecar{};
-	uint64_t sidecars = 0, exits = 0;
+	uint64_t sessions = 0, exits = 0; /* of the client, with sidecars, when it was added */
 	std::string segment;
 };
 
@@ -252,6 +250,7 @@ struct Job {
 	std::vector<uint32_t> regions;
 	std::vector<kvs_entry> entries;
 	std::string note;
+	uint64_t message = 0; /* the number of the message that it announces */
 	Request *request = nullptr; /* nullptr: a notification without a transfer, or a read message */
 	std::function<void(const Outcome &)> done; /* called with mu_ held */
 
@@ -276,7 +275,6 @@ struct Request final : Handle {
 	size_t left = 0; /* jobs that have not ended */
 	Status status = kNotPosted;
 	Status result = kSuccess; /* of the jobs that have ended */
-	bool released = false;    /* by a call that had to return before the fence */
 };
 
 /* No kRemoteDisconnect: for it NIXL would forget the agent, whose metadata stay valid. */
@@ -310,7 +308,6 @@ class Client
 	std::deque<Request *> unsent_; /* complete but for their notifications */
 	std::deque<JobP> urgent_, queue_;
 	std::map<int64_t, std::pair<JobP, kvs_batch *>> open_;
-	std::map<Request *, std::unique_ptr<Request>> orphans_; /* released before their fence */
 	Slots out_, in_;
 	struct Sent {
 		uint32_t offset, bytes;
@@ -510,12 +507,6 @@ bool Client::open(const char *socket)
 bool Client::announce(Memory &m)
 {
 	const kvs_info now = info();
-	if (!m.sidecars)
-		m.exits = now.sidecar_exits;
-	if (!m.sidecars || memcmp(m.sidecar.data(), now.sidecar_boot, m.sidecar.size())) {
-		memcpy(m.sidecar.data(), now.sidecar_boot, m.sidecar.size());
-		m.sidecars++;
-	}
 	kvs_grant everyone{};
 	everyone.to = "*";
 	everyone.read = 1;
@@ -538,10 +529,12 @@ bool Client::announce_all()
 	return all;
 }
 
-/* Each sidecar that could access the memory has ended; the last one may have dropped it instead. */
+/* Each session since the memory was added may be with another sidecar, whose exit has to be proved.
+ * The last one may have dropped the memory instead. */
 bool Client::quiet(const Memory &m, bool dropped) const
 {
-	return info().sidecar_exits - m.exits + dropped >= m.sidecars;
+	const kvs_info now = info();
+	return now.sidecar_exits - m.exits + dropped >= now.connects - m.sessions + 1;
 }
 
 Status Client::add(const BlobRange &range, Mem mem, Metadata *&out)
@@ -556,6 +549,10 @@ Status Client::add(const BlobRange &range, Mem mem, Metadata *&out)
 	char why[256] = "";
 	int rc = mem == kVram ? kvs_region_gpu(range.addr, range.bytes, &m->region, why, sizeof why)
 						  : kvs_region_process(range.addr, range.bytes, &m->region);
+	kvs_wait_connected(c_, kAnswerMs); /* no exit of an earlier sidecar counts for the memory */
+	const kvs_info before = info();
+	m->sessions = before.connects;
+	m->exits = before.sidecar_exits;
 	int64_t number = rc < 0 ? rc : kvs_regions_add(c_, &m->region, 1);
 	if (number < 0) {
 		warn("register %zu bytes at %#zx: %s; %s", range.bytes, range.addr,
@@ -815,7 +812,6 @@ void Client::job_ended(Request &r, const Outcome &o)
 		return;
 	}
 	r.status = r.result;
-	orphans_.erase(&r);
 }
 
 /* Those that wait end at once; those that are open, after their fence. */
@@ -823,14 +819,19 @@ void Client::cancel(Request &r)
 {
 	r.left -= std::erase(unsent_, &r);
 	for (auto *q : {&urgent_, &queue_})
-		r.left -= std::erase_if(*q, [&](const JobP &job) { return job->request == &r; });
+		r.left -= std::erase_if(*q, [&](const JobP &job) {
+			if (job->request != &r)
+				return false;
+			was_read(job->message);
+			return true;
+		});
 	for (auto &[lease, entry] : open_)
 		if (entry.first->request == &r)
 			kvs_cancel(c_, static_cast<uint64_t>(lease), "cancelled by NIXL");
 }
 
-/* Before the fence, the first call returns an error, and NIXL's user may call again. NIXL itself
- * calls again where it deletes the transfer. */
+/* Before the fence it returns an error, and NIXL's user calls again. NIXL itself calls again where
+ * it deletes the transfer, and ignores the error: then the request stays until the process ends. */
 Status Client::release(Request *r)
 {
 	std::unique_lock lock(mu_);
@@ -839,16 +840,11 @@ Status Client::release(Request *r)
 	r->notifies = false;
 	cancel(*r);
 	changed_.wait_for(lock, kCancel, [&] { return !r->left; });
-	if (!r->left) {
-		delete r;
-		return kSuccess;
-	}
-	if (!r->released) {
-		r->released = true;
+	if (r->left) {
 		warn("release of a transfer with \"%.64s\": it is not fenced yet", r->agent.c_str());
 		return kRepostActive;
 	}
-	orphans_.emplace(r, r);
+	delete r;
 	return kSuccess;
 }
 
@@ -902,6 +898,7 @@ Status Client::send(const std::string &agent, const std::string &text, Request *
 	job->regions = {box_.number};
 	job->entries = {{.local = kByteAt + at / kSlotBytes, .bytes = 1, .count = 1}};
 	job->note.assign(reinterpret_cast<const char *>(&note), sizeof note);
+	job->message = note.seq;
 	job->request = r;
 	job->done = [this, r, agent, seq = note.seq](const Outcome &o) {
 		if (o.status != KVS_OK)

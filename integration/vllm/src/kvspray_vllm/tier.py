@@ -57,6 +57,7 @@ from kvspray_vllm import layout, pages
 from kvspray_vllm.offload import HostCopies
 from kvspray_vllm.saving import GET_S, PUT_S
 from kvspray_vllm.settings import Settings
+from kvspray_vllm.speculation import CACHELESS_DRAFTS
 from kvspray_vllm.store import ASK_S
 from kvspray_vllm.tier_memory import TierMemory
 from kvspray_vllm.weights import Generation, holder, name_of
@@ -98,7 +99,7 @@ def check(config: VllmConfig) -> None:
             "enable_lora is set, and the hash of a block does not have the content of an adapter: "
             "start without LoRA"
         )
-    elif draft is not None and str(draft.method) in pages.LOOKING_AHEAD:
+    elif draft is not None and str(draft.method) not in (*CACHELESS_DRAFTS, "draft_model"):
         why = (
             "the layers that speculate hold more than the hash of a block names: use another "
             "speculative_config.method"
