@@ -233,7 +233,7 @@ func TestStagedBytesAreBounded(t *testing.T) {
 }
 
 // Rooms never overlap and stay in the memory, no peer has more than its share, those that wait get
-// room in their order, and in the end nothing is left.
+// room in their order and as soon as there is some, and in the end nothing is left.
 func TestStagingAgainstAModel(t *testing.T) {
 	for seed := range uint64(50) {
 		testutil.Bubble(t, func(t *testing.T) {
@@ -255,6 +255,30 @@ func TestStagingAgainstAModel(t *testing.T) {
 					}
 				}
 			}
+			// served checks that the first batch of each peer that waits has no room, or waits behind one
+			// that waits for the memory itself.
+			served := func() {
+				g.mu.Lock()
+				defer g.mu.Unlock()
+				seen := map[transfer.Boot]bool{}
+				for _, w := range g.waits {
+					if seen[w.peer] {
+						continue
+					}
+					if seen[w.peer] = true; g.peers[w.peer]+w.bytes > maxPeerStaged {
+						continue
+					}
+					at := uint64(0)
+					for _, u := range append(slices.Clip(g.used), room{span: span{from: stagingBytes}}) {
+						if at+w.bytes <= u.from {
+							t.Errorf("seed %d: peer %v waits for %d bytes, which are free at %d", seed, w.peer[0],
+								w.bytes, at)
+						}
+						at = (u.to + directAlign - 1) / directAlign * directAlign
+					}
+					return
+				}
+			}
 			for range 60 {
 				n, peer := 1+rng.Uint64N(maxStaged), transfer.Boot{byte(rng.IntN(4))}
 				wait, quits := rng.IntN(4) > 0, rng.IntN(5) == 0
@@ -273,6 +297,11 @@ func TestStagingAgainstAModel(t *testing.T) {
 					time.Sleep(held) // virtual
 					g.give(r)
 				}()
+				synctest.Wait()
+				served()
+				time.Sleep(time.Duration(rng.IntN(200)))
+				synctest.Wait()
+				served()
 			}
 			time.Sleep(time.Hour)
 			synctest.Wait()
@@ -280,6 +309,38 @@ func TestStagingAgainstAModel(t *testing.T) {
 				t.Errorf("left: %v, %d waits, %v", g.used, len(g.waits), g.peers)
 			}
 		})
+	}
+}
+
+// A peer that has its share, and batches that wait, leaves free memory and waits for others.
+func TestStagingOfOnePeerIsBounded(t *testing.T) {
+	g := &staging{peers: map[transfer.Boot]uint64{}}
+	one, two := transfer.Boot{1}, transfer.Boot{2}
+	enter := func(n uint64, peer transfer.Boot, wait bool) (*stageWait, error) {
+		w := &stageWait{n, peer, make(chan room, 1)}
+		return w, g.enter(w, wait)
+	}
+	for range maxPeerStaged / maxStaged {
+		w, err := enter(maxStaged, one, false)
+		if must(t, err); len(w.room) == 0 {
+			t.Fatal("the share of a peer is less than its bound")
+		}
+	}
+	for i := range maxPeerStageWaits + 1 {
+		if _, err := enter(1, one, true); (err != nil) != (i == maxPeerStageWaits) {
+			t.Fatalf("batch %d that waits: %v", i, err)
+		}
+	}
+	for range (stagingBytes - maxPeerStaged) / maxStaged {
+		if w, err := enter(maxStaged, two, false); err != nil || len(w.room) == 0 {
+			t.Fatalf("another peer gets no free memory: %v", err)
+		}
+	}
+	if _, err := enter(1, two, true); err != nil {
+		t.Errorf("another peer does not wait: %v", err)
+	}
+	if _, err := enter(1, two, false); err == nil {
+		t.Error("a batch without wait has no room, and is not refused")
 	}
 }
 
