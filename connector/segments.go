@@ -3,6 +3,7 @@ package connector
 import (
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"slices"
 	"time"
@@ -15,9 +16,13 @@ import (
 )
 
 // Segments serves segments of engines, and batches. Its methods may be called from any goroutine,
-// and do not block.
+// and do not block, except OpenFile.
 type Segments interface {
-	// Register makes a range of a worker's memory a segment, until Revoke or until the worker is gone.
+	// OpenFile opens the file of a segment, and sets File, and Len if that is 0. The file system may
+	// block it, so it is called without a lock.
+	OpenFile(*Segment) error
+	// Register makes a range of a worker's memory, or of an open file, a segment, until Revoke or
+	// until the worker is gone. After an error the caller closes the file.
 	Register(*engines.Worker, Segment) error
 	// Revoke takes a segment of a worker back, or only the grants to one node. done is called once
 	// every batch that used what was taken back is fenced. An error means that it is never called.
@@ -35,6 +40,7 @@ type Segment struct {
 	Name     string
 	Region   *mem.Region // nil: a file
 	Path     string      // of the file, below the configured root
+	File     io.Closer   // what OpenFile has opened
 	Off, Len uint64      // Len is 0 for all of the rest of a file
 	Grants   []Grant
 }
@@ -202,6 +208,19 @@ func (w *worker) openSegment(m *msg.Segment) error {
 		s.Grants = append(s.Grants, Grant{To: g.To, Read: g.Read, Write: g.Write, Off: g.Offset,
 			Len: g.Bytes, For: time.Duration(min(g.EndMS, maxGrantMS)) * time.Millisecond})
 	}
+	if s.Path = m.Path; s.Path != "" {
+		if err := w.s.opt.Segments.OpenFile(&s); err != nil {
+			return err
+		}
+	}
+	err := w.registerSegment(m, s)
+	if err != nil && s.File != nil {
+		_ = s.File.Close()
+	}
+	return err
+}
+
+func (w *worker) registerSegment(m *msg.Segment, s Segment) error {
 	w.deliver.Lock() // WorkerGone comes before or after
 	defer w.deliver.Unlock()
 	if w.gone {
@@ -232,7 +251,7 @@ func (w *worker) openSegment(m *msg.Segment) error {
 		added.leases++
 	}
 	w.mu.Unlock()
-	s.Region, s.Path = r, m.Path
+	s.Region = r
 	if err := w.s.opt.Segments.Register(w.pub, s); err != nil {
 		w.segmentEnded(m.Name)
 		return err

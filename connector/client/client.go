@@ -165,9 +165,12 @@ func (c *Client) release() {
 			r.Release()
 		}
 	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	for m := range c.memory {
 		m.region.Release()
 	}
+	clear(c.memory) // Free may follow: its answer has come before the end of the session
 }
 
 // deliver ends batches until the session has ended, and then those that are left.
@@ -284,13 +287,18 @@ func (m *Memory) Free(ctx context.Context) error {
 	}); err != nil {
 		return err
 	}
+	m.freed()
+	return nil
+}
+
+// freed unmaps memory that the sidecar has dropped.
+func (m *Memory) freed() {
 	m.c.mu.Lock()
 	defer m.c.mu.Unlock()
 	if _, ok := m.c.memory[m]; ok { // else Close has released it
 		delete(m.c.memory, m)
 		m.region.Release()
 	}
-	return nil
 }
 
 // done sends a request that DONE answers.

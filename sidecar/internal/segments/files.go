@@ -82,7 +82,7 @@ func (s *Segments) openFile(x *connector.Segment) (*file, error) {
 	f := &file{plain: os.NewFile(uintptr(fd), "segment")}
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil || st.Mode&unix.S_IFMT != unix.S_IFREG {
-		f.close()
+		_ = f.Close()
 		return refuse("is no regular file", "name one")
 	}
 	f.id = fileID{st.Dev, st.Ino}
@@ -91,7 +91,7 @@ func (s *Segments) openFile(x *connector.Segment) (*file, error) {
 		x.Len = size - x.Off
 	}
 	if x.Len == 0 || x.Off > size || x.Len > size-x.Off {
-		f.close()
+		_ = f.Close()
 		return nil, &msg.Error{Message: "SEGMENT", Field: "bytes", Problem: fmt.Sprintf("%d bytes from "+
 			"%d on are outside of a file of %d", x.Len, x.Off, size),
 			Remedy: "name a range of the file, which has its size before it is registered"}
@@ -104,11 +104,13 @@ func (s *Segments) openFile(x *connector.Segment) (*file, error) {
 	return f, nil
 }
 
-func (f *file) close() {
-	_ = f.plain.Close()
+// Close implements io.Closer.
+func (f *file) Close() error {
+	err := f.plain.Close()
 	if f.direct != nil {
-		_ = f.direct.Close()
+		err = errors.Join(err, f.direct.Close())
 	}
+	return err
 }
 
 // covers refuses runs behind the end of the file, which was longer when it was registered.

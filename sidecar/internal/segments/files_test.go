@@ -87,8 +87,8 @@ func TestPathsStayBelowTheRoot(t *testing.T) {
 		{"page", 1<<64 - 1, 2, "bytes", "outside"},
 		{"empty", 0, 0, "bytes", "outside"},
 	} {
-		err := s.Register(w, connector.Segment{Name: "file", Path: x.path, Off: x.off, Len: x.n,
-			Grants: writable()})
+		n := connector.Segment{Name: "file", Path: x.path, Off: x.off, Len: x.n, Grants: writable()}
+		err := s.OpenFile(&n)
 		var refusal *msg.Error
 		switch {
 		case x.field == "" && err != nil:
@@ -98,12 +98,13 @@ func TestPathsStayBelowTheRoot(t *testing.T) {
 			t.Errorf("%q: %v, want a refusal of %s with %q", x.path, err, x.field, x.contains)
 		}
 		if err == nil {
+			must(t, s.Register(w, n))
 			must(t, s.Revoke(w, "file", "", func() {}))
 		}
 	}
 	s.root = nil
 	var refusal *msg.Error
-	if err := s.Register(w, connector.Segment{Name: "file", Path: "page"}); !errors.As(err,
+	if err := s.OpenFile(&connector.Segment{Name: "file", Path: "page"}); !errors.As(err,
 		&refusal) || !strings.Contains(refusal.Remedy, "segments.root") {
 		t.Errorf("without a root: %v", err)
 	}
@@ -115,7 +116,7 @@ func TestReadersDoNotNeedToWrite(t *testing.T) {
 	must(t, os.Chmod(filepath.Join(root, "page"), 0o400))
 	f, err := s.openFile(&connector.Segment{Path: "page", Grants: []connector.Grant{{Read: true}}})
 	must(t, err)
-	defer f.close()
+	defer f.Close()
 	if err := f.do(t.Context(), []call{{0, 0, 4, false}}, make([]byte, 4), true); err == nil {
 		t.Error("written")
 	}
@@ -135,7 +136,7 @@ func TestFileRunsAgainstAModel(t *testing.T) {
 	must(t, os.WriteFile(name, model, 0o600))
 	f, err := s.openFile(&connector.Segment{Path: "file", Grants: writable()})
 	must(t, err)
-	defer f.close()
+	defer f.Close()
 	for round := range 12 {
 		var runs []plans.Run
 		for at := uint64(0); at < size; {
@@ -188,7 +189,7 @@ func TestShrunkenFiles(t *testing.T) {
 	s, root := rooted(t)
 	f, err := s.openFile(&connector.Segment{Path: "page", Grants: writable()})
 	must(t, err)
-	defer f.close()
+	defer f.Close()
 	runs := []plans.Run{{Off: 0, Len: 8, Count: 1}, {Off: 4096, Len: 4096, Count: 1}}
 	must(t, f.covers(runs))
 	must(t, os.Truncate(filepath.Join(root, "page"), 8191))
@@ -233,7 +234,7 @@ func TestStagedBytesAreBounded(t *testing.T) {
 }
 
 // Rooms never overlap and stay in the memory, no peer has more than its share, those that wait get
-// room in their order, and in the end nothing is left.
+// room in their order and as soon as there is some, and in the end nothing is left.
 func TestStagingAgainstAModel(t *testing.T) {
 	for seed := range uint64(50) {
 		testutil.Bubble(t, func(t *testing.T) {
@@ -255,6 +256,30 @@ func TestStagingAgainstAModel(t *testing.T) {
 					}
 				}
 			}
+			// served checks that the first batch of each peer that waits has no room, or waits behind one
+			// that waits for the memory itself.
+			served := func() {
+				g.mu.Lock()
+				defer g.mu.Unlock()
+				seen := map[transfer.Boot]bool{}
+				for _, w := range g.waits {
+					if seen[w.peer] {
+						continue
+					}
+					if seen[w.peer] = true; g.peers[w.peer]+w.bytes > maxPeerStaged {
+						continue
+					}
+					at := uint64(0)
+					for _, u := range append(slices.Clip(g.used), room{span: span{from: stagingBytes}}) {
+						if at+w.bytes <= u.from {
+							t.Errorf("seed %d: peer %v waits for %d bytes, which are free at %d", seed, w.peer[0],
+								w.bytes, at)
+						}
+						at = (u.to + directAlign - 1) / directAlign * directAlign
+					}
+					return
+				}
+			}
 			for range 60 {
 				n, peer := 1+rng.Uint64N(maxStaged), transfer.Boot{byte(rng.IntN(4))}
 				wait, quits := rng.IntN(4) > 0, rng.IntN(5) == 0
@@ -273,6 +298,11 @@ func TestStagingAgainstAModel(t *testing.T) {
 					time.Sleep(held) // virtual
 					g.give(r)
 				}()
+				synctest.Wait()
+				served()
+				time.Sleep(time.Duration(rng.IntN(200)))
+				synctest.Wait()
+				served()
 			}
 			time.Sleep(time.Hour)
 			synctest.Wait()
@@ -280,6 +310,38 @@ func TestStagingAgainstAModel(t *testing.T) {
 				t.Errorf("left: %v, %d waits, %v", g.used, len(g.waits), g.peers)
 			}
 		})
+	}
+}
+
+// A peer that has its share, and batches that wait, leaves free memory and waits for others.
+func TestStagingOfOnePeerIsBounded(t *testing.T) {
+	g := &staging{peers: map[transfer.Boot]uint64{}}
+	one, two := transfer.Boot{1}, transfer.Boot{2}
+	enter := func(n uint64, peer transfer.Boot, wait bool) (*stageWait, error) {
+		w := &stageWait{n, peer, make(chan room, 1)}
+		return w, g.enter(w, wait)
+	}
+	for range maxPeerStaged / maxStaged {
+		w, err := enter(maxStaged, one, false)
+		if must(t, err); len(w.room) == 0 {
+			t.Fatal("the share of a peer is less than its bound")
+		}
+	}
+	for i := range maxPeerStageWaits + 1 {
+		if _, err := enter(1, one, true); (err != nil) != (i == maxPeerStageWaits) {
+			t.Fatalf("batch %d that waits: %v", i, err)
+		}
+	}
+	for range (stagingBytes - maxPeerStaged) / maxStaged {
+		if w, err := enter(maxStaged, two, false); err != nil || len(w.room) == 0 {
+			t.Fatalf("another peer gets no free memory: %v", err)
+		}
+	}
+	if _, err := enter(1, two, true); err != nil {
+		t.Errorf("another peer does not wait: %v", err)
+	}
+	if _, err := enter(1, two, false); err == nil {
+		t.Error("a batch without wait has no room, and is not refused")
 	}
 }
 
@@ -294,7 +356,7 @@ func BenchmarkFile(b *testing.B) {
 	must(b, err)
 	f, err := s.openFile(&connector.Segment{Path: "file", Grants: writable()})
 	must(b, err)
-	defer f.close()
+	defer f.Close()
 	region := testRegion(b, maxStaged)
 	memory, _ := region.Bytes()
 	rand.NewChaCha8([32]byte{}).Read(memory)
@@ -322,4 +384,93 @@ func BenchmarkFile(b *testing.B) {
 			}
 		})
 	}
+}
+
+// A file system that hangs in close holds up no revocation, and no worker that is gone.
+func TestClosingFilesHoldsNoLock(t *testing.T) {
+	s, _ := victim(t)
+	w := &engines.Worker{Name: "w"}
+	release := make(chan struct{})
+	var closed []chan struct{}
+	for _, name := range []string{"revoked", "gone"} {
+		in, out, err := os.Pipe()
+		must(t, err)
+		defer out.Close()
+		rc, err := in.SyscallConn()
+		must(t, err)
+		used, end := make(chan struct{}), make(chan struct{})
+		closed = append(closed, end)
+		go func() {
+			_ = rc.Control(func(uintptr) { // close of a pipe waits for it
+				close(used)
+				<-release
+			})
+			close(end)
+		}()
+		<-used
+		must(t, s.Register(w, connector.Segment{Name: name, File: &file{plain: in}}))
+	}
+	done := make(chan struct{})
+	must(t, s.Revoke(w, "revoked", "", func() { close(done) }))
+	<-done
+	s.Gone(w)
+	if s.Open() != 0 {
+		t.Error("leases are open")
+	}
+	close(release)
+	for _, end := range closed {
+		<-end
+	}
+}
+
+// Stop ends batches that wait for staging memory, which no lease of the executor has yet.
+func TestStopEndsWaitsForStaging(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		s, _ := rooted(t)
+		x := connector.Segment{Name: "file", Path: "page", Grants: writable()}
+		must(t, s.OpenFile(&x))
+		must(t, s.Register(&engines.Worker{Name: "w"}, x))
+		for i := range stagingBytes / maxStaged {
+			_, err := s.staging.take(t.Context(), maxStaged, transfer.Boot{10 + byte(i)}, false)
+			must(t, err)
+		}
+		m := batchFrame(1, wireOf(0, 8, 0, 1))
+		m.Name, m.Wait, m.DeadlineMs = "file", true, 3_600_000
+		must(t, s.Handle(transfer.Boot{2}, frameOf(m)))
+		synctest.Wait()
+		if len(s.staging.waits) != 1 {
+			t.Fatalf("%d batches wait", len(s.staging.waits))
+		}
+		began := time.Now()
+		must(t, s.Stop(t.Context()))
+		if took := time.Since(began); took > 0 { // virtual
+			t.Errorf("stopped after %v", took)
+		}
+	})
+}
+
+// Stop does not wait longer than its context for a file system that hangs, and nobody else waits
+// for the lease.
+func TestStopDoesNotWaitForFiles(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		s, _ := victim(t)
+		hangs := make(chan struct{})
+		defer close(hangs)
+		s.mu.Lock()
+		ctx, end := s.o.Leases.OpenPeer(&engines.Worker{}, 1, time.Hour)
+		r := &remote{ctx: ctx, end: end}
+		r.ctx, r.cancel = context.WithCancelCause(ctx)
+		s.remotes[remoteID{transfer.Boot{2}, 1}] = r
+		s.wg.Go(func() { <-hangs }) // as serve in a call of the file system
+		s.mu.Unlock()
+		stopping, stop := context.WithTimeout(t.Context(), time.Second)
+		defer stop()
+		if err := s.Stop(stopping); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("Stop: %v", err)
+		}
+		if err := context.Cause(r.ctx); !errors.Is(err, errStops) {
+			t.Errorf("the lease: %v", err)
+		}
+		s.o.Leases.Wait()
+	})
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"sync"
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
@@ -34,7 +35,7 @@ type remote struct {
 	deadline time.Duration
 	ctx      context.Context // of its lease of package local
 	cancel   context.CancelCauseFunc
-	end      func()
+	end      func()        // of its lease of package local; idempotent
 	ended    chan struct{} // closed after the fence
 }
 
@@ -237,7 +238,7 @@ func (s *Segments) admit(r *remote) (known bool, err error) {
 	s.last++
 	ctx, end := s.o.Leases.OpenPeer(x.owner.w, s.last, r.deadline)
 	r.ctx, r.cancel = context.WithCancelCause(ctx)
-	r.end = end
+	r.end = sync.OnceFunc(end) // serve calls it, and Stop
 	s.remotes[r.id] = r
 	s.total, s.perPeer[from] = s.total.more(r.entries), s.perPeer[from].more(r.entries)
 	x.open[r] = struct{}{}

@@ -25,11 +25,16 @@
 // grant. The engine's memory stays until the last lease, because each of them is one of package
 // local. Everything that a peer can make this node do has a bound.
 //
+// Calls of a file system may hang. None is made under a lock of this package, and Stop does not
+// wait for one longer than its context.
+//
 // Goroutines: one for each batch of this node's engines, one for each lease of a peer, both until
-// the lease has ended or Stop.
+// the lease has ended or Stop; one that closes the files of segments that were removed, until the
+// file system has closed them; one of Stop, until the leases of peers have ended.
 package segments
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"crypto/sha256"
@@ -324,29 +329,23 @@ func (l *lease) forget() {
 	delete(l.s.lists, l.key)
 }
 
-// Register implements connector.Segments.
-func (s *Segments) Register(w *engines.Worker, x connector.Segment) error {
-	var f *file
-	if x.Region == nil {
-		var err error
-		if f, err = s.openFile(&x); err != nil {
-			return err
-		}
-		if err := s.staging.open(); err != nil {
-			f.close()
-			return err
-		}
-	}
-	if err := s.register(w, x, f); err != nil {
-		if f != nil {
-			f.close()
-		}
+// OpenFile implements connector.Segments.
+func (s *Segments) OpenFile(x *connector.Segment) error {
+	f, err := s.openFile(x)
+	if err != nil {
 		return err
 	}
+	if err := s.staging.open(); err != nil {
+		_ = f.Close()
+		return err
+	}
+	x.File = f
 	return nil
 }
 
-func (s *Segments) register(w *engines.Worker, x connector.Segment, f *file) error {
+// Register implements connector.Segments.
+func (s *Segments) Register(w *engines.Worker, x connector.Segment) error {
+	f, _ := x.File.(*file)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.over {
@@ -392,6 +391,8 @@ var errRevoked = errors.New("the segment was revoked")
 
 // Revoke implements connector.Segments.
 func (s *Segments) Revoke(w *engines.Worker, name, to string, done func()) error {
+	var files []*file
+	defer func() { closeSoon(files) }()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	x := s.names[name]
@@ -400,7 +401,7 @@ func (s *Segments) Revoke(w *engines.Worker, name, to string, done func()) error
 			"this worker", name), Remedy: "name one that SEGMENT has registered"}
 	}
 	if to == "" {
-		s.dropLocked(x)
+		files = s.dropLocked(x, files)
 	} else {
 		x.grants = slices.DeleteFunc(x.grants, func(g grant) bool { return g.To == to })
 	}
@@ -427,14 +428,29 @@ func (s *Segments) Revoke(w *engines.Worker, name, to string, done func()) error
 	return nil
 }
 
-// dropLocked removes a segment. Its leases go on.
-func (s *Segments) dropLocked(x *segment) {
+// dropLocked removes a segment, and appends its file, to be closed after the unlock. Its leases go
+// on.
+func (s *Segments) dropLocked(x *segment, files []*file) []*file {
 	x.gone = true
 	delete(s.names, x.Name)
 	delete(x.owner.segments, x.Name)
 	if x.file != nil {
-		x.file.close() // calls that are under way end first
+		files = append(files, x.file)
 	}
+	return files
+}
+
+// closeSoon closes files once the calls that are under way have ended. It does not wait: a network
+// file system writes in close, and callers hold the locks of package connector.
+func closeSoon(files []*file) {
+	if len(files) == 0 {
+		return
+	}
+	go func() {
+		for _, f := range files {
+			_ = f.Close()
+		}
+	}()
 }
 
 // Gone removes the segments of a worker. Its leases are canceled by package local.
@@ -446,12 +462,14 @@ func (s *Segments) Gone(w *engines.Worker) {
 		s.mu.Unlock()
 		return
 	}
+	var files []*file
 	for _, x := range o.segments {
-		s.dropLocked(x)
+		files = s.dropLocked(x, files)
 	}
 	waits := o.fetches
 	o.fetches = nil
 	s.mu.Unlock()
+	closeSoon(files)
 	for _, f := range waits {
 		f.timer.Stop()
 		f.reply(nil)
@@ -569,12 +587,18 @@ func (s *Segments) reachedLocked(endpoint string, r reached) {
 	delete(s.reaching, endpoint)
 }
 
-// Stop ends all leases. It returns once they are fenced, or when ctx ends. Idempotent.
+// Stop ends all leases. It returns once they are fenced and no file of theirs is read or written,
+// or when ctx ends. Idempotent.
 func (s *Segments) Stop(ctx context.Context) error {
 	s.starting.Lock()
 	s.mu.Lock()
 	over := s.over
 	s.over = true
+	var left []*remote
+	for _, r := range s.remotes {
+		r.cancel(errStops) // also those that have no lease of the executor: they wait, or read a file
+		left = append(left, r)
+	}
 	s.mu.Unlock()
 	s.starting.Unlock()
 	if over || s.worker == nil {
@@ -589,7 +613,19 @@ func (s *Segments) Stop(ctx context.Context) error {
 		err = fmt.Errorf("segments: leases have not ended: %w", ctx.Err())
 	}
 	close(s.stop)
-	s.wg.Wait()
+	ended := make(chan struct{})
+	go func() {
+		s.wg.Wait()
+		close(ended)
+	}()
+	select {
+	case <-ended:
+	case <-ctx.Done():
+		err = cmp.Or(err, fmt.Errorf("segments: files are being read or written: %w", ctx.Err()))
+		for _, r := range left {
+			r.end() // else package local waits for the file system
+		}
+	}
 	if err == nil {
 		s.staging.close()
 	}

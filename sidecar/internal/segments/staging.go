@@ -17,6 +17,8 @@ const (
 	maxPeerStaged = 128 << 20 // of the batches of one peer
 	maxStaged     = 64 << 20  // of one batch
 	maxStageWaits = 256
+	// Of the batches of one peer, so that it leaves some for others.
+	maxPeerStageWaits = 128
 )
 
 // staging is memory between files and lanes. It is allocated with the first segment of a file, and
@@ -65,22 +67,10 @@ func (g *staging) close() {
 
 // take takes room. If there is none, it waits with wait, and refuses the batch without.
 func (g *staging) take(ctx context.Context, n uint64, peer transfer.Boot, wait bool) (room, error) {
-	g.mu.Lock()
-	if len(g.waits) == 0 {
-		if r, ok := g.findLocked(n, peer); ok {
-			g.mu.Unlock()
-			return r, nil
-		}
-	}
-	if !wait || len(g.waits) >= maxStageWaits {
-		waits := len(g.waits)
-		g.mu.Unlock()
-		return room{}, refused("wait", fmt.Sprintf("open batches with files leave no memory for %d "+
-			"bytes, and %d batches wait for it", n, waits), "set wait, or send fewer batches at a time")
-	}
 	w := &stageWait{n, peer, make(chan room, 1)}
-	g.waits = append(g.waits, w)
-	g.mu.Unlock()
+	if err := g.enter(w, wait); err != nil {
+		return room{}, err
+	}
 	select {
 	case r := <-w.room:
 		return r, nil
@@ -97,6 +87,31 @@ func (g *staging) take(ctx context.Context, n uint64, peer transfer.Boot, wait b
 		g.give(<-w.room)
 	}
 	return room{}, context.Cause(ctx)
+}
+
+// enter gives room to a batch, or lets it wait.
+func (g *staging) enter(w *stageWait, wait bool) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.waits = append(g.waits, w)
+	g.serveLocked()
+	if len(w.room) > 0 {
+		return nil
+	}
+	last := len(g.waits) - 1 // w itself
+	waiting := 0             // of the same peer
+	for _, o := range g.waits[:last] {
+		if o.peer == w.peer {
+			waiting++
+		}
+	}
+	if wait && last < maxStageWaits && waiting < maxPeerStageWaits {
+		return nil
+	}
+	g.waits = slices.Delete(g.waits, last, last+1)
+	return refused("wait", fmt.Sprintf("open batches with files leave no memory for %d bytes, and %d "+
+		"batches wait for it, %d of them of this node; at most %d and %d", w.bytes, last, waiting,
+		maxStageWaits, maxPeerStageWaits), "set wait, or send fewer batches at a time")
 }
 
 // findLocked takes the first room that is large enough.
@@ -129,19 +144,22 @@ func (g *staging) give(r room) {
 }
 
 // serveLocked gives room to batches that wait, in their order. A batch whose peer has its share
-// does not delay those of others.
+// delays only those of the same peer.
 func (g *staging) serveLocked() {
-	full := false
+	full := false                      // one waits for the memory itself
+	behind := map[transfer.Boot]bool{} // peers of which one waits
 	g.waits = slices.DeleteFunc(g.waits, func(w *stageWait) bool {
-		if full {
+		if full || behind[w.peer] {
 			return false
 		}
 		r, ok := g.findLocked(w.bytes, w.peer)
 		if ok {
 			w.room <- r
+			return true
 		}
-		full = !ok && g.peers[w.peer]+w.bytes <= maxPeerStaged
-		return ok
+		behind[w.peer] = true
+		full = g.peers[w.peer]+w.bytes <= maxPeerStaged
+		return false
 	})
 }
 
