@@ -130,7 +130,7 @@ func (c *chunk) event(out, head []byte, withIDs bool) []byte {
 			first, second = second, first
 		}
 		for _, s := range [...]span{first, second} {
-			if s.set() {
+			if s.set() && s.at >= from {
 				out = append(append(out, c.data[from:s.at]...), "null"...)
 				from = s.end
 			}

@@ -217,6 +217,7 @@ func TestSignOfError(t *testing.T) {
 		{"no first byte", errLate, signLate, true},
 		{"frozen", errSilent, signLate, true},
 		{"empty 200", errEmpty, signFailed, true},
+		{"error in a stream", errEngineFault, signNone, true},
 		{"own descriptors", dial(call(syscall.EMFILE)), signNone, false},
 		{"descriptors of the host", dial(call(syscall.ENFILE)), signNone, false},
 		{"own ports", dial(call(syscall.EADDRNOTAVAIL)), signNone, false},

@@ -356,7 +356,9 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) (answered bool
 			j.pass(a)
 			a.close()
 			b.done()
-			j.resume(ctx, b)
+			if a.end.marks != nil { // it was followed
+				j.resume(ctx, b)
+			}
 			return true
 		}
 		if err == nil {
@@ -528,10 +530,10 @@ func (j *job) copy(a *reply) {
 	if a.guard == nil {
 		return
 	}
-	if errors.Is(err, errStopped) {
-		err = nil
-	}
-	if err == nil && j.follow != nil {
+	switch {
+	case errors.Is(err, errStopped):
+		err = nil // the client has the end
+	case err == nil && j.follow != nil:
 		_ = newSink(j.w).send(j.follow.rest()) // the client may be gone
 	}
 	j.trace.hop(true).end(nil)

@@ -175,7 +175,8 @@ type followed struct {
 	top       int    // candidates of a chat's logprobs
 	stops     stops
 	budget    *budget
-	taken     int64 // of it, bytes
+	taken     int64 // of it, bytes that the answer holds
+	asked     int64 // of it, bytes of the request for the rest
 	unchanged bool  // events pass as they are
 
 	prompt, answer []uint32
@@ -197,6 +198,7 @@ type followed struct {
 	seam       *seam
 	soonFailed int       // engines in a row that soon failed
 	last       time.Time // bytes came
+	fault      []byte    // the event with its error, for the client if nothing continues
 
 	held       []byte // events with the start of a character
 	heldTokens int
@@ -237,18 +239,20 @@ func (f *followed) take(data []byte) ([]byte, error) {
 	if f.unchanged {
 		return data, nil
 	}
-	f.last = time.Now()
+	if len(data) > 0 { // not at the end of a silence
+		f.last = time.Now()
+	}
 	if f.out = f.out[:0]; cap(f.out) > keptEvent {
 		f.out = nil
-	}
-	if f.head == nil && bytes.Contains(data, []byte("\r\n")) {
-		f.abandon(unfollowedNoIDs)
-		f.unchanged = true
-		return append(f.buf, data...), nil // events that end otherwise
 	}
 	if len(f.buf) > 0 {
 		f.buf = append(f.buf, data...)
 		data = f.buf
+	}
+	if f.head == nil && bytes.Contains(data[f.scanned:], []byte("\r\n")) {
+		f.abandon(unfollowedNoIDs)
+		f.unchanged, f.buf = true, nil
+		return data, nil // events that end otherwise
 	}
 	for {
 		i := bytes.Index(data[f.scanned:], []byte("\n\n"))
@@ -258,6 +262,7 @@ func (f *followed) take(data []byte) ([]byte, error) {
 		event := data[:f.scanned+i+2]
 		data, f.scanned = data[len(event):], 0
 		if err := f.event(event); err != nil {
+			f.buf = nil // nothing of this engine follows
 			return f.out, err
 		}
 	}
@@ -270,6 +275,7 @@ func (f *followed) take(data []byte) ([]byte, error) {
 	if len(data) > maxEvent {
 		f.abandon(unfollowedLong)
 		if f.next {
+			f.buf = nil
 			return f.out, errEngineFault // its events have another form
 		}
 		f.unchanged = true
@@ -281,7 +287,7 @@ func (f *followed) take(data []byte) ([]byte, error) {
 
 // from begins with the answer of another engine.
 func (f *followed) from(g *guard) {
-	f.guard = g
+	f.guard, f.fault = g, nil
 	g.movable.Store(f.why == "")
 }
 
@@ -309,8 +315,18 @@ func (f *followed) account() {
 
 // end returns to the budget what the answer held.
 func (f *followed) end() {
-	f.budget.give(f.taken)
-	f.taken = 0
+	f.budget.give(f.taken + f.asked)
+	f.taken, f.asked = 0, 0
+}
+
+// ask takes from the budget what a request for the rest holds, in place of the former one's bytes.
+func (f *followed) ask(bytes int64) bool {
+	f.budget.give(f.asked)
+	if f.asked = 0; !f.budget.take(bytes) {
+		return false
+	}
+	f.asked = bytes
+	return true
 }
 
 // abandon notes that the answer cannot be continued any more.
@@ -336,6 +352,9 @@ func (f *followed) event(event []byte) error {
 	var err error
 	switch {
 	case (!ok || c.several) && f.next, c.fault() && f.why == "":
+		if c.failure.set() && len(event) <= keptEvent {
+			f.fault = slices.Clone(event)
+		}
 		return errEngineFault
 	case !ok || c.several:
 		f.abandon(unfollowedNoIDs)
@@ -344,15 +363,16 @@ func (f *followed) event(event []byte) error {
 		f.finished = true // by the request's own fault
 		f.out = append(f.out, event...)
 	default:
+		answer, size, text := f.answer, f.answerSize, f.text
 		f.note(&c)
-		if f.next {
-			err = f.rewrite(&c)
-		} else {
+		if !f.next {
 			f.pass(event, &c)
+		} else if err = f.rewrite(&c); errors.Is(err, errEngineFault) {
+			if f.why == "" { // the client lacks these tokens
+				f.answer, f.answerSize, f.text = answer, size, text
+			}
+			return err
 		}
-	}
-	if errors.Is(err, errEngineFault) {
-		return err
 	}
 	if f.partOfCharacter(&c) {
 		f.held, f.out = append(f.held, f.out[from:]...), f.out[:from]
@@ -386,6 +406,10 @@ func (f *followed) deliver(from int) {
 func (f *followed) note(c *chunk) {
 	f.answerSize += c.count()
 	if f.why != "" {
+		return
+	}
+	if c.prompt.set() && c.prompt.at < c.head {
+		f.abandon(unfollowedNoIDs) // each event would have them
 		return
 	}
 	if c.prompt.set() && f.prompt == nil {
@@ -578,6 +602,14 @@ func (f *followed) close() {
 		f.usage()
 	}
 	f.out = append(f.out, "data: [DONE]\n\n"...)
+}
+
+// reported is the end of an answer that nothing continues, if its engine has reported an error.
+func (f *followed) reported() []byte {
+	if f.fault == nil {
+		return nil
+	}
+	return append(f.fault, "data: [DONE]\n\n"...)
 }
 
 // failed notes that the current engine has failed.

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 	"unicode/utf8"
@@ -801,6 +802,206 @@ func TestFollowedAnswerIsBounded(t *testing.T) {
 	}
 }
 
+// stopsAtAPage continues an answer after "some te", with text in an event of more than one read.
+func stopsAtAPage(w http.ResponseWriter, _ *http.Request, s seen) {
+	text := map[uint32]string{1: "<p>", 2: "some ", 3: "te", 4: "xt", 5: " after"}
+	if s.path == "/detokenize" {
+		all := ""
+		for _, id := range ids(s.body["tokens"]) {
+			all += text[id]
+		}
+		fmt.Fprintf(w, `{"prompt":%s}`, marshal(all))
+		return
+	}
+	w.Header().Set("Content-Type", "text/event-stream")
+	event := func(text, ids string) {
+		fmt.Fprintf(w, `data: {"id":"A","choices":[{"text":%q,"token_ids":%s,`+
+			`"prompt_token_ids":[1%s]}]}`+"\n\n", text, ids, strings.Repeat(",1", copyBytes))
+	}
+	if len(ids(s.body["prompt"])) == 0 {
+		event("some ", "[2,3]")
+		_ = http.NewResponseController(w).Flush()
+		panic(http.ErrAbortHandler)
+	}
+	event("xt", "[4]")
+	event(" after", "[5]")
+	fmt.Fprint(w, "data: [DONE]\n\n")
+}
+
+// Nothing follows the end by a stop string over the seam, also if parts of an event were held.
+func TestNothingFollowsAStopOverTheSeam(t *testing.T) {
+	a, b := newEngine(t, stopsAtAPage), newEngine(t, stopsAtAPage)
+	_, url := start(t, Config{Decode: decoders(a.URL, b.URL), Continue: true, Times: unhurried})
+	c := seamCase{path: "/v1/completions", body: `"prompt":"a","max_tokens":50,"stop":"text"`}
+	if got := c.ask(t, url); got.text != "some " || got.finish != "stop" || got.stop != `"text"` {
+		t.Errorf("%+v", got)
+	}
+}
+
+// The bodies of a continuation, and the text before the seam, are a part of the budget.
+func TestContinuationTakesFromTheBudget(t *testing.T) {
+	var px atomic.Pointer[Proxy]
+	var drained atomic.Int64
+	var drain atomic.Bool
+	answer := func(w http.ResponseWriter, r *http.Request, s seen) {
+		if s.path == "/detokenize" {
+			bodies := &px.Load().bodies
+			free := bodies.free.Load()
+			if held := defaultBodies - free; held < 2*seamBytes {
+				t.Errorf("only %d bytes are taken", held)
+			}
+			if drain.CompareAndSwap(true, false) && bodies.take(free) {
+				drained.Store(free)
+			}
+		}
+		stopsAtAPage(w, r, s)
+	}
+	a, b := newEngine(t, answer), newEngine(t, answer)
+	p, url := start(t, Config{Decode: decoders(a.URL, b.URL), Continue: true, Times: unhurried,
+		BodiesBytes: defaultBodies})
+	px.Store(p)
+	const body = `"prompt":"a","max_tokens":50`
+	c := seamCase{path: "/v1/completions", body: body}
+	if got := c.ask(t, url); got.text != "some xt after" {
+		t.Errorf("%+v", got)
+	}
+	whole := func() bool { return p.bodies.free.Load()+drained.Load() == defaultBodies }
+	until(t, "the budget is not whole again", whole)
+	drain.Store(true) // what is returned after the questions is too little for the ids of the prompt
+	if why := broken(t, p, url, c.path, body); why != unfollowedMemory {
+		t.Errorf("%q, want %q", why, unfollowedMemory)
+	}
+	until(t, "the budget is not whole again", whole)
+}
+
+// Without max_tokens the API of completions has a default, but null is the model's rest.
+func TestLimitOfTheRest(t *testing.T) {
+	for _, c := range []struct {
+		kind   kind
+		fields string
+		limit  int
+	}{
+		{kindCompletion, `"prompt":"a"`, completionTokens},
+		{kindCompletion, `"prompt":"a","max_tokens":null`, 100},
+		{kindCompletion, `"prompt":"a","max_tokens":7`, 7},
+		{kindChat, `"messages":[]`, 100},
+		{kindChat, `"messages":[],"max_tokens":null`, 100},
+		{kindChat, `"messages":[],"max_tokens":7,"max_completion_tokens":8`, 8},
+	} {
+		r, err := parseRequest(c.kind, []byte("{"+c.fields+"}"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if n := r.limit(100); n != c.limit {
+			t.Errorf("%s: %d, want %d", c.fields, n, c.limit)
+		}
+	}
+}
+
+// An answer that is no stream of events breaks off: no other engine's stream follows it.
+func TestAnswerOfAnotherFormIsNotContinued(t *testing.T) {
+	var asked atomic.Int32
+	answer := func(w http.ResponseWriter, r *http.Request, s seen) {
+		if asked.Add(1) > 1 {
+			stopsAtAPage(w, r, s)
+			return
+		}
+		w.Header().Set("Content-Type", "application/json")
+		fmt.Fprint(w, `{"choices":[`)
+		_ = http.NewResponseController(w).Flush()
+		panic(http.ErrAbortHandler)
+	}
+	a, b := newEngine(t, answer), newEngine(t, answer)
+	px, url := start(t, Config{Decode: decoders(a.URL, b.URL), Continue: true, Times: unhurried})
+	why := broken(t, px, url, "/v1/completions", `"prompt":"a"`)
+	if n := asked.Load(); why != "" || n != 1 {
+		t.Errorf("%q, %d engines were asked", why, n)
+	}
+}
+
+// followedChat is a chat whose second engine continues after one token.
+func followedChat(t *testing.T) *followed {
+	room := &budget{}
+	room.give(1 << 20)
+	f := &followed{kind: kindChat, budget: room, next: true, logs: true, tokens: true,
+		prompt: []uint32{1}, promptSize: 1, answer: []uint32{2}, answerSize: 1, text: []byte("a"),
+		head: []byte(`{"id":"A",`), stops: stops{list: []string{"never"}}}
+	t.Cleanup(func() {
+		if f.end(); room.free.Load() != 1<<20 {
+			t.Errorf("%d bytes are left of the budget", room.free.Load())
+		}
+	})
+	return f
+}
+
+// The next engine computes the tokens of an event again that the client could not get.
+func TestTokensOfAnEventThatFails(t *testing.T) {
+	f := followedChat(t)
+	out, err := f.take([]byte(`data: {"choices":[{"text":"b","logprobs":7,"token_ids":[3,4]}]}` +
+		"\n\n"))
+	if !errors.Is(err, errEngineFault) || len(out) > 0 {
+		t.Fatalf("%q, %v", out, err)
+	}
+	if !slices.Equal(f.answer, []uint32{2}) || f.answerSize != 1 || string(f.text) != "a" {
+		t.Errorf("%v, %d tokens, %q", f.answer, f.answerSize, f.text)
+	}
+}
+
+// A pause lasts from the last bytes, not from the end of the silence after them.
+func TestEndOfASilenceIsNoByte(t *testing.T) {
+	f := followedChat(t)
+	long := time.Now().Add(-time.Hour)
+	f.last = long
+	if _, err := f.take(nil); err != nil || !f.last.Equal(long) {
+		t.Errorf("%s, %v; want %s", f.last, err, long)
+	}
+	if _, err := f.take([]byte("data:")); err != nil || f.last.Equal(long) {
+		t.Errorf("%s, %v", f.last, err)
+	}
+}
+
+// Token ids before the choices cannot be left out. The answer passes, and is not continued.
+func TestTokenIDsBeforeTheChoices(t *testing.T) {
+	var room budget
+	r, err := parseRequest(kindCompletion, []byte(`{"prompt":"a","stream":true}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := r.follow(&room)
+	out, err := f.take([]byte(`data: {"prompt_token_ids":[1],"choices":[{"text":"a",` +
+		`"token_ids":[2]}]}` + "\n\n"))
+	if want := `data: {"prompt_token_ids":[1],"choices":[{"text":"a","token_ids":null}]}` +
+		"\n\n"; err != nil || string(out) != want || f.why != unfollowedNoIDs {
+		t.Errorf("%q, %v, %q; want %q", out, err, f.why, want)
+	}
+}
+
+// If nothing continues, the client gets the error that the last engine has reported. It is one of
+// this answer: the engine takes others.
+func TestErrorInTheStreamReachesTheClient(t *testing.T) {
+	const fault = `data: {"error":{"message":"no luck","code":500}}` + "\n\ndata: [DONE]\n\n"
+	answer := func(w http.ResponseWriter, _ *http.Request, _ seen) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		fmt.Fprint(w, fault)
+	}
+	a, b := newEngine(t, answer), newEngine(t, answer)
+	px, url := start(t, Config{Decode: decoders(a.URL, b.URL), Continue: true, Times: unhurried})
+	code, got, _ := post(t, url, "/v1/completions", `{"prompt":"a","stream":true}`)
+	if code != http.StatusOK || got != fault {
+		t.Errorf("%d %q, want %q", code, got, fault)
+	}
+	if n := testutil.ToFloat64(px.met.unfollowed.WithLabelValues(unfollowedFailures)); n != 1 {
+		t.Errorf("%v refused continuations", n)
+	}
+	for _, e := range px.decode.list() {
+		e.mu.Lock()
+		if e.health.failures > 0 {
+			t.Errorf("%s: %d failures", e.url, e.health.failures)
+		}
+		e.mu.Unlock()
+	}
+}
+
 // FuzzFollowed: whatever an engine sends, in whatever parts, the client gets the same.
 func FuzzFollowed(f *testing.F) {
 	for _, c := range seamCases {
@@ -812,6 +1013,8 @@ func FuzzFollowed(f *testing.F) {
 		`data: {"choices":[],"usage":{"prompt_tokens":1}}`+"\n\ndata: [DONE]\n\n"), 5)
 	f.Add([]byte(`data: {"choices":[{"delta":{"role":"assistant","content":""}}]}`+"\n\n"), 1)
 	f.Add([]byte(`data: {"error":{"code":500}}`+"\n\n"), 1)
+	f.Add([]byte("data\r\n"), 5)
+	f.Add([]byte(`data: {"prompt_token_ids":[1],"choices":[{"text":"a","token_ids":[2]}]}`+"\n\n"), 1)
 	f.Fuzz(func(t *testing.T, sent []byte, part int) {
 		for _, next := range []bool{false, true} {
 			var outs [2][]byte

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"net/http"
@@ -12,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode/utf8"
 )
 
 // Bounds of one continuation.
@@ -20,7 +22,10 @@ const (
 	seamTimeout  = 5 * time.Second  // of one question for text
 	seamTokens   = 64               // whose text shows whether a character is whole
 	maxCut       = 16               // last tokens that can be parts of a character
-	maxSeamBytes = 64 << 20         // of the text of an answer
+	maxSeamBytes = 64 << 20         // of the text of an answer, as JSON
+	seamBytes    = 16 << 10         // of that of seamTokens
+	charBytes    = 6                // of one byte of text as JSON, at most
+	idBytes      = 7                // of a token id in a list: vocabularies are below 1,000,000
 )
 
 // resume lets other engines continue an answer that has broken, until it ends.
@@ -46,6 +51,10 @@ func (j *job) resume(ctx context.Context, failed *backend) {
 			if ctx.Err() == nil {
 				j.p.met.unfollowed.WithLabelValues(why).Inc()
 				j.p.log.Warn("the answer is not continued", "request", j.id, "reason", why)
+				if out := f.reported(); out != nil {
+					j.broken = false
+					_ = newSink(j.w).send(out) // the client may be gone
+				}
 			}
 			return
 		}
@@ -98,9 +107,15 @@ func (j *job) askRest(ctx context.Context, failed *backend) (a *reply, why strin
 
 // cut asks an engine for the text before the seam. ok: it is known.
 func (j *job) cut(ctx context.Context, b *backend) (ok bool, why string) {
-	why, err := j.follow.cut(func(ids []uint32) (string, error) { return j.textOf(ctx, b, ids) })
-	if refused(err) {
-		return false, unfollowedSeam // the engine has no such URL
+	f := j.follow
+	limit, held := f.cutBytes()
+	if !f.budget.take(held) {
+		return false, unfollowedMemory
+	}
+	defer f.budget.give(held)
+	why, err := f.cut(func(ids []uint32) (string, error) { return j.textOf(ctx, b, ids, limit) })
+	if refused(err) || errors.Is(err, errSeamText) {
+		return false, unfollowedSeam // or the engine has no such URL
 	}
 	if err != nil && ctx.Err() == nil {
 		j.p.log.Warn("an engine does not return the text of tokens", "request", j.id, "url", b.url,
@@ -135,8 +150,10 @@ func (j *job) askRestOf(ctx context.Context, b *backend, skip map[*backend]bool)
 	return nil, f.why
 }
 
-// textOf asks an engine for the text of tokens.
-func (j *job) textOf(ctx context.Context, b *backend, ids []uint32) (string, error) {
+var errSeamText = errors.New("the text of tokens is longer than that of the answer can be")
+
+// textOf asks an engine for the text of tokens, of at most some bytes as JSON.
+func (j *job) textOf(ctx context.Context, b *backend, ids []uint32, limit int64) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, seamTimeout)
 	defer cancel()
 	// net/http repeats the request if the engine has closed the idle connection.
@@ -148,9 +165,12 @@ func (j *job) textOf(ctx context.Context, b *backend, ids []uint32) (string, err
 	if model := j.req.fields["model"]; model != nil {
 		fields["model"] = model
 	}
-	body, err := j.p.ask(ctx, b.url, "/detokenize", h, encode(fields), maxSeamBytes)
+	body, err := j.p.ask(ctx, b.url, "/detokenize", h, encode(fields), limit)
 	if err != nil {
 		return "", err
+	}
+	if int64(len(body)) == limit {
+		return "", errSeamText
 	}
 	var text struct {
 		Prompt *string `json:"prompt"`
@@ -167,6 +187,18 @@ func (j *job) textOf(ctx context.Context, b *backend, ids []uint32) (string, err
 // partOfCharacter matches a text whose end is a part of a character, also before tokens without
 // text, which /detokenize writes like this.
 var partOfCharacter = regexp.MustCompile(`\x{FFFD}(<[^<>]{1,64}>|\[[^\[\]]{1,64}\])*$`)
+
+// cutBytes is the largest text that cut needs, and what it holds meanwhile: the ids three times, of
+// which two are JSON, and the text as JSON and by itself.
+func (f *followed) cutBytes() (text, held int64) {
+	tokens := int64(2 * seamTokens)
+	if len(f.stops.list) > 0 {
+		tokens += int64(len(f.answer))
+	}
+	heldBack := utf8.UTFMax * f.stops.held()
+	text = min(maxSeamBytes, seamBytes+charBytes*int64(len(f.text)+heldBack))
+	return text, (4+2*idBytes)*tokens + 2*text
+}
 
 // cut drops the last tokens of an answer that are parts of a character, and finds the text that the
 // failed engine has held back. An engine whose prompt ends within a character would repeat the text
@@ -221,7 +253,7 @@ func (f *followed) lastOffset() int {
 func listIDs(lists ...[]uint32) []byte {
 	size := 2
 	for _, ids := range lists {
-		size += 7 * len(ids)
+		size += idBytes * len(ids)
 	}
 	out := append(make([]byte, 0, size), '[')
 	for _, ids := range lists {
@@ -232,7 +264,7 @@ func listIDs(lists ...[]uint32) []byte {
 	return append(bytes.TrimSuffix(out, []byte{','}), ']')
 }
 
-// completionTokens is the default of max_tokens in the API of completions.
+// completionTokens is the default of max_tokens in the API of completions, if it is absent.
 const completionTokens = 16
 
 // forRest is the body for an engine that continues an answer, a completion. length is the model's
@@ -263,11 +295,18 @@ func (r *request) forRest(f *followed, length int) (body []byte, why string) {
 		}
 		fields["min_tokens"] = marshal(n)
 	}
+	ids := idBytes * int64(len(f.prompt)+len(f.answer))
+	if !f.ask(2 * ids) { // the list, and the body with it
+		return nil, unfollowedMemory
+	}
 	fields["prompt"] = listIDs(f.prompt, f.answer)
 	if params := r.ownForAlone(); params != nil {
 		fields[paramsKey] = params
 	}
-	return encode(fields), ""
+	body = encode(fields)
+	f.asked -= ids
+	f.budget.give(ids)
+	return body, ""
 }
 
 // limit is the largest number of tokens of an answer. room is that of the model after the prompt.
@@ -278,7 +317,7 @@ func (r *request) limit(room int) int {
 	if n, ok := r.whole("max_tokens"); ok {
 		return n
 	}
-	if r.kind == kindCompletion {
+	if r.kind == kindCompletion && r.fields["max_tokens"] == nil { // null: the model's rest
 		return completionTokens
 	}
 	return room

@@ -39,7 +39,8 @@ func newSeam(s stops, all string, sent int) *seam {
 		from -= n
 	}
 	from = min(from, sent)
-	return &seam{stops: s, text: all[from:], old: len(all) - from, sent: sent - from}
+	// A clone does not keep the rest of the text.
+	return &seam{stops: s, text: strings.Clone(all[from:]), old: len(all) - from, sent: sent - from}
 }
 
 // match is a stop string in a text.

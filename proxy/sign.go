@@ -17,7 +17,7 @@ import (
 type sign uint8
 
 const (
-	signNone    sign = iota // nothing: the router's own fault, or the client is gone
+	signNone    sign = iota // nothing: the router's own fault, the client is gone, or one answer only
 	signAlive               // it answers: a result, or a client's own mistake
 	signBusy                // it has no place for the request: 429, or 503 with a time
 	signFailed              // it answers with an error of its own
@@ -66,6 +66,8 @@ func signOfError(err error) sign {
 		return signRefused
 	case errors.Is(err, errEmpty):
 		return signFailed
+	case errors.Is(err, errEngineFault):
+		return signNone // of one answer: an engine that is about to end fails its health checks
 	case errors.Is(err, errLate), errors.Is(err, errSilent), errors.Is(err, errUnaccepted),
 		errors.As(err, &late) && late.Timeout():
 		return signLate // also of a connection: a burst of them fills the engine's backlog
