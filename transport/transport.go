@@ -62,7 +62,7 @@ type Caps struct {
 	SameHost     bool // only between processes of one kernel
 	Device       bool // moves GPU memory without a copy in host memory
 	Credits      int  // receives that the destination must post ahead; 0: none needed
-	SliceBytes   int  // preferred slice size; a multiple of transfer.ChunkBytes
+	SliceBytes   int  // preferred slice size, a multiple of ChunkBytes; longer ones may be refused
 	DeviceSlice  int  // the same for GPU memory; 0: SliceBytes
 	ReportsAcked bool // every lane is a Meter
 	// every writer of a grant's memory holds its guard: once the guard is revoked and empty, Fence

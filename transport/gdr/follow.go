@@ -26,7 +26,7 @@ func (l *lane) follow() {
 			l.fail(fmt.Errorf("gdr: lane %d: %d answers wait for the peer, which does not read",
 				l.id, maxUnsent))
 		}
-		ended, failed := l.completed(buf[:n])
+		ended, failed := l.completed(buf[:n], stopping)
 		if looked != nil {
 			close(looked)
 		}
@@ -166,8 +166,9 @@ func (l *lane) flushed() bool {
 	return l.dst.sawFlush && l.src.done == l.src.posted && l.dst.recvs == l.dst.recvsDone
 }
 
-// completed processes completions. ended: no posted request is open.
-func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
+// completed processes completions. stopped: this end has stopped the queue pair. ended: no posted
+// request is open.
+func (l *lane) completed(batch []verbs.Completion, stopped bool) (ended, failed bool) {
 	l.mu.Lock()
 	came := 0
 	for i := range batch {
@@ -187,6 +188,9 @@ func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 			l.src.good = max(l.src.good, c.ID)
 		default:
 			l.src.done = max(l.src.done, c.ID)
+		}
+		if l.cause == verbs.OK && !stopped {
+			l.cause = c.Status
 		}
 		if c.Status != verbs.OK && c.Status != verbs.Flushed {
 			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: work request: %s (status %d)", l.id,

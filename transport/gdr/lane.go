@@ -60,6 +60,10 @@ type lane struct {
 	looked chan struct{}
 
 	trimming sync.Mutex // held while slabs are looked through
+
+	// of the first work request that failed before this end stopped the queue pair; OK: none.
+	// Written by the follower; end reads it after that.
+	cause verbs.Status
 }
 
 // ring is a queue of slice ids.
@@ -360,17 +364,23 @@ func (l *lane) end() {
 	l.mu.Unlock()
 }
 
-// blameLocked leaves the direct way of the slices with which the lane died: it may be what the NIC
-// could not read or write. If it was not, a trial shows that soon.
+// blameLocked leaves the direct way of the slices with which the lane died, if this end's NIC may
+// have failed to read or write their memory. If it did not, a trial shows that soon. Nothing is
+// blamed for a lane that a peer's fence, restart or lost path has ended.
 func (l *lane) blameLocked(err error) {
 	if errors.Is(err, net.ErrClosed) {
 		return // this end stopped it
 	}
+	// Broken may be a failed read, too. Remote access concerns the peer's memory.
+	read := l.cause == verbs.LocalAccess || l.cause == verbs.Broken
+	// Without a failed request of its own, a NIC flushes a queue pair when it refuses a write. If the
+	// socket ends before that is seen, the next lane shows it.
+	written := l.cause == verbs.Flushed
 	for i := range maxInFlight {
-		if s := &l.src.out[i]; s.state == flight && s.trip.way == direct {
+		if s := &l.src.out[i]; read && s.state == flight && s.trip.way == direct {
 			s.trip.fault(err)
 		}
-		if r := &l.dst.in[i]; r.state == armed && r.trip.way == direct {
+		if r := &l.dst.in[i]; written && r.state == armed && r.trip.way == direct {
 			r.trip.fault(err)
 		}
 	}

@@ -20,8 +20,10 @@ type oddDevice struct {
 	refuses   error // what registrations are refused with
 	// the sends of the next batch that are taken; the rest is refused; -1: all
 	takes int
-	badCQ bool // completion queues have nothing but errors
-	polls int  // of completion queues, counted while they are bad or asleep
+	// what work requests without access to memory fail with; OK: their own status
+	blames verbs.Status
+	badCQ  bool // completion queues have nothing but errors
+	polls  int  // of completion queues, counted while they are bad or asleep
 	// polls of completion queues wait for it, as if the process did not run; nil: they
 	// do not
 	asleep     <-chan struct{}
@@ -83,7 +85,7 @@ type oddCQ struct {
 
 func (q *oddCQ) Poll(dst []verbs.Completion) (int, error) {
 	q.d.mu.Lock()
-	bad, asleep := q.d.badCQ, q.d.asleep
+	bad, asleep, blames := q.d.badCQ, q.d.asleep, q.d.blames
 	if bad || asleep != nil {
 		q.d.polls++
 	}
@@ -94,7 +96,13 @@ func (q *oddCQ) Poll(dst []verbs.Completion) (int, error) {
 	if bad {
 		return 0, errOdd
 	}
-	return q.CompletionQueue.Poll(dst)
+	n, err := q.CompletionQueue.Poll(dst)
+	for i := range dst[:n] {
+		if blames != verbs.OK && dst[i].Status == verbs.RemoteAccess {
+			dst[i].Status = blames
+		}
+	}
+	return n, err
 }
 
 func (d *oddDevice) NewDomain() (verbs.Domain, error) {

@@ -60,6 +60,7 @@ type openDevice struct {
 	users  int // lanes, and callers in a command
 	kept   int // ended lanes whose queue pairs the device has not released
 	ways   map[wayKey]*ways
+	slabs  uint64 // bytes of all lanes' slabs
 	idle   sync.Cond
 	closed bool
 }

@@ -259,6 +259,8 @@ func (dst *destination) arm(g *transport.Grant, h *head, wait bool) error {
 		switch {
 		case errors.Is(err, errRange):
 			dst.refuse(h.id, transfer.ReasonRange)
+		case errors.Is(err, errLong):
+			dst.refuse(h.id, transfer.ReasonLength)
 		case errors.Is(err, errNoSlab):
 			dst.l.b.faults.Note(slog.LevelWarn, "slice refused", "lane", dst.l.id, "err", err)
 			dst.refuse(h.id, transfer.ReasonMemory)

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -17,6 +18,9 @@ const (
 	maxSlabs = 4
 	// idleSlabs is the time after which a slab returns to the GPU, for other lanes and transports.
 	idleSlabs = time.Second
+	// maxSlabBytes bounds the slabs of all lanes of a device: they are locked memory, and peers
+	// choose the number of slices.
+	maxSlabBytes = 1 << 30
 )
 
 // stageName identifies a stage of a lane.
@@ -32,6 +36,7 @@ type stage struct {
 	name   stageName
 	places chan struct{} // a token for each slab that exists
 	free   chan *slab
+	none   chan struct{} // wakes one of those that wait for a slab when there is none any more
 }
 
 // slab is host memory for one slice: a pinned buffer of the device, or, while it lends none or the
@@ -50,7 +55,7 @@ func (l *lane) stage(name stageName) *stage {
 	s := l.stages[name]
 	if s == nil {
 		s = &stage{l: l, name: name, places: make(chan struct{}, maxSlabs),
-			free: make(chan *slab, maxSlabs)}
+			free: make(chan *slab, maxSlabs), none: make(chan struct{}, 1)}
 		if l.stages == nil {
 			l.stages = map[stageName]*stage{}
 		}
@@ -60,8 +65,11 @@ func (l *lane) stage(name stageName) *stage {
 }
 
 // takeSlab returns a slab of at least n bytes; release ends its use. It waits for one while the
-// lane lives.
+// lane lives and has slabs.
 func (l *lane) takeSlab(name stageName, n uint64) (*slab, error) {
+	if n > sliceBytes {
+		return nil, fmt.Errorf("%w: %d bytes, at most %d", errLong, n, sliceBytes)
+	}
 	s := l.stage(name)
 	for {
 		var x *slab
@@ -75,9 +83,12 @@ func (l *lane) takeSlab(name stageName, n uint64) (*slab, error) {
 				if err == nil || len(s.places) == 0 {
 					return made, err
 				}
-				// The device has room for fewer: wait for one of them.
+				// The device has room for fewer: wait for one of them. None may become free: those
+				// that are being made may fail, too.
 				select {
 				case x = <-s.free:
+				case <-s.none:
+					continue
 				case <-l.settled:
 					return nil, err
 				}
@@ -92,24 +103,46 @@ func (l *lane) takeSlab(name stageName, n uint64) (*slab, error) {
 	}
 }
 
+// leave gives a place back. With the last one it wakes a waiter, which wakes the next one if it
+// gets no slab either.
+func (s *stage) leave() {
+	<-s.places
+	if len(s.places) > 0 {
+		return
+	}
+	select {
+	case s.none <- struct{}{}:
+	default:
+	}
+}
+
 // newSlab makes a slab, and gives its place back if it fails.
 func (s *stage) newSlab(n uint64) (_ *slab, err error) {
 	var r *mem.Region
+	counted := false
 	defer func() {
-		if err != nil {
-			<-s.places
-			if r != nil {
-				r.Release()
-			}
+		if err == nil {
+			return
 		}
+		if counted {
+			s.l.dev.uncountSlab(r.Size())
+		}
+		if r != nil {
+			r.Release()
+		}
+		s.leave()
 	}()
 	if d := s.name.device; d != nil && n <= uint64(d.LendBytes()) {
 		r = mem.Lent(d)
 	}
 	if r == nil {
-		if r, err = mem.NewAnonymous("gdr-stage", max(n, sliceBytes)); err != nil {
+		if r, err = mem.NewAnonymous("gdr-stage", sliceBytes); err != nil {
 			return nil, fmt.Errorf("gdr: lane %d: %w", s.l.id, err)
 		}
+	}
+	if counted = s.l.dev.countSlab(r.Size()); !counted {
+		return nil, fmt.Errorf("gdr: lane %d: the slabs of %s have %d bytes: %w", s.l.id, s.l.dev.Name(),
+			maxSlabBytes, verbs.ErrFull)
 	}
 	k, err := s.l.dev.keys.get(keyName{r, s.l.peer, s.name.remote}, true)
 	if err != nil {
@@ -140,7 +173,25 @@ func (x *slab) drop() {
 	x.key.put()
 	_ = x.key.invalidate() // a failure is tried again
 	x.region.Release()
-	<-x.s.places
+	x.s.l.dev.uncountSlab(x.region.Size())
+	x.s.leave()
+}
+
+// countSlab adds n bytes to the device's slabs, unless they would be too large.
+func (d *openDevice) countSlab(n uint64) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if n > maxSlabBytes-min(d.slabs, maxSlabBytes) {
+		return false
+	}
+	d.slabs += n
+	return true
+}
+
+func (d *openDevice) uncountSlab(n uint64) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.slabs -= n
 }
 
 // trimStages drops the slabs that are idle, or of no further use; all: every one.
@@ -157,7 +208,7 @@ func (l *lane) trimStages(now time.Time, all bool) {
 		for range len(s.free) {
 			select {
 			case x := <-s.free:
-				if all || now.Sub(x.last) > idleSlabs || x.region.Size() > sliceBytes || !x.fits(0) {
+				if all || now.Sub(x.last) > idleSlabs || !x.fits(0) {
 					x.drop()
 				} else {
 					s.free <- x
@@ -171,7 +222,11 @@ func (l *lane) trimStages(now time.Time, all bool) {
 // fill copies a slice of memory that the NIC does not read into a slab, for the NIC to read.
 func (s *sending) fill(l *lane) (why transfer.Reason, err error) {
 	o := s.s.Origin
-	if s.slab, err = l.takeSlab(stageName{o.Memory.Device(), false}, s.bytes); err != nil {
+	s.slab, err = l.takeSlab(stageName{o.Memory.Device(), false}, s.bytes)
+	switch {
+	case errors.Is(err, errLong):
+		return transfer.ReasonLength, err
+	case err != nil:
 		return transfer.ReasonMemory, err
 	}
 	s.trip.start(time.Now())
@@ -188,7 +243,11 @@ func (s *sending) fill(l *lane) (why transfer.Reason, err error) {
 // stageOffer offers the peer a slab in place of memory that the NIC does not write: its bytes lie
 // there as in the slice, with gaps for chunks that have landed.
 func (dst *destination) stageOffer(g *transport.Grant, h *head, r *receiving) (err error) {
-	if r.slab, err = dst.l.takeSlab(stageName{g.Memory.Device(), true}, h.bytes); err != nil {
+	r.slab, err = dst.l.takeSlab(stageName{g.Memory.Device(), true}, h.bytes)
+	switch {
+	case errors.Is(err, errLong):
+		return err
+	case err != nil:
 		return fmt.Errorf("%w: %w", errNoSlab, err)
 	}
 	r.runs = r.runs[:0]
@@ -215,6 +274,10 @@ func (dst *destination) stageOffer(g *transport.Grant, h *head, r *receiving) (e
 
 // errNoSlab: the slice cannot be staged now. It is refused, and the lane stays.
 var errNoSlab = errors.New("gdr: no host memory for a slice")
+
+// errLong: the slice is larger than a slab. A source decides how long its slices are, so its peer
+// could otherwise make this end lock any amount of memory.
+var errLong = errors.New("gdr: a slice is too long to go through host memory")
 
 // errUnreachable: the NIC does not read or write this memory itself.
 var errUnreachable = errors.New("gdr: the NIC does not reach this memory")

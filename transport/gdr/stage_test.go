@@ -2,11 +2,15 @@ package gdr
 
 import (
 	"context"
+	"errors"
+	"net"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/internal/sys/verbs/fake"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -36,7 +40,7 @@ func TestStagedProcessMemory(t *testing.T) {
 		_, factory := rig(t)
 		p := transporttest.NewPair(t, factory)
 		a, _ := p.Dial()
-		src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+		src, dst := transporttest.NewMemory(t, stagedShape), transporttest.NewMemory(t, stagedShape)
 		src.Write(seedOld)
 		if far {
 			dst.ThroughProc(t)
@@ -350,6 +354,133 @@ func TestStagedSlabs(t *testing.T) {
 	}
 }
 
+// Two slices make a lane's first slabs at a time, and the device refuses both: neither waits for
+// the other one's slab.
+func TestStagedSlabsRefusedTogether(t *testing.T) {
+	s := newStagedPair(t, nil)
+	errs := make(chan error, 2)
+	var gates []chan struct{}
+	for i := range 2 {
+		gate := make(chan struct{})
+		gates = append(gates, gate)
+		s.there.set(func(d *oddDevice) { d.slow = gate })
+		go func() {
+			_, err := s.b.takeSlab(stageName{s.write, true}, sliceBytes/16)
+			errs <- err
+		}()
+		until(t, "the device is asked for a registration", func() bool {
+			return s.there.is(func(d *oddDevice) bool { return d.waiting == i+1 })
+		})
+	}
+	s.there.set(func(d *oddDevice) { d.slow, d.refuses = nil, errOdd })
+	close(gates[0])
+	places := s.b.stage(stageName{s.write, true}).places
+	until(t, "the first one is refused", func() bool { return len(places) == 1 })
+	close(gates[1])
+	for range 2 {
+		select {
+		case err := <-errs:
+			if !errors.Is(err, errOdd) {
+				t.Error(err)
+			}
+		case <-time.After(20 * time.Second):
+			t.Fatal("a slice waits for a slab, and there is none")
+		}
+	}
+	s.there.set(func(d *oddDevice) { d.refuses = nil })
+	if n := s.b.dev.slabs; n != 0 {
+		t.Errorf("%d bytes count as slabs", n)
+	}
+	s.alive(t)
+	s.bind.End(t)
+}
+
+// Slices that are longer than an honest peer's are refused where they would be staged, at either
+// end.
+func TestStagedTooLong(t *testing.T) {
+	for _, far := range []bool{false, true} {
+		_, p, here, there := oddPair(t, nil)
+		a, b := p.Dial()
+		long := transporttest.Shape{Chunks: sliceBytes/transfer.ChunkBytes + 1, BlockBytes: 64 << 10}
+		src, dst := transporttest.NewMemory(t, long), transporttest.NewMemory(t, long)
+		src.Write(seedOld)
+		at := src
+		if far {
+			at = dst
+		}
+		onApart(t, at)
+		closeBefore(t, p)
+		bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+		bind.Dest.Seed.Store(seedOld)
+		if r := p.A.MoveWait(a, bind.Origin, src.All(), 1); r.Outcome == transfer.Landed ||
+			r.Reason != transfer.ReasonLength {
+			t.Errorf("far %v: %s %s: %v", far, r.Outcome, r.Reason, r.Err)
+		}
+		staging := here
+		if far {
+			staging = there
+		}
+		if n := staging.is(func(d *oddDevice) bool { return d.registered > 0 }); n {
+			t.Errorf("far %v: memory was registered", far)
+		}
+		longest := transfer.Range{Count: sliceBytes / transfer.ChunkBytes}
+		if r := p.A.MoveWait(a, bind.Origin, longest, 2); r.Outcome != transfer.Landed {
+			t.Errorf("far %v: the longest one: %s %s: %v", far, r.Outcome, r.Reason, r.Err)
+		}
+		for _, l := range []*lane{a.(*lane), b.(*lane)} {
+			if err := l.failure(); err != nil {
+				t.Errorf("far %v: a lane ended: %v", far, err)
+			}
+		}
+		bind.End(t)
+	}
+}
+
+// A device's slabs have a bound. A lane with a slab carries on with it; without one its slices are
+// refused, and it stays.
+func TestStagedSlabBound(t *testing.T) {
+	s := newStagedPair(t, nil)
+	s.write.poor.Store(true)
+	s.bind.Dest.Seed.Store(seedOld)
+	dev := s.b.dev
+	others := func(n int64) {
+		dev.mu.Lock()
+		defer dev.mu.Unlock()
+		dev.slabs += uint64(n)
+	}
+	others(maxSlabBytes - sliceBytes)
+	s.f.Hold(s.a.q.Num())
+	first := s.p.A.Move(s.a, s.bind.Origin, transfer.Range{Count: 1}, 1)
+	until(t, "messages are on the wire", func() bool { return s.f.Held(s.a.q.Num()) > 0 })
+	second := s.p.A.Move(s.a, s.bind.Origin, transfer.Range{First: 1, Count: 1}, 1)
+	x, y := s.p.Dial()
+	if r := s.p.A.MoveWait(x, s.bind.Origin, transfer.Range{First: 2, Count: 1}, 1); r.Outcome !=
+		transfer.Rejected || r.Reason != transfer.ReasonMemory {
+		t.Errorf("a lane without a slab: %s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	s.f.Release(s.a.q.Num())
+	for i, c := range []<-chan transport.Result{first, second} {
+		if r := <-c; r.Outcome != transfer.Landed {
+			t.Errorf("slice %d of a lane with a slab: %s %s: %v", i, r.Outcome, r.Reason, r.Err)
+		}
+	}
+	s.b.trimStages(time.Time{}, true)
+	if r := s.p.A.MoveWait(x, s.bind.Origin, s.src.All(), 2); r.Outcome != transfer.Landed ||
+		!s.bind.Dest.Full() {
+		t.Errorf("after a slab was given back: %s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	if err := y.(*lane).failure(); err != nil {
+		t.Errorf("a lane ended: %v", err)
+	}
+	y.(*lane).trimStages(time.Time{}, true)
+	others(sliceBytes - maxSlabBytes)
+	if n := dev.slabs; n != 0 {
+		t.Errorf("%d bytes count as slabs", n)
+	}
+	s.alive(t)
+	s.bind.End(t)
+}
+
 // In mid transfer the NIC refuses a GPU's memory that it took before, at either end. The rest goes
 // through host memory, on the same lane.
 func TestRegistrationEndsInMidTransfer(t *testing.T) {
@@ -409,14 +540,97 @@ func TestBothWaysAreMeasured(t *testing.T) {
 	}
 }
 
+// bestWay is the best way of an end's traffic with a GPU.
+func bestWay(l *lane, g mem.Device, remote bool) way {
+	l.dev.mu.Lock()
+	w := l.dev.ways[wayKey{g, remote}]
+	l.dev.mu.Unlock()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.best
+}
+
+// A peer that ends its lane with a slice on it, as for a fence or a restart, shows nothing about
+// the way between NIC and GPU of this end.
+func TestEndOfPeerBlamesNoWay(t *testing.T) {
+	for _, end := range []string{"source", "destination"} {
+		f, p, _, _ := oddPair(t, nil)
+		x, y := p.Dial()
+		a, b := x.(*lane), y.(*lane)
+		src, dst := transporttest.NewMemory(t, stagedShape), transporttest.NewMemory(t, stagedShape)
+		src.Write(seedOld)
+		from, to := onGPU(t, f, src), onGPU(t, f, dst)
+		closeBefore(t, p)
+		bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+		f.Hold(a.q.Num())
+		res := p.A.Move(a, bind.Origin, src.All(), 1)
+		until(t, "messages are on the wire", func() bool { return f.Held(a.q.Num()) > 0 })
+		left := a
+		if end == "source" {
+			left = b
+			_ = a.Close()
+		} else {
+			_ = b.Close()
+		}
+		<-res
+		until(t, "both ends are over", func() bool {
+			return len(p.A.Backend.(*Backend).allLanes())+len(p.B.Backend.(*Backend).allLanes()) == 0
+		})
+		if err := left.failure(); errors.Is(err, net.ErrClosed) {
+			t.Errorf("the %s ends: the other end has closed its lane itself: %v", end, err)
+		}
+		if x, y := bestWay(a, from, false), bestWay(b, to, true); x != direct || y != direct {
+			t.Errorf("the %s ends: then the source reads %s, the destination writes %s", end, x, y)
+		}
+		f.Release(a.q.Num())
+		bind.End(t)
+	}
+}
+
+// A NIC that fails to read memory of a GPU reports that with the work request.
+func TestPathFromGPUBreaks(t *testing.T) {
+	for status, want := range map[verbs.Status]way{verbs.LocalAccess: staged, verbs.Broken: staged,
+		verbs.RetryExceeded: direct} {
+		f, p, here, there := oddPair(t, nil)
+		here.set(func(d *oddDevice) { d.blames = status })
+		x, _ := p.Dial()
+		a := x.(*lane)
+		src, dst := transporttest.NewMemory(t, stagedShape), transporttest.NewMemory(t, stagedShape)
+		from := onGPU(t, f, src)
+		closeBefore(t, p)
+		bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+		f.Hold(a.q.Num())
+		res := p.A.Move(a, bind.Origin, src.All(), 1)
+		until(t, "messages are on the wire", func() bool { return f.Held(a.q.Num()) > 0 })
+		if n, err := p.B.Backend.(*Backend).EndKeys(there.Name()); err != nil || n == 0 {
+			t.Fatal(n, err)
+		}
+		wake := make(chan struct{})
+		awake := sync.OnceFunc(func() { close(wake) })
+		t.Cleanup(awake)
+		// its socket does not end before the completion
+		there.set(func(d *oddDevice) { d.asleep = wake })
+		f.Release(a.q.Num())
+		until(t, "the source's lane has failed", func() bool { return a.failure() != nil })
+		there.set(func(d *oddDevice) { d.asleep = nil })
+		awake()
+		<-res
+		until(t, "the lane has ended", func() bool { return len(p.A.Backend.(*Backend).allLanes()) == 0 })
+		if got := bestWay(a, from, false); got != want {
+			t.Errorf("%s: then the NIC's way is %s", status, got)
+		}
+		bind.End(t)
+	}
+}
+
 // The path between NIC and GPU breaks under traffic: the lane dies, and the next one does not take
 // that path.
 func TestPathToGPUBreaks(t *testing.T) {
-	f, p, _, there := oddPair(t, nil)
-	a, _ := p.Dial()
+	f, p, here, there := oddPair(t, nil)
+	a, b := p.Dial()
 	src, dst := transporttest.NewMemory(t, stagedShape), transporttest.NewMemory(t, stagedShape)
 	src.Write(seedOld)
-	onGPU(t, f, src)
+	from := onGPU(t, f, src)
 	to := onGPU(t, f, dst)
 	closeBefore(t, p)
 	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
@@ -427,7 +641,14 @@ func TestPathToGPUBreaks(t *testing.T) {
 	if n, err := p.B.Backend.(*Backend).EndKeys(there.Name()); err != nil || n == 0 {
 		t.Fatal(n, err)
 	}
+	wake := make(chan struct{})
+	awake := sync.OnceFunc(func() { close(wake) })
+	defer awake()
+	here.set(func(d *oddDevice) { d.asleep = wake }) // its socket does not end before the flush
 	f.Release(a.(*lane).q.Num())
+	until(t, "the receiver's lane has failed",
+		func() bool { return b.(*lane).failure() != nil })
+	awake()
 	if r := <-res; r.Outcome != transfer.InDoubt {
 		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
@@ -435,6 +656,9 @@ func TestPathToGPUBreaks(t *testing.T) {
 	if r := p.A.MoveWait(open(t, p, 0), bind.Origin, src.All(), 2); r.Outcome != transfer.Landed ||
 		!bind.Dest.Full() || to.Calls.Load() == 0 {
 		t.Fatalf("%d scatters: %s %s: %v", to.Calls.Load(), r.Outcome, r.Reason, r.Err)
+	}
+	if from.Calls.Load() != 0 {
+		t.Error("the source's path to its GPU was left as well")
 	}
 	bind.End(t)
 	dst.GapsIntact(t)

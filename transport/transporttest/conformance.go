@@ -269,7 +269,7 @@ func testDuplicates(t *testing.T, f Factory) {
 	p := NewPair(t, f)
 	a1, _ := p.Dial()
 	a2, _ := p.Dial()
-	s := Shape{Chunks: 24, BlockBytes: 4 << 10, Shuffle: true}
+	s := Shape{Chunks: 16, BlockBytes: 4 << 10, Shuffle: true}
 	src, dst := p.A.Memory(s), p.B.Memory(s)
 	src.Write(5)
 	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
@@ -458,7 +458,7 @@ func testTooMany(t *testing.T, f Factory) {
 		t.Fatal("more than MaxInFlight were taken")
 	}
 	// Nothing was accepted: a result would have no cookie waiting. The lane still works.
-	if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome != transfer.Landed {
+	if r := p.A.MoveWait(a, b.Origin, transfer.Range{Count: 1}, 1); r.Outcome != transfer.Landed {
 		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	// A whole window at once.
