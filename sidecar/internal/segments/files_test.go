@@ -449,8 +449,8 @@ func TestStopEndsWaitsForStaging(t *testing.T) {
 	})
 }
 
-// Stop does not wait longer than its context for a file system that hangs, and nobody else waits
-// for the lease.
+// Stop does not wait longer than its context for a file system that hangs, and the lease is ended
+// for other waiters.
 func TestStopDoesNotWaitForFiles(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		s, _ := victim(t)
