@@ -168,6 +168,14 @@ def test_no_call_holds_the_interpreters_lock(
             assert _lib.lib.kvs_batch_open(lonely._h, 1, ctypes.byref(batch)) == 0
             batch.count = 1
 
+        def digest() -> None:
+            handle, out = ctypes.c_void_p(), ctypes.c_uint64()
+            assert _lib.lib.kvs_digest_open(bytes(16), ctypes.byref(handle)) == 0
+            assert _lib.lib.kvs_digest_weights(handle, 1, 0, 1, ctypes.byref(out)) == 0
+            assert _lib.lib.kvs_digest_plane(handle, 0, b"layer") > 0
+            assert _lib.lib.kvs_digest_sum(handle, address, 1, None, None, 0, None) < 0
+            _lib.lib.kvs_digest_close(handle)
+
         rows = [kvspray.LoadPart(cache, 0, 8, cache, 4096, 8, 8)]
         waits = {
             "WorkerClient()": client,
@@ -212,6 +220,9 @@ def test_no_call_holds_the_interpreters_lock(
             "unpin": lambda: _lib.lib.kvs_unpin(w._h, 1),
             "space closed": lambda: _lib.lib.kvs_close_space(w._h, 1),
             "segment": lambda: _lib.lib.kvs_segment(w._h, b"s", 0, 0, 1, None, 0),
+            "segment of a file": lambda: _lib.lib.kvs_segment_file(
+                w._h, b"f", b"path", 0, 0, None, 0
+            ),
             "segment revoked": lambda: _lib.lib.kvs_segment_revoke(w._h, b"s", None),
             "locate": lambda: _lib.lib.kvs_locate(w._h, None, b"s", 10),
             "notes": lambda: _lib.lib.kvs_notes(w._h, 0),
@@ -246,6 +257,7 @@ def test_no_call_holds_the_interpreters_lock(
                 b"\x80", 1, ctypes.byref(_lib.CLocated())
             ),
             "kvs_read_notes": lambda: _lib.lib.kvs_read_notes(b"\x80", 1, None, 0),
+            "digest": digest,
             "Region.part": lambda: stack.callback(whole.part(0, 4096).close),
         }
         assert {name: gate.turns(call) for name, call in at_once.items()} == dict.fromkeys(
