@@ -119,10 +119,11 @@ func TestFileBatchRefusals(t *testing.T) {
 		t.Helper()
 		local := c.fill(1)
 		want := bytes.Clone(local)
-		b, err := c.Read(n.Endpoint(), segment, o, e)
+		send := c.Read
 		if write {
-			b, err = c.Write(n.Endpoint(), segment, o, e)
+			send = c.Write
 		}
+		b, err := send(n.Endpoint(), segment, o, e)
 		if r := ended(t, b, err); r.Status != client.Refused || !strings.Contains(r.Reason, words) {
 			t.Errorf("%+v, want a refusal with %q", r, words)
 		}
