@@ -129,9 +129,9 @@ func (p *Program) serve(ctx context.Context, env Env) error {
 	if err != nil {
 		return fmt.Errorf("--serve: %w", err)
 	}
-	who := "Whoever has the key"
+	who := "Hosts with the key"
 	if p.Key == nil {
-		who = "Every process of this host"
+		who = "All processes of this host"
 	}
 	if _, err := fmt.Fprintf(p.Stderr, "serving tests of %d rails; at the other end: kvspray doctor "+
 		"--rdma %s\n%s can run them, until this command is ended.\n", len(env.Rails), ln.Addr(),
